@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import torch
 import triton
 
 from ditron_inductor.core.signals import Pointers
-from ditron_inductor.device.lanes import Lane, Transfer
+from ditron_inductor.device.lanes import HERE, Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import How, stage_norm
@@ -160,7 +161,7 @@ class ChunkedExchange:
                 "sizes": transfers.Partials(numel, columns, stride, result or 0),
                 "rank": self._rank,
                 "HOW": transfers.How(self._world, average, result is not None, block),
-                **arrangement.constants_of_sum(),
+                "EPILOGUE": arrangement.function,
                 "num_warps": COPY_WARPS,
             }
             return Arguments(self._programs(numel, block), values)
@@ -278,6 +279,21 @@ class PieceGroup:
         lane.follow(done)
         self.wait(lane.side)
         lane.copy(self.transfers, partials)
+
+
+def exchange_in_turns(
+    lane: Lane, groups: Sequence[PieceGroup], operands: Products, target: int
+) -> AbstractContextManager[object]:
+    """Multiply and send all groups, and receive what comes with them; returns where the own product is to be made.
+
+    In turns on two streams: a product begins while the last tiles of the one before it run. target: an address, as by
+    `receive`.
+    """
+    for turn, group in enumerate(groups):
+        with lane.beside() if turn % 2 == 1 else HERE:
+            done = group.send(lane, operands)
+        group.receive(lane, done, target)
+    return lane.beside() if len(groups) % 2 == 1 else HERE
 
 
 def shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

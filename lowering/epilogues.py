@@ -157,25 +157,17 @@ class Arrangement:
         """By group, in the kernel's order."""
         return [sum(len(group.products) for group in self.groups[:i]) for i in range(len(self.groups))]
 
-    def constants(self) -> dict[str, Any]:
-        """Compile-time arguments of a kernel of several products."""
+    @property
+    def packed_groups(self) -> Groups:
+        """As a kernel of several products takes them."""
         outputs = [len(group.outputs) for group in self.groups]
-        groups = Groups(
+        return Groups(
             NUM_GROUPS=len(self.groups),
             FIRST_WEIGHTS=packed(self.first_weights),
             NUM_TOGETHER=packed([len(group.products) for group in self.groups]),
             FIRST_OUTS=packed([sum(outputs[:i]) for i in range(len(outputs))]),
             NUM_OUTS=packed(outputs),
         )
-        return {"GROUPS": groups, "EPILOGUE": self.function}
-
-    def constants_of_sum(self) -> dict[str, Any]:
-        """Those of a kernel with one product, a reduced sum."""
-        return {"EPILOGUE": self.function}
-
-    def constants_of_products(self) -> dict[str, Any]:
-        """Those of a kernel that makes what it reduces too."""
-        return {"PRE": self.pre, "PRE_IN_SLICES": self.pre_in_slices, **self.constants_of_sum()}
 
     def new_outputs_of_sum(self, like: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
         """Memory for the outputs, of `shape` each, of a node with the dtype of `like`."""

@@ -4,11 +4,15 @@ lie.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD
-from ditron_inductor.core.signals import arrive, data, publish
+from ditron_inductor.core.signals import arrive, data, publish, take_send, wait_credits
+from ditron_inductor.core.trace import SEND, event, now
+from ditron_inductor.lowering.host.launch import Launch
 
 SEND_BLOCK = 8192
 """Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
@@ -16,6 +20,42 @@ SEND_STEPS = 8
 SENDERS = 16
 """Programs that start on the send queue: enough to fill the links, few enough not to be missed by the matmul."""
 INTERPRETED_SEND_BLOCK = 512
+
+
+def send_queue(launch: Launch) -> dict[str, int]:
+    """What a kernel's HOW has of the send queue."""
+    if launch.interpreted:
+        return {"SEND_BLOCK": INTERPRETED_SEND_BLOCK, "SEND_STEPS": 1}
+    return {"SEND_BLOCK": SEND_BLOCK, "SEND_STEPS": SEND_STEPS}
+
+
+class QueuedPiece(NamedTuple):
+    """Of the send queue: the peer that gets it, its chunk, and pointers to its `count` elements, here and in the peer's
+    slot.
+    """
+
+    target: Any
+    chunk: Any
+    source: Any
+    place: Any
+    count: Any
+
+
+@triton.jit
+def push_piece(use, counters, piece, pieces, HOW: tl.constexpr, TRACE: tl.constexpr):
+    """Push a QueuedPiece, one of `pieces` of its chunk, when the credits of all peers have come.
+
+    Returns the next ticket of the send queue.
+    """
+    began = now(TRACE)
+    if wait_credits(use, HOW.WORLD) != 0:
+        for i in range(HOW.SEND_STEPS):
+            offsets = i * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
+            inside = offsets < piece.count
+            tl.store(piece.place + offsets, tl.load(piece.source + offsets, mask=inside), mask=inside)
+        sent_piece(use, counters, piece.target, piece.chunk, pieces)
+    event(use, began, piece.chunk, piece.target, SEND, TRACE)
+    return take_send(use)
 
 
 @triton.jit

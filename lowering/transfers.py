@@ -40,10 +40,9 @@ from ditron_inductor.core.signals import (
     slot_ctl,
     use_of,
     wait,
-    wait_all,
-    wait_credits,
 )
-from ditron_inductor.core.trace import CREDITS, END, SEND, SUM, WAIT, event, now
+from ditron_inductor.core.timed import timed_credits, timed_wait_all
+from ditron_inductor.core.trace import END, SEND, SUM, WAIT, event, now
 from ditron_inductor.lowering.epilogues import store_flat_sum
 
 PIECE_ROWS = tl.constexpr(0)
@@ -108,9 +107,7 @@ def stage(
     # It waits for nothing before that, so peers always get theirs.
     if tl.program_id(0) == 0:
         settle(credits_due(use, alive), use, WORLD)
-    began = now(TRACE)
-    ok = alive & wait_credits(use, WORLD)
-    event(use, began, tl.program_id(0), rank, CREDITS, TRACE)
+    ok = alive & timed_credits(use, tl.program_id(0), WORLD, TRACE)
     sending = now(TRACE)
     mine = data(use, rank, shards[0].dtype.element_ty)
     step = tl.num_programs(0) * BLOCK
@@ -143,9 +140,7 @@ def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr, TRACE: tl.const
     use = use_of(Words(table, ctl, rank, slot, site))
     alive = healthy(use)
     settle(credits_due(use, alive), use, WORLD)
-    began = now(TRACE)
-    ok = wait_credits(use, WORLD)
-    event(use, began, 0, rank, CREDITS, TRACE)
+    ok = timed_credits(use, 0, WORLD, TRACE)
     if ok == 0:
         # The products behind this launch overwrite what a peer may be reading. It sees the word before it uses that.
         publish_all(use, REVOKED_ROW, WORLD)
@@ -189,9 +184,7 @@ def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: 
 def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
     """Wait until every peer has published row `row`. As `await_pieces`."""
     use = use_of(Words(table, ctl, rank, slot, site))
-    began = now(TRACE)
-    wait_all(use, row, WORLD)
-    event(use, began, row, rank, WAIT, TRACE)
+    timed_wait_all(use, row, WORLD, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "row"])

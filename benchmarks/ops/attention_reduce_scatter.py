@@ -197,7 +197,7 @@ def _of_programs(problem: Problem, rank: int, group: Any) -> dict[str, Any]:
         return mine[None].transpose(1, 2)
 
     def by_kernel(i: int, *, kernel: local_attention.Local) -> tuple[torch.Tensor, ...]:
-        grads = kernel.backward(grad_out, q, k, v, out, lse, local_attention.ShownBlock(), scale)
+        grads = kernel.backward((grad_out, q, k, v, out, lse), local_attention.ShownBlock(), scale)
         return grads[0], *(scattered(one.transpose(1, 2)) for one in grads[1:])
 
     if cell.mask == "full":

@@ -59,6 +59,20 @@ class Terms(NamedTuple):
     strides_bn: Any
 
 
+class SumFactors(NamedTuple):
+    """The factors of a sum of products: pointers to the a_i [M, K_i] and b_i [K_i, N], descriptors of them, both tuples
+    empty without DESCRIPTORS, and sizes.
+    """
+
+    lefts: Any
+    rights: Any
+    a_descriptors: Any
+    b_descriptors: Any
+    M: Any
+    N: Any
+    terms: Any
+
+
 class Widths(NamedTuple):
     """The sizes of weights b_i [K, N_i] whose products stand side by side, as tuples with one number for each weight:
     N_i, and the strides of rows and columns.
@@ -102,11 +116,11 @@ def weight_descriptor(
 
 
 @triton.jit
-def descriptors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
-    """Returns two tuples of descriptors: those of the a_i [M, K_i] and those of the b_i [K_i, N] of these Terms."""
+def factors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
+    """Returns the SumFactors a_i [M, K_i] and b_i [K_i, N] of a sum of products, of these Terms."""
     a_descriptors = ()
     b_descriptors = ()
-    NUM: tl.constexpr = len(lefts)
+    NUM: tl.constexpr = len(lefts) if TILES.DESCRIPTORS else 0
     for i in tl.static_range(NUM):
         K = terms.depths[i]
         a_descriptor = rows_descriptor(lefts[i], M, K, terms.strides_am[i], TILES.BLOCK_M, TILES.BLOCK_K)
@@ -116,13 +130,21 @@ def descriptors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
             TILES.BLOCK_N, TILES.BLOCK_K, (TILES.K_MAJOR >> i) & 1,
         )  # fmt: skip
         b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
-    return a_descriptors, b_descriptors
+    return SumFactors(lefts, rights, a_descriptors, b_descriptors, M, N, terms)
 
 
 @triton.jit
 def weight_of(weights, widths, i: tl.constexpr):
     """Returns the Weight number `i` of a tuple of pointers to weights of these Widths."""
     return Weight(weights[i], widths.strides_bk[i], widths.strides_bn[i])
+
+
+@triton.jit
+def zeros_of(TILES: tl.constexpr):
+    """Returns the zeros that a tile of a product begins with."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    return tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
 
 @triton.jit
@@ -196,11 +218,8 @@ def matmul_tile_by_descriptors(a, b, row, column, K, carried, TILES: tl.constexp
 
     It carries `carried` at the same time.
     """
-    BLOCK_M: tl.constexpr = TILES.BLOCK_M
-    BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, TILES.BLOCK_K)
-    return matmul_steps_by_descriptors(acc, 0, steps, a, b, row, column, carried, TILES, K_MAJOR)
+    return matmul_steps_by_descriptors(zeros_of(TILES), 0, steps, a, b, row, column, carried, TILES, K_MAJOR)
 
 
 @triton.jit
@@ -254,10 +273,7 @@ def matmul_tile(a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
     a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, which all have to be valid (clamp them). weight: B, a
     Weight. Columns beyond N are 0.
     """
-    BLOCK_M: tl.constexpr = TILES.BLOCK_M
-    BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    return matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES)
+    return matmul_steps(zeros_of(TILES), a_rows, weight, column, N, K, carried, TILES)
 
 
 @triton.jit
@@ -296,27 +312,46 @@ def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr
 
 
 @triton.jit
-def further_products_by_descriptors(acc, a, b, row, column, depths, TILES: tl.constexpr):
-    """Returns acc plus all products but the first, given tuples of descriptors and K = depths[i]."""
-    NUM: tl.constexpr = len(depths)
+def sum_tile(acc, factors, row, column, carried, TILES: tl.constexpr):
+    """Returns acc plus the tile at (row, column) of a sum of products. The first product carries `carried`."""
+    if TILES.DESCRIPTORS:
+        steps = tl.cdiv(factors.terms.depths[0], TILES.BLOCK_K)
+        acc = sum_steps_by_descriptors(acc, 0, steps, factors, row, column, carried, TILES)
+        return further_products_by_descriptors(acc, factors, row, column, TILES)
+    else:
+        rows = tl.minimum(row + tl.arange(0, TILES.BLOCK_M), factors.M - 1).to(tl.int64)
+        return sum_of_rows(acc, factors, rows, column, carried, TILES)
+
+
+@triton.jit
+def sum_steps_by_descriptors(acc, begin, end, factors, row, column, carried, TILES: tl.constexpr):
+    """Returns acc plus the steps begin, .., end - 1 of the first product of `sum_tile`."""
+    a, b = factors.a_descriptors[0], factors.b_descriptors[0]
+    return matmul_steps_by_descriptors(acc, begin, end, a, b, row, column, carried, TILES, TILES.K_MAJOR & 1)
+
+
+@triton.jit
+def further_products_by_descriptors(acc, factors, row, column, TILES: tl.constexpr):
+    """Returns acc plus all products of `sum_tile` but the first."""
+    NUM: tl.constexpr = len(factors.a_descriptors)
     for i in tl.static_range(1, NUM):
-        steps = tl.cdiv(depths[i], TILES.BLOCK_K)
+        steps = tl.cdiv(factors.terms.depths[i], TILES.BLOCK_K)
         acc = matmul_steps_by_descriptors(
-            acc, 0, steps, a[i], b[i], row, column, Carried(None, (), 0, 0), TILES, (TILES.K_MAJOR >> i) & 1
-        )
+            acc, 0, steps, factors.a_descriptors[i], factors.b_descriptors[i], row, column,
+            Carried(None, (), 0, 0), TILES, (TILES.K_MAJOR >> i) & 1,
+        )  # fmt: skip
     return acc
 
 
 @triton.jit
-def further_products(acc, a, rows, b, terms, column, N, TILES: tl.constexpr):
-    """Returns acc plus all products but the first, given tuples of pointers with these Terms. rows: [BLOCK_M], all
-    valid.
-    """
-    NUM: tl.constexpr = len(terms.depths)
-    for i in tl.static_range(1, NUM):
-        weight = Weight(b[i], terms.strides_bk[i], terms.strides_bn[i])
-        a_rows = a[i] + rows * terms.strides_am[i]
-        acc = matmul_steps(acc, a_rows, weight, column, N, terms.depths[i], Carried(None, (), 0, 0), TILES)
+def sum_of_rows(acc, factors, rows, column, carried, TILES: tl.constexpr):
+    """`sum_tile` by pointers, of any rows [BLOCK_M] of the a_i, each valid."""
+    NUM: tl.constexpr = len(factors.lefts)
+    for i in tl.static_range(NUM):
+        a_rows = factors.lefts[i] + rows * factors.terms.strides_am[i]
+        weight = weight_of(factors.rights, factors.terms, i)
+        first = carried if i == 0 else Carried(None, (), 0, 0)
+        acc = matmul_steps(acc, a_rows, weight, column, factors.N, factors.terms.depths[i], first, TILES)
     return acc
 
 

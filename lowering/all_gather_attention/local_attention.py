@@ -57,10 +57,9 @@ class ShownBlock:
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ShownBlock, float], tuple[torch.Tensor, torch.Tensor]]
 """A function of q, k, v, what is seen, and the scale."""
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Backward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, ShownBlock, float], Gradients
-]
-"""A function of grad_out, q, k, v, out, lse, and the same."""
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""grad_out, q, k, v, out, lse: keys and values of any ranks."""
+Backward = Callable[[Given, ShownBlock, float], Gradients]
 
 
 Anchored = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -120,19 +119,9 @@ def _math(
     return out.to(q.dtype), lse.float()
 
 
-def _math_backward(
-    softcap: float,
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seen: ShownBlock,
-    scale: float,
-) -> Gradients:
+def _math_backward(softcap: float, given: Given, seen: ShownBlock, scale: float) -> Gradients:
+    _, q, k, v, *_ = given
     visible = _visible(q, k, seen)
-    given = grad_out, q, k, v, out, lse
     grads = reference_attention.attend_backward(*given, seen=visible, scale=scale, softcap=softcap, bias=seen.bias)
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
 
@@ -152,25 +141,17 @@ def _flash(
     return found[0], found[1]
 
 
-def _flash_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seen: ShownBlock,
-    scale: float,
-) -> Gradients:
+def _flash_backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
+    grad_out, q, k, v, out, lse = given
     # Without dropout nobody reads the state of the generator.
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     lengths = None, None, q.shape[2], k.shape[2]
     if seen.lower is not None:
-        given = [one.transpose(1, 2) for one in (grad_out, q, k, v, out)]
+        operands = [one.transpose(1, 2) for one in (grad_out, q, k, v, out)]
         window = _window(q, k, seen)
         banded = aten._flash_attention_backward.default(
-            *given, lse, *lengths, 0.0, seen.causal, state, unused, scale=scale, **window
+            *operands, lse, *lengths, 0.0, seen.causal, state, unused, scale=scale, **window
         )
         return banded[0].transpose(1, 2), banded[1].transpose(1, 2), banded[2].transpose(1, 2)
     gradients: Gradients = aten._scaled_dot_product_flash_attention_backward.default(
@@ -270,16 +251,8 @@ def _efficient(
     return _hidden_rows(found[0], found[1].narrow(2, 0, q.shape[2]), seen.bias)
 
 
-def _efficient_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seen: ShownBlock,
-    scale: float,
-) -> Gradients:
+def _efficient_backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
+    grad_out, q, k, v, out, lse = given
     assert seen.bias is not None, "only what has a bias comes here"
     bias = _laid_out(seen.bias, q, k.shape[2], -math.inf)
     keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
@@ -303,16 +276,8 @@ def _cudnn(
     return (out, lse) if seen.bias is None or cudnn_hides_by_inf() else _hidden_rows(out, lse, seen.bias)
 
 
-def _cudnn_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seen: ShownBlock,
-    scale: float,
-) -> Gradients:
+def _cudnn_backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
+    grad_out, q, k, v, out, lse = given
     bias, sums = _bias_for_cudnn(q, k, seen), lse if seen.bias is None else _dividing(lse)
     state = torch.empty(2, dtype=torch.int64, device=q.device)
     sizes, causal = (q.shape[2], k.shape[2]), seen.causal
@@ -344,17 +309,8 @@ def _beside(plain: Local, windowed: Local) -> Local:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return (plain if seen.lower is None else windowed).forward(q, k, v, seen, scale)
 
-    def backward(
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        seen: ShownBlock,
-        scale: float,
-    ) -> Gradients:
-        return (plain if seen.lower is None else windowed).backward(grad_out, q, k, v, out, lse, seen, scale)
+    def backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
+        return (plain if seen.lower is None else windowed).backward(given, seen, scale)
 
     return Local(plain.name, forward, backward, plain.speed, windowed.windowed_speed)
 

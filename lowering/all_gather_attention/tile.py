@@ -25,15 +25,12 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.attention import LOG2_E, Keys, Seen, State, attend, attended
-from ditron_inductor.core.layout import MAX_WORLD
 from ditron_inductor.core.signals import (
     Words,
-    arrive,
     credits_due,
     data,
     finish,
     healthy,
-    publish,
     settle,
     take_send,
     take_tile,
@@ -43,18 +40,12 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_gather_attention.block_parts import stacked, with_rows
+from ditron_inductor.lowering.gathers import SENDERS, send_queue, sent_piece
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, AllGatherAttention, Mask
 from ditron_inductor.task.node import Output
 from ditron_inductor.task.schema import memory
-
-SEND_BLOCK = 8192
-"""Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
-SEND_STEPS = 8
-SENDERS = 16
-"""Programs that start on the send queue: enough to fill the links, few enough not to be missed by the attention."""
-INTERPRETED_SEND_BLOCK = 1024
 
 KEYS = tl.constexpr(0)
 VALUES = tl.constexpr(1)
@@ -146,10 +137,8 @@ def push_pieces(use, ticket, num_sends, kv, counters, numel, HOW: tl.constexpr, 
                 offsets = i * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
                 wanted = inside + offsets < numel
                 tl.store(place + offsets, tl.load(kv + first + offsets, mask=wanted), mask=wanted)
-            # A piece without its credit does not come here, so its part is never published.
-            if arrive(counters + part * MAX_WORLD + target, pieces):
-                # All keys, or all values, lie in the target's slot: its tiles may read them.
-                publish(use, target, part)
+            # All keys, or all values, are a chunk.
+            sent_piece(use, counters, target, part, pieces)
         event(use, began, part, target, SEND, TRACE)
         ticket = take_send(use)
 
@@ -453,8 +442,7 @@ def all_gather_attention(
                 BLOCK_D=max(16, triton.next_power_of_2(D)),
                 PRECISION=dot_precision(q.dtype),
                 UPCAST=launch.interpreted,
-                SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
-                SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+                **send_queue(launch),
             ),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,

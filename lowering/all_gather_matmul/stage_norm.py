@@ -16,18 +16,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.signals import (
-    Words,
-    arrive,
-    credits_due,
-    data,
-    healthy,
-    publish_all,
-    settle,
-    use_of,
-    wait_credits,
-)
-from ditron_inductor.core.trace import CREDITS, SEND, event, now
+from ditron_inductor.core.signals import Words, arrive, credits_due, data, healthy, publish_all, settle, use_of
+from ditron_inductor.core.timed import timed_credits
+from ditron_inductor.core.trace import SEND, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, normalised
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 
@@ -58,9 +49,7 @@ def stage_norm(
     # It waits for nothing before that, so peers always get theirs.
     if tl.program_id(0) == 0:
         settle(credits_due(use, alive), use, HOW.WORLD)
-    began = now(TRACE)
-    ok = alive & wait_credits(use, HOW.WORLD)
-    event(use, began, tl.program_id(0), rank, CREDITS, TRACE)
+    ok = alive & timed_credits(use, tl.program_id(0), HOW.WORLD, TRACE)
     sending = now(TRACE)
     mine = data(use, rank, x.dtype.element_ty)
     cols = tl.arange(0, HOW.BLOCK)[None, :]

@@ -51,18 +51,19 @@ from ditron_inductor.core.signals import (
     take_send,
     take_tile,
     use_of,
-    wait,
-    wait_credits,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_credits, timed_wait
+from ditron_inductor.core.trace import COPY, TILE, event, now
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import MakeShard, make_shard
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, store_outputs, unpacked
 from ditron_inductor.lowering.gathers import (
-    INTERPRETED_SEND_BLOCK,
     SEND_BLOCK,
     SEND_STEPS,
     SENDERS,
+    QueuedPiece,
+    push_piece,
+    send_queue,
     sent_piece,
     shard_of,
 )
@@ -72,6 +73,31 @@ from ditron_inductor.task.nodes import AllGatherMatmul
 
 GATHER_CHUNKS = 64
 """Most chunks of a shard. A flag for each block row would cost more than the earlier start gains."""
+
+
+class Sizes(NamedTuple):
+    """Columns of the shard, `block` of `interleaved_row`, the Widths of the weights, and elements from one rank's place
+    in a slot to the next one's.
+    """
+
+    K: Any
+    block: Any
+    widths: Any
+    slot_stride: Any
+
+
+class How(NamedTuple):
+    """What is known at compile time: ranks, Tiles, whether the gathered tensor is wanted, and whether the ranks' rows
+    are interleaved in it, which weights are multiplied in one tile, and elements of the send queue.
+    """
+
+    WORLD: Any
+    TILES: Any
+    RETURN_GATHERED: Any
+    INTERLEAVED: Any
+    GROUPS: Any
+    SEND_BLOCK: Any
+    SEND_STEPS: Any
 
 
 class Sends(NamedTuple):
@@ -87,18 +113,11 @@ class Sends(NamedTuple):
     num_sends: Any
 
 
-class Shard(NamedTuple):
-    """[rows, K], with `block` of `interleaved_row`, and elements from one rank's place in a slot to the next one's."""
-
-    rows: Any
-    K: Any
-    block: Any
-    slot_stride: Any
-
-
 @triton.jit
-def send_piece(use, ticket, shard, numel, sends, WORLD: tl.constexpr, PIECE_NUMEL: tl.constexpr):
-    """(peer, chunk, pointer to the piece, pointer to its place in the peer's slot, elements) of ticket `ticket`."""
+def piece_of(use, ticket, shard, numel, sends, HOW: tl.constexpr):
+    """The QueuedPiece of ticket `ticket`, and how many a chunk has."""
+    WORLD: tl.constexpr = HOW.WORLD
+    PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(sends.chunk_numel, PIECE_NUMEL)
     # A ticket beyond the last one has no elements, but it must not point anywhere else: on a GPU the remainder of a
     # negative number is negative.
@@ -109,71 +128,55 @@ def send_piece(use, ticket, shard, numel, sends, WORLD: tl.constexpr, PIECE_NUME
     first = chunk.to(tl.int64) * sends.chunk_numel + inside
     count = tl.minimum(tl.minimum(sends.chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
     place = data(use, target, shard.dtype.element_ty) + use.rank.to(tl.int64) * sends.slot_stride + first
-    return target, chunk, shard + first, place, tl.maximum(count, 0)
+    return QueuedPiece(target, chunk, shard + first, place, tl.maximum(count, 0)), pieces
 
 
 @triton.jit
-def drain_sends(
-    use, ticket, shard, counters, sends, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
-    TRACE: tl.constexpr,
-):  # fmt: skip
-    """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left.
-    """
-    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
-    pieces = tl.cdiv(sends.chunk_numel, PIECE_NUMEL)
+def drain_sends(use, ticket, shard, counters, sends, HOW: tl.constexpr, TRACE: tl.constexpr):
+    """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left."""
     numel = sends.rows.to(tl.int64) * sends.K
     while ticket < sends.num_sends:
-        began = now(TRACE)
-        target, chunk, source, place, count = send_piece(use, ticket, shard, numel, sends, WORLD, PIECE_NUMEL)
-        if wait_credits(use, WORLD) != 0:
-            for i in range(SEND_STEPS):
-                offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
-                inside = offsets < count
-                tl.store(place + offsets, tl.load(source + offsets, mask=inside), mask=inside)
-            sent_piece(use, counters, target, chunk, pieces)
-        event(use, began, chunk, target, SEND, TRACE)
-        ticket = take_send(use)
+        piece, pieces = piece_of(use, ticket, shard, numel, sends, HOW)
+        ticket = push_piece(use, counters, piece, pieces, HOW, TRACE)
 
 
 @triton.jit
-def copy_gathered(
-    use, ticket, shard, gathered, sizes, alive, WORLD: tl.constexpr, INTERLEAVED: tl.constexpr, TILES: tl.constexpr,
-    TRACE: tl.constexpr,
-):  # fmt: skip
+def copy_gathered(use, ticket, shard, gathered, rows, sizes, alive, HOW: tl.constexpr, TRACE: tl.constexpr):
     """Copy tile `ticket` of the gathered tensor to the caller's output, NaN after a failure."""
-    num_m = tl.cdiv(sizes.rows, TILES.BLOCK_M)
+    TILES: tl.constexpr = HOW.TILES
+    num_m = tl.cdiv(rows, TILES.BLOCK_M)
     num_k = tl.cdiv(sizes.K, TILES.BLOCK_N)
     began = now(TRACE)
-    source = gather_order(ticket // (num_m * num_k), use.rank, WORLD)
+    source = gather_order(ticket // (num_m * num_k), use.rank, HOW.WORLD)
     block_row = ticket // num_k % num_m
     ok = alive
     if source != use.rank:
         chunk = block_row * TILES.BLOCK_M // (TILES.GROUP_M * TILES.BLOCK_M)
-        ok = alive & wait(use, chunk, source)
-        event(use, began, chunk, source, WAIT, TRACE)
+        ok = alive & timed_wait(use, chunk, source, TRACE)
     offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
     offs_k = ticket % num_k * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
-    inside = (offs_m < sizes.rows)[:, None] & (offs_k < sizes.K)[None, :]
+    inside = (offs_m < rows)[:, None] & (offs_k < sizes.K)[None, :]
     base = shard_of(use, shard, source, sizes.slot_stride)
     offsets = offs_m.to(tl.int64)[:, None] * sizes.K + offs_k[None, :]
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
-    out_rows = interleaved_row(offs_m, source, sizes.rows, sizes.block, WORLD, INTERLEAVED).to(tl.int64)
+    out_rows = interleaved_row(offs_m, source, rows, sizes.block, HOW.WORLD, HOW.INTERLEAVED).to(tl.int64)
     tl.store(gathered + out_rows[:, None] * sizes.K + offs_k[None, :], tile, mask=inside)
     event(use, began, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "slot", "site", "senders", "num_chunks"])
 def all_gather_matmul_kernel(
-    shard, weights, extras, outs, gathered, pointers, rows, K, block, widths, slot_stride, rank, slot, site, senders,
-    num_chunks, WORLD: tl.constexpr, RETURN_GATHERED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPS: tl.constexpr,
-    EPILOGUE: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TILES: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    shard, weights, extras, outs, gathered, pointers, rows, sizes, rank, slot, site, senders, num_chunks,
+    HOW: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. shard [rows, K] contiguous; weights: a tuple, see Widths.
 
     GROUPS, EPILOGUE: which of them are multiplied in one tile, and what is made of that, see lowering/epilogues.py;
     None for one weight and its product. DESCRIPTORS: then K is a multiple of 16 bytes.
     """
+    WORLD: tl.constexpr = HOW.WORLD
+    TILES: tl.constexpr = HOW.TILES
+    GROUPS: tl.constexpr = HOW.GROUPS
     FIRST_WEIGHTS: tl.constexpr = GROUPS.FIRST_WEIGHTS
     K_MAJOR: tl.constexpr = TILES.K_MAJOR
     NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
@@ -181,40 +184,40 @@ def all_gather_matmul_kernel(
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
+    K = sizes.K
     BITS: tl.constexpr = shard.dtype.element_ty.primitive_bitwidth
     num_m = tl.cdiv(rows, BLOCK_M)
     shard_tiles = 0
     b_descriptors = ()
     for g in tl.static_range(NUM_GROUPS):
-        shard_tiles += num_m * tl.cdiv(widths.columns[unpacked(FIRST_WEIGHTS, g)], BLOCK_N)
+        shard_tiles += num_m * tl.cdiv(sizes.widths.columns[unpacked(FIRST_WEIGHTS, g)], BLOCK_N)
     NUM_WEIGHTS: tl.constexpr = len(weights)
     for i in tl.static_range(NUM_WEIGHTS):
         if TILES.DESCRIPTORS:
             descriptor = weight_descriptor(
-                weights[i], widths.columns[i], K, widths.strides_bk[i], widths.strides_bn[i],
+                weights[i], sizes.widths.columns[i], K, sizes.widths.strides_bk[i], sizes.widths.strides_bn[i],
                 BLOCK_N, TILES.BLOCK_K, (K_MAJOR >> i) & 1,
             )  # fmt: skip
             b_descriptors = b_descriptors + (descriptor,)  # type: ignore[assignment]
     chunk_numel = TILES.GROUP_M * BLOCK_M * K
-    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
-    pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
+    pieces = tl.cdiv(chunk_numel, HOW.SEND_BLOCK * HOW.SEND_STEPS)
     num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
-    sends = Sends(rows, K, chunk_numel, num_chunks, slot_stride, num_sends)
+    sends = Sends(rows, K, chunk_numel, num_chunks, sizes.slot_stride, num_sends)
     # The piece that this program sends next; whether the credits have come, -1 as long as it has not asked.
     send_ticket = take_send(use)
     if send_ticket == 0:
         settle(credits_due(use, alive), use, WORLD)
     credited = tl.full((), -1, tl.int32)
     if tl.program_id(0) < senders:
-        drain_sends(use, send_ticket, shard, pointers.counters, sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
+        drain_sends(use, send_ticket, shard, pointers.counters, sends, HOW, TRACE)
         send_ticket = num_sends
     ticket = take_tile(use)
     for step in range(WORLD):
         source = gather_order(step, rank, WORLD)
-        base = shard_of(use, shard, source, slot_stride)
+        base = shard_of(use, shard, source, sizes.slot_stride)
         if step == 1:
             # Sends before waits: what the tiles of the own shard have not carried goes now.
-            drain_sends(use, send_ticket, shard, pointers.counters, sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
+            drain_sends(use, send_ticket, shard, pointers.counters, sends, HOW, TRACE)
             send_ticket = num_sends
         if TILES.DESCRIPTORS:
             a_descriptor = rows_descriptor(base, rows, K, K, BLOCK_M, TILES.BLOCK_K)
@@ -223,32 +226,25 @@ def all_gather_matmul_kernel(
         ready = tl.full((), -1, tl.int32)
         first = step * shard_tiles
         for g in tl.static_range(NUM_GROUPS):
-            N = widths.columns[unpacked(FIRST_WEIGHTS, g)]
+            N = sizes.widths.columns[unpacked(FIRST_WEIGHTS, g)]
             weight_tiles = num_m * tl.cdiv(N, BLOCK_N)
             while ticket < first + weight_tiles:
                 began = now(TRACE)
                 request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
                 if TILES.DESCRIPTORS:
-                    target, sent_chunk, piece, place, carried = send_piece(
-                        use, send_ticket, shard, rows.to(tl.int64) * K, sends, WORLD, PIECE_NUMEL
-                    )
+                    piece, _ = piece_of(use, send_ticket, shard, rows.to(tl.int64) * K, sends, HOW)
                     carries = (step == 0) & (send_ticket < num_sends)
                     send_request = request_ticket(use, SEND_TICKET, TILES.THREADS, carries)
                     if carries & (credited < 0):
-                        # Credits: nobody reads any more what the slot's previous use left there. Without, none is sent.
-                        waited = now(TRACE)
-                        credited = wait_credits(use, WORLD)
-                        event(use, waited, ticket, rank, CREDITS, TRACE)
+                        credited = timed_credits(use, ticket, WORLD, TRACE)
                     carries = carries & (credited > 0)
                     # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
-                    carried = tl.multiple_of(tl.where(carries, carried, 0) * BITS // 32, 4)
+                    carried = tl.multiple_of(tl.where(carries, piece.count, 0) * BITS // 32, 4)
                 block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(N, BLOCK_N), TILES.GROUP_M)
                 chunk = block_row // TILES.GROUP_M
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
-                    waited = now(TRACE)
-                    ok = alive & wait(use, chunk, source)
-                    event(use, waited, chunk, source, WAIT, TRACE)
+                    ok = alive & timed_wait(use, chunk, source, TRACE)
                     if TILES.DESCRIPTORS and not TILES.UPCAST:
                         ok = proxy_fence(ok)
                     ready = chunk
@@ -260,30 +256,30 @@ def all_gather_matmul_kernel(
                         accs = matmul_pair_by_descriptors(
                             a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)],
                             b_descriptors[unpacked(FIRST_WEIGHTS, g) + 1], block_row * BLOCK_M, column, K,
-                            Carried(piece, (place,), carried, 1), TILES,
+                            Carried(piece.source, (piece.place,), carried, 1), TILES,
                             (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
                             (K_MAJOR >> unpacked(FIRST_WEIGHTS, g) + 1) & 1,
                         )  # fmt: skip
                     else:
-                        weight = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g))
-                        other = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g) + 1)
+                        weight = weight_of(weights, sizes.widths, unpacked(FIRST_WEIGHTS, g))
+                        other = weight_of(weights, sizes.widths, unpacked(FIRST_WEIGHTS, g) + 1)
                         accs = matmul_pair(a_rows, weight, other, column, N, K, TILES)
                 elif TILES.DESCRIPTORS:
                     accs = (matmul_tile_by_descriptors(
                         a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)], block_row * BLOCK_M, column, K,
-                        Carried(piece, (place,), carried, 1), TILES,
+                        Carried(piece.source, (piece.place,), carried, 1), TILES,
                         (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
                     ),)  # fmt: skip
                 else:
-                    weight = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g))
+                    weight = weight_of(weights, sizes.widths, unpacked(FIRST_WEIGHTS, g))
                     accs = (matmul_tile(a_rows, weight, column, N, K, Carried(base, (), 0, 0), TILES),)
                 if TILES.DESCRIPTORS:
                     if carries:
-                        sent_piece(use, pointers.counters, target, sent_chunk, pieces)
+                        sent_piece(use, pointers.counters, piece.target, piece.chunk, pieces)
                     if (step == 0) & (send_ticket < num_sends):
                         send_ticket = granted(send_request, TILES.THREADS)
                 offs_n = column + tl.arange(0, BLOCK_N)
-                to_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
+                to_rows = interleaved_row(offs_m, source, rows, sizes.block, WORLD, HOW.INTERLEAVED).to(tl.int64)
                 elements = elements_at(to_rows, offs_n, (offs_m < rows)[:, None], (offs_n < N)[None, :], N)
                 store_outputs(
                     accs, ok, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g),
@@ -293,11 +289,10 @@ def all_gather_matmul_kernel(
                 event(use, began, ticket, source, TILE, TRACE)
                 ticket = granted(request, TILES.THREADS)
             first += weight_tiles
-    if RETURN_GATHERED:
+    if HOW.RETURN_GATHERED:
         ticket -= WORLD * shard_tiles
-        sizes = Shard(rows, K, block, slot_stride)
         while ticket < WORLD * num_m * tl.cdiv(K, BLOCK_N):
-            copy_gathered(use, ticket, shard, gathered, sizes, alive, WORLD, INTERLEAVED, TILES, TRACE)
+            copy_gathered(use, ticket, shard, gathered, rows, sizes, alive, HOW, TRACE)
             ticket = take_tile(use) - WORLD * shard_tiles
     finish(use)
 
@@ -386,21 +381,20 @@ def all_gather_matmul(
             programs=launch.programs(node.world_size * own_tiles, config),
             values=dict(
                 rows=sizes.rows,
-                K=sizes.K,
-                block=block,
-                widths=widths_of(weights),
-                slot_stride=sizes.slot_stride,
+                sizes=Sizes(sizes.K, block, widths_of(weights), sizes.slot_stride),
                 rank=launch.rank,
                 senders=0 if carried else SENDERS,
                 num_chunks=sizes.num_chunks,
-                WORLD=node.world_size,
-                RETURN_GATHERED=node.return_gathered,
-                INTERLEAVED=block != sizes.rows,
-                **arrangement.constants(),
-                TILES=tile,
+                HOW=How(
+                    WORLD=node.world_size,
+                    TILES=tile,
+                    RETURN_GATHERED=node.return_gathered,
+                    INTERLEAVED=block != sizes.rows,
+                    GROUPS=arrangement.packed_groups,
+                    **send_queue(launch),
+                ),
+                EPILOGUE=arrangement.function,
                 **config.options,
-                SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
-                SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
             ),
         )
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs, make_add_norm
 from ditron_inductor.lowering.epilogues import preparer_of
+from ditron_inductor.lowering.host.kind import bound
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, AllReduceRmsNorm, MatmulAllReduceRmsNorm, NormNode
 
@@ -24,14 +24,10 @@ def make(node: NormNode, shape: list[int], device: torch.device) -> Callable[...
     )
     if device.type == "cuda" and shape[-1] <= MOST_NORM_COLUMNS:
         normalise = make_add_norm(node, shape, device)
-    reduction: dict[str, Any] = {
-        "reduce_op": node.reduce_op,
-        "world_size": node.world_size,
-        "group_name": node.group_name,
-    }
+    all_reduce, matmul_all_reduce = bound(reference.all_reduce_, node), bound(reference.matmul_all_reduce, node)
 
     def all_reduce_rms_norm(x: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> Outputs:
-        return normalise(reference.all_reduce_(x.clone(memory_format=torch.contiguous_format), **reduction), given)
+        return normalise(all_reduce(x.clone(memory_format=torch.contiguous_format)), given)
 
     preparer = preparer_of(node.reduction, device) if isinstance(node, MatmulAllReduceRmsNorm) else None
 
@@ -43,6 +39,6 @@ def make(node: NormNode, shape: list[int], device: torch.device) -> Callable[...
         extras: Sequence[torch.Tensor] = (),
     ) -> Outputs:
         prepare = None if preparer is None else functools.partial(preparer.prepare, extras=extras)
-        return normalise(reference.matmul_all_reduce(a, b, bias, **reduction, prepare=prepare), given)
+        return normalise(matmul_all_reduce(a, b, bias, prepare=prepare), given)
 
     return all_reduce_rms_norm if isinstance(node, AllReduceRmsNorm) else matmul_all_reduce_rms_norm

@@ -30,16 +30,13 @@ from ditron_inductor.core.signals import (
     Words,
     close,
     granted,
-    leave,
-    may_send,
     publish_all,
     request_ticket,
-    settle,
     use_of,
-    wait_all,
 )
-from ditron_inductor.core.trace import CREDITS, WAIT, event, now
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import TILE as TILE_EVENT
+from ditron_inductor.core.trace import event, now
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_in_band
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
@@ -57,7 +54,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
 from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceRuns, two_shots_in_slices
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up, begin
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up, begin, swap
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, NormNode
 
 ROUND_BYTES = 800 << 10
@@ -101,10 +98,7 @@ def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NO
     inside = (first < sizes.M) & (cols < sizes.N)
     mine = tl.load(x + at, mask=inside, other=0.0)
     loaded = extras(given, at, cols, inside, sizes.N, NORMS.FORM)
-    # Credits: nobody reads any more what the slot's previous use left there.
-    waited = now(TRACE)
-    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
-    event(use, waited, ticket, use.rank, CREDITS, TRACE)
+    ok = timed_may_send(begun.asked, begun.due, use, ticket, HOW.WORLD, HOW.THREADS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + use.rank * area + first * sizes.pitch + cols, mine, mask=inside)
@@ -114,14 +108,8 @@ def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NO
             more = tl.load(x + rows * sizes.N + cols, mask=there, other=0.0)
             for i in tl.static_range(WORLD - 1):
                 tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, more, mask=there)
-        publish_all(use, ticket, HOW.WORLD)
-    if ticket == 0:
-        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
-    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the rows of all peers.
-    waited = now(TRACE)
-    whole = ok & wait_all(use, ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     dtype: tl.constexpr = x.dtype.element_ty
     places = first * sizes.pitch + cols
     total = add_up(mine, begun.own, places, area, inside, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
@@ -159,10 +147,7 @@ def two_shots(
     area = sizes.run.to(tl.int64) * sizes.pitch
     sums = HOW.WORLD * area
     dtype: tl.constexpr = x.dtype.element_ty
-    # Credits: nobody reads any more what the slot's previous use left there.
-    waited = now(TRACE)
-    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
-    event(use, waited, ticket, use.rank, CREDITS, TRACE)
+    ok = timed_may_send(begun.asked, begun.due, use, ticket, HOW.WORLD, HOW.THREADS, TRACE)
     if ok != 0:
         for tile in range(HOW.TILES):
             rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
@@ -176,14 +161,8 @@ def two_shots(
                 theirs = (use.rank + 1 + i) % HOW.WORLD * sizes.run + rows
                 there = (theirs < sizes.M) & (cols < sizes.N)
                 tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, sent[i], mask=there)
-        publish_all(use, ticket, HOW.WORLD)
-    if ticket == 0:
-        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
-    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the own rows of all peers.
-    waited = now(TRACE)
-    whole = ok & wait_all(use, ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     for tile in range(HOW.TILES):
         rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
         ours = use.rank * sizes.run + rows
@@ -202,9 +181,7 @@ def two_shots(
     if whole != 0:
         publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
     # Acquire: the sums of all peers.
-    waited = now(TRACE)
-    known = ok & wait_all(use, RESULT_ROW + ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    known = ok & timed_wait_all(use, RESULT_ROW + ticket, HOW.WORLD, TRACE)
     for tile in range(HOW.TILES):
         rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
         coming, residual = sums_of(use.rank * sizes.run + rows, cols, begun.own + sums, sizes, given, 1, FORM)

@@ -23,17 +23,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import RESULT_ROW, SEND_TICKET, TILE_TICKET
-from ditron_inductor.core.signals import (
-    granted,
-    leave,
-    may_send,
-    publish_all,
-    request_ticket,
-    settle,
-    wait_all,
-    wait_rows,
-)
-from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
+from ditron_inductor.core.signals import granted, leave, publish_all, request_ticket, settle, wait_rows
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
+from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, finish
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
 
@@ -86,10 +78,7 @@ def two_shots_in_slices(
     area = sizes.run.to(tl.int64) * sizes.pitch
     sums = HOW.WORLD * area
     request = request_ticket(use, TILE_TICKET, HOW.THREADS, True)
-    # Credits: nobody reads any more what the slot's previous use left there.
-    waited = now(TRACE)
-    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
-    event(use, waited, ticket, use.rank, CREDITS, TRACE)
+    ok = timed_may_send(begun.asked, begun.due, use, ticket, HOW.WORLD, HOW.THREADS, TRACE)
     while ticket < sizes.run * HOW.SLICES:
         sending = now(TRACE)
         coming = request_ticket(use, SEND_TICKET, HOW.THREADS, True)
@@ -115,9 +104,7 @@ def two_shots_in_slices(
         ours = use.rank * sizes.run + row
         mine = tl.load(x + ours * sizes.N + part, mask=there & (ours < sizes.M), other=0.0)
         # Acquire: the slice of the own row, of all peers.
-        awaited = now(TRACE)
-        whole = ok & wait_all(use, ticket, HOW.WORLD)
-        event(use, awaited, ticket, use.rank, WAIT, TRACE)
+        whole = ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
         total = add_up(mine, begun.own, row * sizes.pitch + part, area, there, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
         if whole != 0:
             for i in tl.static_range(WORLD - 1):

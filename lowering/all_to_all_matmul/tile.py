@@ -50,12 +50,11 @@ from ditron_inductor.core.signals import (
     take_send,
     take_tile,
     use_of,
-    wait,
-    wait_credits,
 )
-from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_wait
+from ditron_inductor.core.trace import COPY, TILE, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.gathers import INTERPRETED_SEND_BLOCK, SEND_BLOCK, SEND_STEPS, SENDERS, sent_piece
+from ditron_inductor.lowering.gathers import SENDERS, QueuedPiece, push_piece, send_queue
 from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import AllToAllMatmul
@@ -86,7 +85,6 @@ def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl
     PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     while ticket < num_sends:
-        began = now(TRACE)
         # Rank - 1 comes to the pieces of this rank first.
         target = (use.rank + HOW.WORLD - 1 - ticket // pieces % (HOW.WORLD - 1)) % HOW.WORLD
         chunk = ticket // (pieces * (HOW.WORLD - 1))
@@ -94,16 +92,9 @@ def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl
         first = chunk.to(tl.int64) * chunk_numel + inside
         # The last chunk is shorter.
         count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
-        source = x + target * numel + first
         place = data(use, target, x.dtype.element_ty) + use.rank * numel + first
-        if wait_credits(use, HOW.WORLD) != 0:
-            for i in range(HOW.SEND_STEPS):
-                offsets = i * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
-                here = offsets < count
-                tl.store(place + offsets, tl.load(source + offsets, mask=here), mask=here)
-            sent_piece(use, counters, target, chunk, pieces)
-        event(use, began, chunk, target, SEND, TRACE)
-        ticket = take_send(use)
+        piece = QueuedPiece(target, chunk, x + target * numel + first, place, count)
+        ticket = push_piece(use, counters, piece, pieces, HOW, TRACE)
 
 
 class Pieces(NamedTuple):
@@ -129,8 +120,7 @@ def copy_received(
     part = ticket // blocks % pieces.parts
     ok = alive
     if source != use.rank:
-        ok = alive & wait(use, block_row * TILES.BLOCK_M // pieces.chunk_rows, source)
-        event(use, began, block_row * TILES.BLOCK_M // pieces.chunk_rows, source, WAIT, TRACE)
+        ok = alive & timed_wait(use, block_row * TILES.BLOCK_M // pieces.chunk_rows, source, TRACE)
     offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
     offs_c = ticket % blocks * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
     inside = (offs_m < pieces.rows)[:, None] & (offs_c < pieces.C)[None, :]
@@ -232,9 +222,7 @@ def all_to_all_matmul_kernel(
             source = (rank + step) % HOW.WORLD
             if chunk != ready:
                 # Acquire: the whole chunk, which its source pushed before it published this flag.
-                waited = now(TRACE)
-                ok = ok & wait(use, chunk, source)
-                event(use, waited, chunk, source, WAIT, TRACE)
+                ok = ok & timed_wait(use, chunk, source, TRACE)
                 if TILES.DESCRIPTORS and not TILES.UPCAST:
                     ok = proxy_fence(ok)
             for part in range(parts):
@@ -338,8 +326,7 @@ def all_to_all_matmul(
                 HOW=How(
                     WORLD=node.world_size,
                     RETURN_RECEIVED=node.return_received,
-                    SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
-                    SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+                    **send_queue(launch),
                     TILES=tile._replace(EVEN_K=even_k, DESCRIPTORS=tile.DESCRIPTORS and even_k),
                 ),
                 **config.options,

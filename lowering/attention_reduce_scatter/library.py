@@ -15,40 +15,32 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.lowering.all_gather_attention import local_attention
 from ditron_inductor.lowering.all_gather_attention.block_parts import Span, joined, with_rows
+from ditron_inductor.lowering.all_gather_attention.local_attention import Given
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import GIVEN, AttentionReduceScatter, blocks
 from ditron_inductor.task.watch import communicate
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""grad_out, q, the gathered k and v, out, lse."""
 
 
 def gradients(
     run: local_attention.Local,
     span: Span,
-    operands: Operands,
+    operands: Given,
     keys: int,
     scale: float,
     bias: torch.Tensor | None = None,
 ) -> Outputs:
     """Of its rows of q, and of its keys and values, of which there are `keys` on a rank. bias: of all keys."""
     grad_out, q, k, v, out, lse = operands
-    return run.backward(
-        span.queries(grad_out),
-        span.queries(q),
-        span.among(k, keys),
-        span.among(v, keys),
-        span.queries(out),
-        span.queries(lse).contiguous(),
-        span.seen(bias, keys),
-        scale,
-    )
+    rows, seen = span.queries, span.seen(bias, keys)
+    given = rows(grad_out), rows(q), span.among(k, keys), span.among(v, keys), rows(out), rows(lse).contiguous()
+    return run.backward(given, seen, scale)
 
 
 def lowered(run: local_attention.Local, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(the bias or None, lse beside it) of Operands, behind which there may be a bias; see `Local.anchored`."""
+    """(the bias or None, lse beside it) of what is Given, behind which there may be a bias; see `Local.anchored`."""
     q, lse, bias = given[1], given[5], given[6] if len(given) > 6 else None
     bias, anchors = run.anchored(bias, q.dtype, whole=True)
     return bias, lse if anchors is None else lse - anchors
@@ -61,7 +53,7 @@ def apart(grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return grads[0].transpose(1, 2), grads[1].clone().transpose(1, 2)
 
 
-def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outputs]:
+def make(node: AttentionReduceScatter, operands: Given) -> Callable[..., Outputs]:
     """(grad_out, q, k, v, out, lse, and a bias if the mask has one) -> (grad_q, grad_k, grad_v) for operands of this
     form.
     """

@@ -41,14 +41,13 @@ from ditron_inductor.core.signals import (
     healthy,
     last_use,
     leave,
-    may_send,
     publish_to,
     request_ticket,
     settle,
     use_of,
-    wait_all,
 )
-from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
+from ditron_inductor.core.trace import SEND, SUM, TILE, event, now
 from ditron_inductor.lowering.flash_decode import decode_in_band
 from ditron_inductor.lowering.flash_decode.decode_config import INTERPRETED_PROGRAMS
 from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape, make_local
@@ -111,10 +110,7 @@ def send_ticket(
         slots = all_slots(use, SENDING.WORLD)
         o, lse = merge_splits(work.partials, work.counts, head, used, HOW)
         if ok < 0:
-            # Credits: nobody reads any more what the slot's previous use left there.
-            waited = now(TRACE)
-            ok = may_send(asked, tl.where(ticket == 0, due, 0), use, SENDING.WORLD, SENDING.THREADS)
-            event(use, waited, ticket, use.rank, CREDITS, TRACE)
+            ok = timed_may_send(asked, due, use, ticket, SENDING.WORLD, SENDING.THREADS, TRACE)
         sending = now(TRACE)
         if ok != 0:
             at, inside, lse_at, there = part_offsets(head, work.counts.heads, HOW)
@@ -146,9 +142,7 @@ def merge_flag(use, flag, ok, out, heads, area, HOW: tl.constexpr, SENDING: tl.c
     began = now(TRACE)
     own = data(use, use.rank, tl.float32)
     # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
-    waited = now(TRACE)
-    whole = ok & wait_all(use, flag, SENDING.WORLD)
-    event(use, waited, flag, use.rank, WAIT, TRACE)
+    whole = ok & timed_wait_all(use, flag, SENDING.WORLD, TRACE)
     for index in range(0, SENDING.PER_FLAG):
         head = flag * SENDING.PER_FLAG + index
         if head < heads:

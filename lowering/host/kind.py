@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,18 @@ Runner = Callable[..., Any]
 Library = Callable[[Any, Sequence[torch.Tensor]], Callable[..., Any]]
 """A function of a node and the operands of a call, which returns what runs such calls by the library: a function of
 what `split` makes of the operands."""
+
+
+def bound(reference: Callable[..., Any], node: Node) -> Callable[..., Any]:
+    """A function of task/reference.py for a node, whose fields are its keyword arguments; those with a default stay."""
+    keywords = [one for one in inspect.signature(reference).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    wanted = [one.name for one in keywords if one.default is one.empty]
+    return functools.partial(reference, **{name: getattr(node, name) for name in wanted})
+
+
+def by_reference(reference: Callable[..., Any]) -> Library:
+    """The library's matmuls and collectives by a function of task/reference.py."""
+    return lambda node, operands: bound(reference, node)
 
 
 @dataclass(frozen=True)

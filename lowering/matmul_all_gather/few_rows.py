@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,18 +35,18 @@ from ditron_inductor.core.signals import (
     granted,
     last_use,
     leave,
-    may_send,
     publish_all,
     request_ticket,
     settle,
     use_of,
-    wait_all,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
+from ditron_inductor.core.trace import COPY, TILE, event, now
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
+from ditron_inductor.lowering.sums import Geometry, SumCall
 from ditron_inductor.task.nodes import MatmulAllGather
 
 MOST_ROWS = 64
@@ -57,13 +57,13 @@ STAGES = {16: 5, 32: 4, 64: 3}
 """By rows of a tile: as many as leave memory for a second program on an SM, which reads the weight while the first one
 is between two tiles.
 """
-COPY_ROWS = 16
+COPY_ROWS = tl.constexpr(16)
 COPY_BYTES = 256
 """Of a run, to one thread at a time, from all peers together: all of it is under way at once."""
 
 
-def fits(launch: Launch, rows: int) -> bool:
-    """Whether a product of so many rows is a few."""
+def fits(launch: Launch, rows: int, columns: int) -> bool:
+    """Whether so many rows are a few."""
     return 0 < rows <= (INTERPRETED_MOST_ROWS if launch.interpreted else MOST_ROWS)
 
 
@@ -71,13 +71,6 @@ def select_tiles(*, rows: int, dtype: torch.dtype, interpreted: bool) -> Config:
     """The tile shape for a few rows; equal on all ranks."""
     config = select_few_rows_config(rows=rows, dtype=dtype, interpreted=interpreted)
     return replace(config, num_stages=STAGES[config.block_m], programs_per_sm=2)
-
-
-class Ends(NamedTuple):
-    """Pointers to the bias [N], or anything, and to the output."""
-
-    bias: Any
-    out: Any
 
 
 class Sizes(NamedTuple):
@@ -91,18 +84,6 @@ class Sizes(NamedTuple):
     terms: Any
 
 
-class How(NamedTuple):
-    """What is known at compile time: ranks, rows and columns that are copied at once, whether there is a bias, and
-    Tiles.
-    """
-
-    WORLD: Any
-    COPY_ROWS: Any
-    COPY_COLUMNS: Any
-    HAS_BIAS: Any
-    TILES: Any
-
-
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site", "run_tiles"])
 def matmul_all_gather_kernel(
     lefts, rights, ends, pointers, M, sizes, rank, slot, site, run_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
@@ -112,7 +93,6 @@ def matmul_all_gather_kernel(
 
     A slot has places [peer][M][pitch], pitch a multiple of BLOCK_N. One program for each run of run_tiles tiles.
     """
-    COPY_ROWS: tl.constexpr = HOW.COPY_ROWS
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
@@ -120,7 +100,7 @@ def matmul_all_gather_kernel(
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
-    asked = ask_to_send(words, HOW.WORLD, TILES.THREADS)
+    asked = ask_to_send(words, WORLD, TILES.THREADS)
     use = use_of(words)
     due = last_use(use)
     run = granted(request, TILES.THREADS)
@@ -128,12 +108,12 @@ def matmul_all_gather_kernel(
     own = data(use, rank, dtype)
     slots = ()
     for i in tl.static_range(1, WORLD):
-        target = (rank + i) % HOW.WORLD
-        place = place_of(rank, target, HOW.WORLD).to(tl.int64) * M * sizes.pitch
+        target = (rank + i) % WORLD
+        place = place_of(rank, target, WORLD).to(tl.int64) * M * sizes.pitch
         slots = slots + (data(use, target, dtype) + place,)  # type: ignore[assignment]
     offs_m = tl.arange(0, BLOCK_M)
     in_m = (offs_m < M)[:, None]
-    own_rows = interleaved_row(offs_m, rank, M, sizes.block, HOW.WORLD, True).to(tl.int64)[:, None] * sizes.N
+    own_rows = interleaved_row(offs_m, rank, M, sizes.block, WORLD, True).to(tl.int64)[:, None] * sizes.N
     # -1 as long as the answers have not been looked at.
     ok = tl.full((), -1, tl.int32)
     tile = run * run_tiles
@@ -143,10 +123,7 @@ def matmul_all_gather_kernel(
         acc = matmul_tile_of_few_rows(lefts, M, rights, sizes.terms, tile * BLOCK_N, sizes.N, TILES)
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if ok < 0:
-            # Credits: nobody reads any more what the slot's previous use left there.
-            waited = now(TRACE)
-            ok = may_send(asked, tl.where(run == 0, due, 0), use, HOW.WORLD, TILES.THREADS)
-            event(use, waited, tile, rank, CREDITS, TRACE)
+            ok = timed_may_send(asked, due, use, run, WORLD, TILES.THREADS, TRACE)
         acc = plus_bias(acc, ends.bias, tile * BLOCK_N, sizes.N, BLOCK_N, HOW.HAS_BIAS)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
@@ -158,47 +135,36 @@ def matmul_all_gather_kernel(
         tile += 1
     if ok != 0:
         # The run lies in every peer's slot. A run without credits is not sent, and never published.
-        publish_all(use, run, HOW.WORLD)
+        publish_all(use, run, WORLD)
     if run == 0:
-        settle(tl.where(ok != 0, due, 0), use, HOW.WORLD)
+        settle(tl.where(ok != 0, due, 0), use, WORLD)
     left = leave(use, run, due, TILES.THREADS, True)
     # Acquire: the same run of all peers.
     copying = now(TRACE)
-    whole = ok & wait_all(use, run, HOW.WORLD)
-    event(use, copying, run, rank, WAIT, TRACE)
+    whole = ok & timed_wait_all(use, run, WORLD, TRACE)
     for first in range(run * run_tiles * BLOCK_N, last_tile * BLOCK_N, HOW.COPY_COLUMNS):
         columns = first + tl.arange(0, HOW.COPY_COLUMNS)
         for i in tl.static_range(BLOCK_M // COPY_ROWS):
-            rows = i * HOW.COPY_ROWS + tl.arange(0, HOW.COPY_ROWS)
+            rows = i * COPY_ROWS + tl.arange(0, COPY_ROWS)
             in_run = (rows < M)[:, None] & (columns < last_tile * BLOCK_N)[None, :]
             parts = ()
             for step in tl.static_range(1, WORLD):
-                source = place_of((rank + step) % HOW.WORLD, rank, HOW.WORLD).to(tl.int64) * M * sizes.pitch
+                source = place_of((rank + step) % WORLD, rank, WORLD).to(tl.int64) * M * sizes.pitch
                 at = own + source + rows[:, None] * sizes.pitch + columns[None, :]
                 part = tl.load(at, mask=in_run & (whole != 0), other=float("nan"))
                 parts = parts + (part,)  # type: ignore[assignment]
             inside = in_run & (columns < sizes.N)[None, :]
             for step in tl.static_range(1, WORLD):
-                to_rows = interleaved_row(rows, (rank + step) % HOW.WORLD, M, sizes.block, HOW.WORLD, True).to(tl.int64)
+                to_rows = interleaved_row(rows, (rank + step) % WORLD, M, sizes.block, WORLD, True).to(tl.int64)
                 tl.store(ends.out + to_rows[:, None] * sizes.N + columns[None, :], parts[step - 1], mask=inside)
     event(use, copying, run, rank, COPY, TRACE)
     close(granted(left, TILES.THREADS), use)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes that all ranks share: the product [M, N] of a rank, tile shape, tiles of a run, runs, the slot's bytes."""
-
-    M: int
-    N: int
-    config: Config
-    run_tiles: int
-    runs: int
-    nbytes: int
-
-
 def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. See Geometry."""
+    """a [.., K]; columns: N. M and N are those of a rank's product; a chunk is a run, one for each program. See
+    Geometry.
+    """
     M = math.prod(a.shape[:-1])
     config = select_tiles(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
     config = config.for_arch(launch.workspace.capabilities.arch)
@@ -208,8 +174,9 @@ def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: in
         M=M,
         N=columns,
         config=config,
-        run_tiles=run_tiles,
-        runs=ceil_div(tiles, run_tiles),
+        tiles=tiles,
+        chunk_tiles=run_tiles,
+        programs=ceil_div(tiles, run_tiles),
         nbytes=(node.world_size - 1) * M * tiles * config.block_n * a.element_size(),
     )
 
@@ -217,8 +184,8 @@ def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: in
 def copy_columns(sizes: Geometry, world_size: int, itemsize: int) -> int:
     """Columns that a program copies at once, a power of two: a run's, or as many as its threads have registers for."""
     threads = 32 * sizes.config.num_warps
-    most = threads * COPY_BYTES // (COPY_ROWS * (world_size - 1) * itemsize)
-    wanted = 1 << (sizes.run_tiles * sizes.config.block_n - 1).bit_length()
+    most = threads * COPY_BYTES // (COPY_ROWS.value * (world_size - 1) * itemsize)
+    wanted = 1 << (sizes.chunk_tiles * sizes.config.block_n - 1).bit_length()
     return min(wanted, 1 << (max(most, 16).bit_length() - 1))
 
 
@@ -234,33 +201,16 @@ def matmul_all_gather(
     module.
     """
     out = gathered_like(node, a[0], sizes.N)
-    lefts, rights = longest_first(a, b)
+    call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
-        return Arguments(
-            programs=sizes.runs,
-            values=dict(
-                M=sizes.M,
-                sizes=Sizes(
-                    N=sizes.N,
-                    block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
-                    pitch=ceil_div(sizes.N, sizes.config.block_n) * sizes.config.block_n,
-                    terms=terms_of(lefts, rights),
-                ),
-                rank=launch.rank,
-                run_tiles=sizes.run_tiles,
-                HOW=How(
-                    WORLD=node.world_size,
-                    COPY_ROWS=COPY_ROWS,
-                    COPY_COLUMNS=copy_columns(sizes, node.world_size, a[0].element_size()),
-                    HAS_BIAS=0 if bias is None else bias.dim(),
-                    TILES=launch.tile_of_few_rows(sizes.config, lefts, rights),
-                ),
-                **sizes.config.options,
-            ),
+        block = launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim)
+        copied = copy_columns(sizes, node.world_size, a[0].element_size())
+        return call.arguments(
+            M=sizes.M,
+            sizes=Sizes(sizes.N, block, pitch=sizes.tiles * sizes.config.block_n, terms=call.terms),
+            run_tiles=sizes.chunk_tiles,
+            HOW=call.how(few_rows=True)._replace(COPY_COLUMNS=copied),
         )
 
-    ends = Ends(out if bias is None else bias.contiguous(), out)
-    tensors = {"lefts": lefts, "rights": rights, "ends": ends}
-    launch.run(matmul_all_gather_kernel, sizes.nbytes, arguments, tensors)
-    return out
+    return call.run(matmul_all_gather_kernel, arguments, out)

@@ -15,24 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.layout import TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     carry,
-    descriptors_of,
-    further_products,
-    further_products_by_descriptors,
-    matmul_steps,
-    matmul_steps_by_descriptors,
+    factors_of,
     plus_bias,
-    weight_of,
+    sum_tile,
+    zeros_of,
 )
 from ditron_inductor.core.order import grouped, interleaved_row
 from ditron_inductor.core.signals import (
@@ -46,15 +41,14 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
-    wait,
-    wait_credits,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
-from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
+from ditron_inductor.core.timed import first_credits, timed_wait
+from ditron_inductor.core.trace import COPY, SEND, TILE, event, now
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
-from ditron_inductor.lowering.partials import block_offsets, publish_to_all, put_in_outbox
+from ditron_inductor.lowering.partials import Chunks, publish_to_all, put_in_outbox, received_block
+from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllGather
 
 
@@ -80,31 +74,12 @@ def store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD: tl.c
     tl.store(out + to_rows[:, None] * N + offs_n[None, :], result, mask=inside)
 
 
-class Sizes(NamedTuple):
-    """A rank's product [M, N], `block` of interleaved_row, and the Terms of the sum."""
-
-    M: Any
-    N: Any
-    block: Any
-    terms: Any
-
-
-class How(NamedTuple):
-    """What is known at compile time: ranks, whether several tiles share a flag, whether there is a bias, and Tiles."""
-
-    WORLD: Any
-    COUNTED: Any
-    HAS_BIAS: Any
-    TILES: Any
-
-
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_all_gather_kernel(
-    lefts, rights, bias, out, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    lefts, rights, ends, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; bias [N], or
-    anything; out [WORLD * M, N] contiguous, its rows as in interleaved_row.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; the
+    output [WORLD * M, N] contiguous, its rows as in interleaved_row.
 
     A slot has places [peer][tile], and an outbox for each program.
     """
@@ -117,17 +92,15 @@ def matmul_all_gather_kernel(
     num_m = tl.cdiv(sizes.M, BLOCK_M)
     num_n = tl.cdiv(sizes.N, BLOCK_N)
     tiles = num_m * num_n
-    dtype: tl.constexpr = out.dtype.element_ty
-    if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
+    dtype: tl.constexpr = ends.out.dtype.element_ty
+    factors = factors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
+    chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
-    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
-    own = data(use, rank, dtype)
-    outbox = own + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether the credits have come, and the tile that waits in the outbox, -1 if there is none.
-    credited = tl.full((), 0, tl.int32)
-    ok = alive
+    BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
+    outbox = data(use, rank, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    # Whether this program may send, -1 before it has asked, and the tile that waits in the outbox, -1 if there is none.
+    ok = tl.full((), -1, tl.int32)
     sent = tl.full((), -1, tl.int32)
     ticket = take_tile(use)
     if ticket == 0:
@@ -140,36 +113,17 @@ def matmul_all_gather_kernel(
         carried = tl.where(sent < 0, 0, BLOCK_WORDS)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         # The bias first: behind the product there are no registers left for it.
-        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
-        if TILES.DESCRIPTORS:
-            acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
-                Carried(outbox, targets, carried, WORLD - 1), TILES, TILES.K_MAJOR & 1,
-            )  # fmt: skip
-            acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, sizes.terms.depths, TILES
-            )
-        else:
-            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), sizes.M - 1).to(tl.int64)
-            acc = matmul_steps(
-                acc, lefts[0] + rows_m * sizes.terms.strides_am[0], weight_of(rights, sizes.terms, 0),
-                column, sizes.N, sizes.terms.depths[0], Carried(outbox, targets, carried, WORLD - 1), TILES,
-            )  # fmt: skip
-            acc = further_products(acc, lefts, rows_m, rights, sizes.terms, column, sizes.N, TILES)
+        acc = plus_bias(zeros_of(TILES), ends.bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
+        acc = sum_tile(acc, factors, row, column, Carried(outbox, targets, carried, WORLD - 1), TILES)
         if sent >= 0:
-            publish_to_all(use, pointers.counters, 0, sent, tiles, chunk_tiles, WORLD, HOW.COUNTED)
+            publish_to_all(use, chunks, 0, sent, HOW)
         sent = tl.full((), -1, tl.int32)
-        if credited == 0:
-            # Credits: nobody reads any more what the slot's previous use left there.
-            waited = now(TRACE)
-            ok = alive & wait_credits(use, WORLD)
-            event(use, waited, ticket, rank, CREDITS, TRACE)
-            credited += 1
+        ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
-            put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
+            put_in_outbox(outbox, result, TILES)
             sent = ticket
-        store_part(result, out, ticket, rank, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
+        store_part(result, ends.out, ticket, rank, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
         event(use, began, ticket, rank, TILE, TRACE)
         ticket = granted(request, TILES.THREADS)
     # Sends before waits: what is left in the outbox goes now.
@@ -177,7 +131,7 @@ def matmul_all_gather_kernel(
     targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
     carry(Carried(outbox, targets, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1), 0, TILES.PIECE)
     if sent >= 0:
-        publish_to_all(use, pointers.counters, 0, sent, tiles, chunk_tiles, WORLD, HOW.COUNTED)
+        publish_to_all(use, chunks, 0, sent, HOW)
         event(use, sending, sent // chunk_tiles, rank, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
     own = data(use, rank, dtype)
@@ -186,38 +140,23 @@ def matmul_all_gather_kernel(
         request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         tile = (ticket - tiles) // (WORLD - 1)
         source = (rank + 1 + (ticket - tiles) % (WORLD - 1)) % WORLD
+        block = place_of(source, rank, WORLD) * tiles + tile
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
-        awaited = now(TRACE)
-        whole = alive & wait(use, tile // chunk_tiles, source)
-        event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
-        offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
-        result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-        store_part(result, out, tile, source, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
+        whole = alive & timed_wait(use, tile // chunk_tiles, source, TRACE)
+        result = received_block(own, block, whole, TILES)
+        store_part(result, ends.out, tile, source, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
         event(use, copying, tile, source, COPY, TRACE)
         ticket = granted(request, TILES.THREADS)
     finish(use)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes that all ranks share: the product [M, N] of a rank, tile shape, its tiles, programs, the slot's bytes."""
-
-    M: int
-    N: int
-    config: Config
-    tiles: int
-    programs: int
-    nbytes: int
-
-
 def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. See Geometry."""
+    """a [.., K]; columns: N. M and N are those of a rank's product. See Geometry."""
     M = math.prod(a.shape[:-1])
     config = launch.config(rows=M, columns=columns, repeats=1, dtype=a.dtype)
     tiles = ceil_div(M, config.block_m) * ceil_div(columns, config.block_n)
-    programs = launch.programs(tiles, config)
-    nbytes = ((node.world_size - 1) * tiles + programs) * config.block_m * config.block_n * a.element_size()
-    return Geometry(M=M, N=columns, config=config, tiles=tiles, programs=programs, nbytes=nbytes)
+    places = (node.world_size - 1) * tiles
+    return carrying(launch, a.dtype, config, (M, columns), tiles=tiles, computed=tiles, places=places)
 
 
 def matmul_all_gather(
@@ -232,31 +171,10 @@ def matmul_all_gather(
     module.
     """
     out = gathered_like(node, a[0], sizes.N)
-    lefts, rights = longest_first(a, b)
+    call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
-        chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
-        return Arguments(
-            programs=sizes.programs,
-            values=dict(
-                sizes=Sizes(
-                    M=sizes.M,
-                    N=sizes.N,
-                    block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
-                    terms=terms_of(lefts, rights),
-                ),
-                rank=launch.rank,
-                chunk_tiles=chunk_tiles,
-                HOW=How(
-                    WORLD=node.world_size,
-                    COUNTED=chunk_tiles > 1,
-                    HAS_BIAS=0 if bias is None else bias.dim(),
-                    TILES=launch.tile_of_sum(sizes.config, lefts, rights),
-                ),
-                **sizes.config.options,
-            ),
-        )
+        block = launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim)
+        return call.arguments(sizes=call.sizes_with(block), chunk_tiles=sizes.chunk_tiles, HOW=call.how())
 
-    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
-    launch.run(matmul_all_gather_kernel, sizes.nbytes, arguments, tensors)
-    return out
+    return call.run(matmul_all_gather_kernel, arguments, out)

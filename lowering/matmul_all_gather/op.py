@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-
-from ditron_inductor.lowering.host.kind import Lowering, Tile
-from ditron_inductor.lowering.matmul_all_gather import tile
+from ditron_inductor.lowering.host.kind import Lowering, Tile, by_reference
+from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
+from ditron_inductor.lowering.sums import few_or_many
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MatmulAllGather
 
-
-def library(node: MatmulAllGather, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """What runs such calls by the library; see `Library`."""
-    return functools.partial(
-        reference.matmul_all_gather,
-        gather_dim=node.gather_dim,
-        world_size=node.world_size,
-        group_name=node.group_name,
-    )
-
-
 LOWERING = Lowering(
     MatmulAllGather,
-    library,
-    Tile(tile.geometry, tile.matmul_all_gather),
+    by_reference(reference.matmul_all_gather),
+    few_or_many(
+        few_rows.fits,
+        Tile(few_rows.geometry, few_rows.matmul_all_gather),
+        Tile(many_rows.geometry, many_rows.matmul_all_gather),
+    ),
 )

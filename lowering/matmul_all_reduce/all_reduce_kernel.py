@@ -36,16 +36,15 @@ from ditron_inductor.core.signals import (
     granted,
     last_use,
     leave,
-    may_send,
     peer,
     publish_all,
     request_ticket,
     settle,
     slot_ctl,
     use_of,
-    wait_all,
 )
-from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
+from ditron_inductor.core.trace import TILE, event, now
 from ditron_inductor.lowering.chunked_exchange import Operands
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of, store_flat_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
@@ -130,6 +129,19 @@ def begin(use, dtype: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
+def swap(use, ticket, begun, ok, HOW: tl.constexpr, TRACE: tl.constexpr):
+    """Behind the stores of piece `ticket`: tell all peers, unless ok is 0, give the credits that are due, `leave`, and
+    wait for what they send under the same ticket. Returns (what `leave` asks for, whether all of it is there).
+    """
+    if ok != 0:
+        publish_all(use, ticket, HOW.WORLD)
+    if ticket == 0:
+        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
+    return left, ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
+
+
+@triton.jit
 def one_shot(
     use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr,
@@ -141,21 +153,12 @@ def one_shot(
     lanes = tl.arange(0, PIECE)
     place = ticket * PIECE + lanes
     mine = tl.load(x + place, mask=place < sizes.numel, other=0.0)
-    # Credits: nobody reads any more what the slot's previous use left there.
-    waited = now(TRACE)
-    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
-    event(use, waited, ticket, use.rank, CREDITS, TRACE)
+    ok = timed_may_send(begun.asked, begun.due, use, ticket, HOW.WORLD, HOW.THREADS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + (use.rank * pieces + ticket) * PIECE + lanes, mine)
-        publish_all(use, ticket, HOW.WORLD)
-    if ticket == 0:
-        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
-    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the piece of all peers.
-    waited = now(TRACE)
-    whole = ok & wait_all(use, ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     store_flat_sum(total, whole, extras, outs, place, place < sizes.numel, sizes.N, x.dtype.element_ty, EPILOGUE)
@@ -182,21 +185,12 @@ def two_shots(
         theirs = theirs + (tl.load(x + place, mask=place < sizes.numel, other=0.0),)  # type: ignore[assignment]
     mine_at = (use.rank * pieces + ticket) * PIECE + lanes
     mine = tl.load(x + mine_at, mask=mine_at < sizes.numel, other=0.0)
-    # Credits: nobody reads any more what the slot's previous use left there.
-    waited = now(TRACE)
-    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
-    event(use, waited, ticket, use.rank, CREDITS, TRACE)
+    ok = timed_may_send(begun.asked, begun.due, use, ticket, HOW.WORLD, HOW.THREADS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + mine_at, theirs[i])
-        publish_all(use, ticket, HOW.WORLD)
-    if ticket == 0:
-        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
-    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the own piece of all peers.
-    waited = now(TRACE)
-    whole = ok & wait_all(use, ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     result = total.to(x.dtype.element_ty)
@@ -207,9 +201,7 @@ def two_shots(
         publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
     tl.store(x + mine_at, result, mask=mine_at < sizes.numel)
     # Acquire: the sums of all peers.
-    waited = now(TRACE)
-    known = ok & wait_all(use, RESULT_ROW + ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    known = ok & timed_wait_all(use, RESULT_ROW + ticket, HOW.WORLD, TRACE)
     results = ()
     for i in tl.static_range(1, WORLD):
         place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes
@@ -355,7 +347,7 @@ def matmul_all_reduce(
                     THREADS=launch.threads(sizes.num_warps),
                 ),
                 num_warps=sizes.num_warps,
-                **arrangement.constants_of_sum(),
+                EPILOGUE=arrangement.function,
             ),
         )
 

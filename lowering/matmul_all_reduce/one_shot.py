@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,14 +37,13 @@ from ditron_inductor.core.signals import (
     granted,
     last_use,
     leave,
-    may_send,
     publish_all,
     request_ticket,
     settle,
     use_of,
-    wait_all,
 )
-from ditron_inductor.core.trace import CREDITS, SUM, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
+from ditron_inductor.core.trace import SUM, TILE, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     all_outputs,
     block_of,
@@ -54,10 +52,11 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     pointers,
     reduced_outputs,
 )
-from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, prepared, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
+from ditron_inductor.lowering.config import select_few_rows_config
+from ditron_inductor.lowering.epilogues import arrange, elements_at, prepared, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
+from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
 MOST_ROWS = 64
@@ -68,25 +67,22 @@ MOST_NORM_ROWS = 1
 MOST_NORM_ELEMENTS = 64
 """Of a row, in each thread of that program."""
 
-UNUSED = ("PRE_IN_SLICES",)
-"""What other kernels take that make what they reduce: here tiles are small."""
 
-
-def fits(rows: int, columns: int) -> bool:
+def fits(launch: Launch, rows: int, columns: int) -> bool:
     """Whether [rows, columns] is reduced in one shot: a few rows, and a flag for each of the narrowest tiles."""
     return 0 < rows <= MOST_ROWS and columns <= 16 * MAX_CHUNKS.value
 
 
-def takes_norm(sizes: Geometry) -> bool:
+def takes_norm(launch: Launch, sizes: Geometry) -> bool:
     """Whether a norm is done in the same launch."""
-    return sizes.M <= MOST_NORM_ROWS and block_of(sizes.N) <= MOST_NORM_ELEMENTS * 32 * sizes.config.num_warps
+    few = fits(launch, sizes.M, sizes.N) and sizes.M <= MOST_NORM_ROWS
+    return few and block_of(sizes.N) <= MOST_NORM_ELEMENTS * 32 * sizes.config.num_warps
 
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, given, norm_outs, pointers, M, N, terms, rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr,
-    NORMS: tl.constexpr, ROW: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, bias, extras, outs, given, norm_outs, pointers, M, N, terms, rank, slot, site, HOW: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRE: tl.constexpr, NORMS: tl.constexpr, ROW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts, rights: tuples of [M, K_i] with contiguous K, M <= BLOCK_M, and of [K_i, N], see Terms;
     bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs
@@ -94,6 +90,8 @@ def matmul_all_reduce_kernel(
 
     given, norm_outs, where there is a norm (NORMS): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
     """
+    WORLD: tl.constexpr = HOW.WORLD
+    TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
@@ -129,16 +127,13 @@ def matmul_all_reduce_kernel(
             began = now(TRACE)
             request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
             acc = matmul_tile_of_few_rows(lefts, M, rights, terms, ticket * BLOCK_N, N, TILES)
-            acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HAS_BIAS)
+            acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HOW.HAS_BIAS)
             if PRE is not None:
                 whole_n = ticket * BLOCK_N + tl.arange(0, BLOCK_N)
                 elements = elements_at(offs_m, whole_n, (offs_m < M)[:, None], (whole_n < N)[None, :], N)
                 acc = prepared(acc, extras, elements, dtype, PRE)
             if ok < 0:
-                # Credits: nobody reads any more what the slot's previous use left there.
-                waited = now(TRACE)
-                ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, TILES.THREADS)
-                event(use, waited, ticket, rank, CREDITS, TRACE)
+                ok = timed_may_send(asked, due, use, ticket, WORLD, TILES.THREADS, TRACE)
             if ok != 0:
                 block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 partial = acc.to(dtype)
@@ -153,14 +148,13 @@ def matmul_all_reduce_kernel(
             ticket = granted(request, TILES.THREADS)
         if previous >= 0:
             # Acquire: the tile's partials of all peers. The own one was stored by this program, before a barrier.
-            waited = now(TRACE)
-            whole = ok & wait_all(use, previous, WORLD)
-            event(use, waited, previous, rank, WAIT, TRACE)
+            adding = now(TRACE)
+            whole = ok & timed_wait_all(use, previous, WORLD, TRACE)
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for source in tl.static_range(WORLD):
                 block = (source * tiles + previous).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 total += tl.load(own + block + in_block, mask=in_m & (whole != 0), other=float("nan")).to(tl.float32)
-            if AVERAGE:
+            if HOW.AVERAGE:
                 total = total / WORLD
             offs_n = previous * BLOCK_N + tl.arange(0, BLOCK_N)
             elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
@@ -169,37 +163,21 @@ def matmul_all_reduce_kernel(
                 # For the last one all tiles are stored, and their stores are seen.
                 if arrive(pointers.counters, tiles):
                     finish_all(outs[0], given, norm_outs, M, N, ROW, NORMS)
-            event(use, waited, previous, rank, SUM, TRACE)
+            event(use, adding, previous, rank, SUM, TRACE)
         previous = current
     close(granted(left, TILES.THREADS), use)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes that all ranks share: the output [M, N], the tile shape, programs, the slot's bytes; the epilogue."""
-
-    M: int
-    N: int
-    config: Config
-    programs: int
-    nbytes: int
-    arrangement: Arrangement = field(repr=False)
-
-
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. See Geometry."""
+    """a [.., K]; columns: N. M and N are those of the output, which has so many tiles. See Geometry."""
     M = math.prod(a.shape[:-1])
     config = select_few_rows_config(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
     config = config.for_arch(launch.workspace.capabilities.arch)
     tiles = ceil_div(columns, config.block_n)
-    return Geometry(
-        M=M,
-        N=columns,
-        config=config,
-        programs=launch.programs(tiles, config),
-        nbytes=node.world_size * tiles * config.block_m * config.block_n * a.element_size(),
+    return carrying(
+        launch, a.dtype, config, (M, columns), tiles=tiles, computed=tiles, places=node.world_size * tiles, boxes=0,
         arrangement=arrange(node.parsed, 1),
-    )
+    )  # fmt: skip
 
 
 def matmul_all_reduce(
@@ -216,7 +194,8 @@ def matmul_all_reduce(
     """
     outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
     behind = {"NORMS": None, "ROW": 16, "given": None, "norm_outs": None}
-    _run(node, launch, sizes, a, b, bias, extras, outs, behind, {})
+    call = SumCall(node, launch, sizes, a, b, bias)
+    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, behind), extras, outs)
     return outs
 
 
@@ -238,49 +217,11 @@ def matmul_all_reduce_rms_norm(
     outputs = reduced_outputs(node, out)
     behind = {"ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
     tensors = {"given": pointers(given, out), "norm_outs": all_outputs(node, outputs)}
-    _run(node, launch, sizes, a, b, bias, extras, [out], behind, tensors)
+    call = SumCall(node, launch, sizes, a, b, bias)
+    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, behind), extras, [out], **tensors)
     return outputs
 
 
-def _run(
-    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
-    launch: Launch,
-    sizes: Geometry,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    extras: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    behind: Mapping[str, Any],
-    others: Mapping[str, Any],
-) -> None:
-    lefts, rights = longest_first(a, b)
-
-    def arguments() -> Arguments:
-        constants = sizes.arrangement.constants_of_products()
-        return Arguments(
-            programs=sizes.programs,
-            values=dict(
-                M=sizes.M,
-                N=sizes.N,
-                terms=terms_of(lefts, rights),
-                rank=launch.rank,
-                WORLD=node.world_size,
-                AVERAGE=node.reduce_op == "avg",
-                **behind,
-                HAS_BIAS=0 if bias is None else bias.dim(),
-                TILES=launch.tile_of_few_rows(sizes.config, lefts, rights),
-                **{name: value for name, value in constants.items() if name not in UNUSED},
-                **sizes.config.options,
-            ),
-        )
-
-    tensors: dict[str, Any] = {
-        "lefts": lefts,
-        "rights": rights,
-        "bias": outs[0] if bias is None else bias.contiguous(),
-        # Never empty: without any it gets what it does not look at.
-        "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
-        "outs": tuple(outs),
-    }
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | dict(others))
+def _arguments(call: SumCall, behind: Mapping[str, Any]) -> Arguments:
+    sizes = call.sizes
+    return call.arguments(M=sizes.M, N=sizes.N, terms=call.terms, HOW=call.how(few_rows=True), **behind)

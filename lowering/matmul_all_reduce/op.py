@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ditron_inductor.lowering.epilogues import finished
-from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile
-from ditron_inductor.lowering.matmul_all_reduce import chunked, tile
+from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile, bound
+from ditron_inductor.lowering.matmul_all_reduce import chunked, one_shot, two_shot
+from ditron_inductor.lowering.sums import few_or_many
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MatmulAllReduce
+
+TILE = few_or_many(
+    one_shot.fits,
+    Tile(one_shot.geometry, one_shot.matmul_all_reduce),
+    Tile(two_shot.geometry, two_shot.matmul_all_reduce),
+)
 
 
 def library(node: MatmulAllReduce, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """What runs such calls by the library; see `Library`."""
-    reduce = functools.partial(
-        reference.matmul_all_reduce,
-        reduce_op=node.reduce_op,
-        world_size=node.world_size,
-        group_name=node.group_name,
-    )
-    return finished(reduce, node, operands[0])
+    return finished(bound(reference.matmul_all_reduce, node), node, operands[0])
 
 
 LOWERING = Lowering(
     MatmulAllReduce,
     library,
-    Tile(tile.geometry, tile.matmul_all_reduce),
+    TILE,
     Chunked(chunked.obstacle, chunked.geometry, chunked.matmul_all_reduce),
 )

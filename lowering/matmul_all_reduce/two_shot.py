@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -29,13 +28,10 @@ from ditron_inductor.core.layout import RESULT_ROW, TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     carry,
-    descriptors_of,
-    further_products,
-    further_products_by_descriptors,
-    matmul_tile,
-    matmul_tile_by_descriptors,
+    factors_of,
     plus_bias,
-    weight_of,
+    sum_tile,
+    zeros_of,
 )
 from ditron_inductor.core.order import grouped, scatter_order
 from ditron_inductor.core.signals import (
@@ -49,23 +45,23 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
-    wait,
-    wait_all,
-    wait_credits,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
-from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_of, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
+from ditron_inductor.core.timed import first_credits, timed_wait, timed_wait_all
+from ditron_inductor.core.trace import COPY, TILE, event, now
+from ditron_inductor.lowering.epilogues import arrange, elements_of, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.partials import (
+    Chunks,
     Owned,
-    block_offsets,
     publish_partial,
     publish_to_all,
     put_prepared,
+    received_block,
     reduced_slice,
+    slice_offsets,
 )
+from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllReduce
 
 PARTS = 8
@@ -104,15 +100,17 @@ def destinations(use, owner, tile, tiles_per_owner, dtype: tl.constexpr, WORLD: 
 
 
 @triton.jit
-def publish_carried(
-    use, counters, owner, tile, tiles, tiles_per_owner, chunk_tiles, WORLD: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none: -1."""
-    owner_tiles = tl.minimum(tiles_per_owner, tiles - owner * tiles_per_owner)
+def publish_carried(use, chunks, owner, tile, tiles_per_owner, HOW: tl.constexpr):
+    """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none: -1.
+
+    chunks: with the tiles of all owners.
+    """
+    owner_tiles = tl.minimum(tiles_per_owner, chunks.tiles - owner * tiles_per_owner)
+    of_owner = Chunks(chunks.counters, owner_tiles, chunks.chunk_tiles)
     if owner == use.rank:
-        publish_to_all(use, counters, RESULT_ROW, tile, owner_tiles, chunk_tiles, WORLD, COUNTED)
+        publish_to_all(use, of_owner, RESULT_ROW, tile, HOW)
     elif owner >= 0:
-        publish_partial(use, counters, owner, tile, owner_tiles, chunk_tiles, COUNTED)
+        publish_partial(use, of_owner, owner, tile, HOW)
 
 
 @triton.jit
@@ -137,37 +135,36 @@ def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles", "part_tiles", "num_parts"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, pointers, M, N, terms, rank, slot, site, chunk_tiles, part_tiles, num_parts,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
-    PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, bias, extras, outs, pointers, sizes, rank, slot, site, chunk_tiles, part_tiles, num_parts,
+    HOW: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; bias [N], or
     anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs [M, N]
     contiguous.
     """
+    WORLD: tl.constexpr = HOW.WORLD
+    TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
+    num_m = tl.cdiv(sizes.M, BLOCK_M)
+    num_n = tl.cdiv(sizes.N, BLOCK_N)
     tiles = num_m * num_n
     tiles_per_owner = tl.cdiv(tiles, WORLD)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
-    if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, M, N, terms, TILES)
+    factors = factors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
+    chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
     SLICE: tl.constexpr = min(BLOCK_M, 64 * TILES.THREADS // BLOCK_N)
-    PRE_SLICE: tl.constexpr = SLICE if PRE_IN_SLICES else 0
     outbox = data(use, rank, dtype)
     outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
     # A second block: a partial is read while the result takes shape.
     results = outbox + BLOCK
-    # Whether the credits have come, and the tile that waits in the outbox, see `destinations`.
-    credited = tl.full((), 0, tl.int32)
-    ok = alive
+    # Whether this program may send, -1 before it has asked, and the tile that waits in the outbox, see `destinations`.
+    ok = tl.full((), -1, tl.int32)
     sent_owner = tl.full((), -1, tl.int32)
     sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(use)
@@ -188,72 +185,42 @@ def matmul_all_reduce_kernel(
             if is_copy:
                 # Before a wait, deliver what is there.
                 carry(Carried(box, targets, carried, num_targets), 0, TILES.PIECE)
-                publish_carried(
-                    use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
-                )  # fmt: skip
+                publish_carried(use, chunks, sent_owner, sent_tile, tiles_per_owner, HOW)
                 sent_owner = tl.full((), -1, tl.int32)
                 # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
-                waited = now(TRACE)
-                whole = alive & wait(use, RESULT_ROW + tile // chunk_tiles, owner)
-                event(use, waited, tile // chunk_tiles, owner, WAIT, TRACE)
+                whole = alive & timed_wait(use, RESULT_ROW + tile // chunk_tiles, owner, TRACE)
                 if EPILOGUE is None:
-                    offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
-                    source = data(use, rank, dtype) + offsets
-                    result = tl.load(source, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-                    store_tile(result, outs[0], first + tile, num_m, num_n, M, N, TILES)
+                    block = (WORLD + owner) * tiles_per_owner + tile
+                    result = received_block(data(use, rank, dtype), block, whole, TILES)
+                    store_tile(result, outs[0], first + tile, num_m, num_n, sizes.M, sizes.N, TILES)
             else:
                 block_row, block_column = grouped(first + tile, num_m, num_n, TILES.GROUP_M)
-                if TILES.DESCRIPTORS:
-                    acc = matmul_tile_by_descriptors(
-                        a_descriptors[0], b_descriptors[0], block_row * BLOCK_M, block_column * BLOCK_N,
-                        terms.depths[0], Carried(box, targets, carried, num_targets), TILES, TILES.K_MAJOR & 1,
-                    )  # fmt: skip
-                    acc = further_products_by_descriptors(
-                        acc, a_descriptors, b_descriptors, block_row * BLOCK_M, block_column * BLOCK_N, terms.depths,
-                        TILES,
-                    )  # fmt: skip
-                else:
-                    offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
-                    acc = matmul_tile(
-                        lefts[0] + offs_m * terms.strides_am[0], weight_of(rights, terms, 0),
-                        block_column * BLOCK_N, N, terms.depths[0], Carried(box, targets, carried, num_targets), TILES,
-                    )  # fmt: skip
-                    acc = further_products(acc, lefts, offs_m, rights, terms, block_column * BLOCK_N, N, TILES)
-                acc = plus_bias(acc, bias, block_column * BLOCK_N, N, BLOCK_N, HAS_BIAS)
-                publish_carried(
-                    use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
-                )  # fmt: skip
+                row, column = block_row * BLOCK_M, block_column * BLOCK_N
+                taken = Carried(box, targets, carried, num_targets)
+                acc = sum_tile(zeros_of(TILES), factors, row, column, taken, TILES)
+                acc = plus_bias(acc, bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
+                publish_carried(use, chunks, sent_owner, sent_tile, tiles_per_owner, HOW)
                 sent_owner = tl.full((), -1, tl.int32)
-                place = Owned(block_row * BLOCK_M, block_column * BLOCK_N, 0, M, M, N)
+                place = Owned(row, column, 0, sizes.M, sizes.M, sizes.N)
                 if owner != rank:
-                    if credited == 0:
-                        # Credits: nobody reads any more what the slot's previous use left there.
-                        waited = now(TRACE)
-                        ok = alive & wait_credits(use, WORLD)
-                        event(use, waited, tile, owner, CREDITS, TRACE)
-                        credited += 1
+                    ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
                     if ok != 0:
-                        put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, False)
+                        put_prepared(outbox, acc, extras, place, PRE, SLICE, HOW)
                         sent_owner = owner
                         sent_tile = tile
                 else:
-                    put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, False)
+                    put_prepared(outbox, acc, extras, place, PRE, SLICE, HOW)
                     # Acquire: the tile's partials of all peers, published after they were stored.
-                    waited = now(TRACE)
-                    whole = alive & wait_all(use, tile // chunk_tiles, WORLD)
-                    event(use, waited, tile // chunk_tiles, rank, WAIT, TRACE)
-                    offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+                    whole = alive & timed_wait_all(use, tile // chunk_tiles, WORLD, TRACE)
+                    offs_n = column + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
-                        total = reduced_slice(
-                            use, outbox, tile, tiles_per_owner, i, whole, WORLD, AVERAGE, SLICE, TILES
-                        )
+                        total = reduced_slice(use, outbox, tile, tiles_per_owner, i, whole, SLICE, HOW)
                         result = total.to(dtype)
                         if EPILOGUE is None:
-                            slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
-                            inside = (slice_m < M)[:, None] & (offs_n < N)[None, :]
-                            tl.store(outs[0] + slice_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
-                        in_block = (i * SLICE + tl.arange(0, SLICE))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                        tl.store(results + in_block, result)
+                            slice_m = row + i * SLICE + tl.arange(0, SLICE)
+                            elements = elements_of(slice_m, offs_n, sizes.M, sizes.N)
+                            tl.store(outs[0] + elements.places, result, mask=elements.inside)
+                        tl.store(results + slice_offsets(i, SLICE, TILES), result)
                     if whole != 0:
                         sent_owner = rank + 0
                         sent_tile = tile
@@ -268,10 +235,10 @@ def matmul_all_reduce_kernel(
                     tile_n = tile_column * BLOCK_N + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
                         tile_m = tile_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
-                        places = (i * SLICE + tl.arange(0, SLICE))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                         # What was not sent is not read: whatever the slot holds, NaN is stored.
-                        reduced = tl.load(source + places).to(tl.float32)
-                        store_sum(reduced, whole, extras, outs, elements_of(tile_m, tile_n, M, N), dtype, EPILOGUE)
+                        reduced = tl.load(source + slice_offsets(i, SLICE, TILES)).to(tl.float32)
+                        elements = elements_of(tile_m, tile_n, sizes.M, sizes.N)
+                        store_sum(reduced, whole, extras, outs, elements, dtype, EPILOGUE)
             if is_copy:
                 event(use, began, tile, owner, COPY, TRACE)
             else:
@@ -280,45 +247,20 @@ def matmul_all_reduce_kernel(
     targets, num_targets = destinations(use, sent_owner, sent_tile, tiles_per_owner, dtype, WORLD, BLOCK)
     box = tl.where(sent_owner == rank, results, outbox)
     carry(Carried(box, targets, tl.where(sent_owner < 0, 0, BLOCK_WORDS), num_targets), 0, TILES.PIECE)
-    publish_carried(use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED)
+    publish_carried(use, chunks, sent_owner, sent_tile, tiles_per_owner, HOW)
     finish(use)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes that all ranks share: output [M, N], tile shape, tiles of an owner, of a part, programs, slot's bytes; the
-    epilogue.
-    """
-
-    M: int
-    N: int
-    config: Config
-    owned: int
-    part_tiles: int
-    programs: int
-    nbytes: int
-    arrangement: Arrangement = field(repr=False)
-
-
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. See Geometry."""
-    M = math.prod(a.shape[:-1])
+    """a [.., K]; columns: N. M and N are those of the output, the tiles those of an owner. See Geometry."""
+    M, world = math.prod(a.shape[:-1]), node.world_size
     config = launch.config(rows=M, columns=columns, repeats=1, dtype=a.dtype)
-    owned = ceil_div(ceil_div(M, config.block_m) * ceil_div(columns, config.block_n), node.world_size)
-    parts = max(1, min(PARTS, node.world_size * owned // (PART_WAVES * launch.num_sms)))
-    programs = launch.programs(node.world_size * owned, config)
-    # Two areas of W * owned blocks each, partials by source and results by owner; and the outboxes.
-    blocks = 2 * (node.world_size * owned + programs)
-    return Geometry(
-        M=M,
-        N=columns,
-        config=config,
-        owned=owned,
-        part_tiles=ceil_div(owned, parts),
-        programs=programs,
-        nbytes=blocks * config.block_m * config.block_n * a.element_size(),
-        arrangement=arrange(node.parsed, 1),
-    )
+    owned = ceil_div(ceil_div(M, config.block_m) * ceil_div(columns, config.block_n), world)
+    # Two areas, partials by source and results by owner; and as many outboxes.
+    return carrying(
+        launch, a.dtype, config, (M, columns), tiles=owned, computed=world * owned, places=2 * world * owned, boxes=2,
+        flags=RESULT_ROW.value, arrangement=arrange(node.parsed, 1),
+    )  # fmt: skip
 
 
 def matmul_all_reduce(
@@ -333,39 +275,19 @@ def matmul_all_reduce(
     """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
     the module.
     """
-    arrangement = sizes.arrangement
-    outs = arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
-    lefts, rights = longest_first(a, b)
+    outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
+    call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
-        chunk_tiles = launch.chunk_tiles(sizes.owned, RESULT_ROW.value)
-        return Arguments(
-            programs=sizes.programs,
-            values=dict(
-                M=sizes.M,
-                N=sizes.N,
-                rank=launch.rank,
-                chunk_tiles=chunk_tiles,
-                part_tiles=sizes.part_tiles,
-                num_parts=ceil_div(sizes.owned, sizes.part_tiles),
-                WORLD=node.world_size,
-                AVERAGE=node.reduce_op == "avg",
-                COUNTED=chunk_tiles > 1,
-                terms=terms_of(lefts, rights),
-                **arrangement.constants_of_products(),
-                HAS_BIAS=0 if bias is None else bias.dim(),
-                TILES=launch.tile_of_sum(sizes.config, lefts, rights),
-                **sizes.config.options,
-            ),
+        parts = max(1, min(PARTS, node.world_size * sizes.tiles // (PART_WAVES * launch.num_sms)))
+        part_tiles = ceil_div(sizes.tiles, parts)
+        return call.arguments(
+            sizes=call.sizes_with(sizes.M),
+            chunk_tiles=sizes.chunk_tiles,
+            part_tiles=part_tiles,
+            num_parts=ceil_div(sizes.tiles, part_tiles),
+            HOW=call.how(),
         )
 
-    tensors = {
-        "lefts": lefts,
-        "rights": rights,
-        "bias": outs[0] if bias is None else bias.contiguous(),
-        # Never empty: without any it gets what it does not look at.
-        "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
-        "outs": tuple(outs),
-    }
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors)
+    call.reduce(matmul_all_reduce_kernel, arguments, extras, outs)
     return outs

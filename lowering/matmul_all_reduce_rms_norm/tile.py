@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ditron_inductor.lowering import sums
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
 from ditron_inductor.lowering.host.launch import Launch
-from ditron_inductor.lowering.matmul_all_reduce import one_shot, tile
+from ditron_inductor.lowering.matmul_all_reduce import one_shot
+from ditron_inductor.lowering.matmul_all_reduce.op import TILE
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 
@@ -20,7 +22,7 @@ from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 class Geometry:
     """Sizes that all ranks share: those of the reduced product, and the kernel behind it, None if that is in one."""
 
-    product: tile.Geometry
+    product: sums.Geometry
     add_norm: AddNorm | None
 
     @property
@@ -30,8 +32,8 @@ class Geometry:
 
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
     """a [.., K]; columns: N. Equal on all ranks."""
-    product = tile.geometry(node.reduction, launch, a, columns)
-    if isinstance(product, one_shot.Geometry) and one_shot.takes_norm(product):
+    product = TILE.geometry(node.reduction, launch, a, columns)
+    if one_shot.takes_norm(launch, product):
         return Geometry(product, None)
     return Geometry(product, make_add_norm(node, [*a.shape[:-1], columns], a.device))
 
@@ -50,7 +52,6 @@ def matmul_all_reduce_rms_norm(
     the same bits on every rank, and what is saved.
     """
     if sizes.add_norm is None:
-        assert isinstance(sizes.product, one_shot.Geometry)
         return one_shot.matmul_all_reduce_rms_norm(node, launch, sizes.product, a, b, bias, given, extras)
-    (reduced,) = tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias, extras)
+    (reduced,) = TILE.run(node.reduction, launch, sizes.product, a, b, bias, extras)
     return sizes.add_norm(reduced, given)

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ditron_inductor.device.lanes import HERE, Transfer
+from ditron_inductor.device.lanes import Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, PieceGroup, multiply
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, PieceGroup, exchange_in_turns, multiply
 from ditron_inductor.lowering.host.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
@@ -120,15 +120,9 @@ def matmul_all_to_all(
     own = apart.view(M, width) if sizes.outer == 1 else out.new_empty(M, width)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, a[0]))
-        base = out.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
-            # In turns on two streams: a product begins while the last tiles of the one before it run.
-            for turn, group in enumerate(plan.groups):
-                with lane.beside() if turn % 2 == 1 else HERE:
-                    done = group.send(lane, columns)
-                group.receive(lane, done, base)
-            with lane.beside() if len(plan.groups) % 2 == 1 else HERE:
+            with exchange_in_turns(lane, plan.groups, columns, out.data_ptr()):
                 for cut, (first, last) in enumerate(sizes.cuts):
                     columns.multiply(launch.rank * len(sizes.cuts) + cut, own[first:last])
                 if sizes.outer > 1:

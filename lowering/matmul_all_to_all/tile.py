@@ -18,24 +18,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.layout import TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     carry,
-    descriptors_of,
-    further_products,
-    further_products_by_descriptors,
-    matmul_steps,
-    matmul_steps_by_descriptors,
+    factors_of,
     plus_bias,
-    weight_of,
+    sum_tile,
+    zeros_of,
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
@@ -49,15 +44,14 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
-    wait,
-    wait_credits,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
-from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
+from ditron_inductor.core.timed import first_credits, timed_wait
+from ditron_inductor.core.trace import COPY, SEND, TILE, event, now
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import place_of
-from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox
+from ditron_inductor.lowering.partials import Chunks, publish_partial, put_in_outbox, received_block
+from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllToAll
 from ditron_inductor.task.ulysses import gathered_shape
 
@@ -81,105 +75,61 @@ def store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD: tl.c
     tl.store(out + to_rows[:, None] * (parts * C) + (part * C + offs_n)[None, :], result, mask=inside)
 
 
-class Ends(NamedTuple):
-    """Pointers to the bias [N], or anything, and to the output."""
-
-    bias: Any
-    out: Any
-
-
-class Sizes(NamedTuple):
-    """Rows of a rank, columns in each of its runs, `block` of interleaved_row, and the Terms of the sum."""
-
-    M: Any
-    C: Any
-    block: Any
-    terms: Any
-
-
-class How(NamedTuple):
-    """What is known at compile time: ranks, whether several tiles share a flag, whether there is a bias, and Tiles."""
-
-    WORLD: Any
-    COUNTED: Any
-    HAS_BIAS: Any
-    TILES: Any
-
-
 @triton.jit(do_not_specialize=["parts", "rank", "slot", "site", "chunk_tiles"])
 def matmul_all_to_all_kernel(
     lefts, rights, ends, pointers, sizes, parts, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; N = parts * WORLD
-    * C; the output [WORLD * M, parts * C] contiguous, its rows as in interleaved_row.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, parts * WORLD * N], see Terms;
+    the output [WORLD * M, parts * N] contiguous, its rows as in interleaved_row.
 
     A slot has places [peer][tile], and an outbox for each program.
     """
+    WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
     num_m = tl.cdiv(sizes.M, BLOCK_M)
-    tiles = num_m * parts * tl.cdiv(sizes.C, BLOCK_N)
-    N = parts * HOW.WORLD * sizes.C
+    tiles = num_m * parts * tl.cdiv(sizes.N, BLOCK_N)
+    columns = parts * WORLD * sizes.N
     dtype: tl.constexpr = ends.out.dtype.element_ty
-    if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, sizes.M, N, sizes.terms, TILES)
+    factors = factors_of(lefts, rights, sizes.M, columns, sizes.terms, TILES)
+    chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
-    outbox = data(use, rank, dtype) + ((HOW.WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether the credits have come, and the tile that waits in the outbox: for nobody if it is the rank.
-    credited = tl.full((), 0, tl.int32)
-    ok = alive
+    outbox = data(use, rank, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    # Whether it may send, -1 before it has asked; the tile that waits in the outbox, for nobody if it is the rank.
+    ok = tl.full((), -1, tl.int32)
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(use, alive), use, HOW.WORLD)
-    while ticket < HOW.WORLD * tiles:
+        settle(credits_due(use, alive), use, WORLD)
+    while ticket < WORLD * tiles:
         began = now(TRACE)
         request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
-        owner = scatter_order(ticket // tiles, rank, HOW.WORLD)
+        owner = scatter_order(ticket // tiles, rank, WORLD)
         tile = ticket % tiles
-        row, part, column = place_of_tile(tile, num_m, sizes.C, parts, BLOCK_M, BLOCK_N, TILES.GROUP_M)
-        column += (part * HOW.WORLD + owner) * sizes.C
-        place = (place_of(rank, sent_owner, HOW.WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
+        row, part, column = place_of_tile(tile, num_m, sizes.N, parts, BLOCK_M, BLOCK_N, TILES.GROUP_M)
+        column += (part * WORLD + owner) * sizes.N
+        place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
         target = data(use, sent_owner, dtype) + tl.where(sent_owner != rank, place, 0)
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         # The bias first: behind the product there are no registers left for it.
-        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), ends.bias, column, N, BLOCK_N, HOW.HAS_BIAS)
-        if TILES.DESCRIPTORS:
-            acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
-                Carried(outbox, (target,), carried, 1), TILES, TILES.K_MAJOR & 1,
-            )  # fmt: skip
-            acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, sizes.terms.depths, TILES
-            )
-        else:
-            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), sizes.M - 1).to(tl.int64)
-            acc = matmul_steps(
-                acc, lefts[0] + rows_m * sizes.terms.strides_am[0], weight_of(rights, sizes.terms, 0),
-                column, N, sizes.terms.depths[0], Carried(outbox, (target,), carried, 1), TILES,
-            )  # fmt: skip
-            acc = further_products(acc, lefts, rows_m, rights, sizes.terms, column, N, TILES)
+        acc = plus_bias(zeros_of(TILES), ends.bias, column, columns, BLOCK_N, HOW.HAS_BIAS)
+        acc = sum_tile(acc, factors, row, column, Carried(outbox, (target,), carried, 1), TILES)
         if sent_owner != rank:
-            publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, HOW.COUNTED)
+            publish_partial(use, chunks, sent_owner, sent_tile, HOW)
             sent_owner = rank + 0
-        if credited == 0:
-            # Credits: nobody reads any more what the slot's previous use left there.
-            waited = now(TRACE)
-            ok = alive & wait_credits(use, HOW.WORLD)
-            event(use, waited, tile, rank, CREDITS, TRACE)
-            credited += 1
+        ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if owner == rank:
-            store_tile(result, ends.out, tile, rank, num_m, sizes.M, sizes.C, parts, sizes.block, HOW.WORLD, TILES)
+            store_tile(result, ends.out, tile, rank, num_m, sizes.M, sizes.N, parts, sizes.block, WORLD, TILES)
         elif ok != 0:
-            put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
+            put_in_outbox(outbox, result, TILES)
             sent_owner = owner
             sent_tile = tile
         event(use, began, tile, owner, TILE, TRACE)
@@ -187,53 +137,39 @@ def matmul_all_to_all_kernel(
     # Sends before waits: what is left in the outbox goes now.
     if sent_owner != rank:
         sending = now(TRACE)
-        place = (place_of(rank, sent_owner, HOW.WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
+        place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
         carry(Carried(outbox, (data(use, sent_owner, dtype) + place,), BLOCK_WORDS, 1), 0, TILES.PIECE)
-        publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, HOW.COUNTED)
+        publish_partial(use, chunks, sent_owner, sent_tile, HOW)
         event(use, sending, sent_tile // chunk_tiles, sent_owner, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
     own = data(use, rank, dtype)
-    while ticket < (2 * HOW.WORLD - 1) * tiles:
+    while ticket < (2 * WORLD - 1) * tiles:
         copying = now(TRACE)
         request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         tile = ticket % tiles
         # Rank - 1 sends to this one first.
-        source = (rank + 2 * HOW.WORLD - 1 - ticket // tiles) % HOW.WORLD
+        source = (rank + 2 * WORLD - 1 - ticket // tiles) % WORLD
+        block = place_of(source, rank, WORLD) * tiles + tile
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
-        awaited = now(TRACE)
-        whole = alive & wait(use, tile // chunk_tiles, source)
-        event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
-        offsets = block_offsets(place_of(source, rank, HOW.WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
-        result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-        store_tile(result, ends.out, tile, source, num_m, sizes.M, sizes.C, parts, sizes.block, HOW.WORLD, TILES)
+        whole = alive & timed_wait(use, tile // chunk_tiles, source, TRACE)
+        result = received_block(own, block, whole, TILES)
+        store_tile(result, ends.out, tile, source, num_m, sizes.M, sizes.N, parts, sizes.block, WORLD, TILES)
         event(use, copying, tile, source, COPY, TRACE)
         ticket = granted(request, TILES.THREADS)
     finish(use)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes that all ranks share: rows M of a rank, C columns in each of its runs, tile shape, tiles of what one rank
-    gets from another, programs, the slot's bytes.
-    """
-
-    M: int
-    C: int
-    config: Config
-    tiles: int
-    programs: int
-    nbytes: int
-
-
 def geometry(node: MatmulAllToAll, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. See Geometry."""
+    """a [.., K]. M: rows of a rank; N: columns in each of its runs; tiles: of what one rank gets from another. See
+    Geometry.
+    """
     M, world = math.prod(a.shape[:-1]), node.world_size
-    C = columns // (node.parts * world)
-    config = launch.config(rows=M, columns=C, repeats=world * node.parts, dtype=a.dtype)
-    tiles = ceil_div(M, config.block_m) * node.parts * ceil_div(C, config.block_n)
-    programs = launch.programs(world * tiles, config)
-    nbytes = ((world - 1) * tiles + programs) * config.block_m * config.block_n * a.element_size()
-    return Geometry(M=M, C=C, config=config, tiles=tiles, programs=programs, nbytes=nbytes)
+    N = columns // (node.parts * world)
+    config = launch.config(rows=M, columns=N, repeats=world * node.parts, dtype=a.dtype)
+    tiles = ceil_div(M, config.block_m) * node.parts * ceil_div(N, config.block_n)
+    return carrying(
+        launch, a.dtype, config, (M, N), tiles=tiles, computed=world * tiles, places=(world - 1) * tiles
+    )
 
 
 def matmul_all_to_all(
@@ -248,36 +184,16 @@ def matmul_all_to_all(
     module.
     """
     out = a[0].new_empty(gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, node.world_size))
-    lefts, rights = longest_first(a, b)
+    call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
-        chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
-        tile = launch.tile_of_sum(sizes.config, lefts, rights)
-        # Blocks of columns begin at multiples of C: the copy unit stops the GPU where that is not at 16 bytes.
-        aligned = sizes.C * lefts[0].element_size() % 16 == 0
-        return Arguments(
-            programs=sizes.programs,
-            values=dict(
-                sizes=Sizes(
-                    M=sizes.M,
-                    C=sizes.C,
-                    block=launch.shard_block(list(a[0].shape), node.gather_dim),
-                    terms=terms_of(lefts, rights),
-                ),
-                parts=node.parts,
-                rank=launch.rank,
-                chunk_tiles=chunk_tiles,
-                HOW=How(
-                    WORLD=node.world_size,
-                    COUNTED=chunk_tiles > 1,
-                    HAS_BIAS=0 if bias is None else bias.dim(),
-                    TILES=tile._replace(DESCRIPTORS=tile.DESCRIPTORS and aligned),
-                ),
-                **sizes.config.options,
-            ),
+        how = call.how()
+        # Blocks of columns begin at multiples of N: the copy unit stops the GPU where that is not at 16 bytes.
+        aligned = sizes.N * a[0].element_size() % 16 == 0
+        how = how._replace(TILES=how.TILES._replace(DESCRIPTORS=how.TILES.DESCRIPTORS and aligned))
+        block = launch.shard_block(list(a[0].shape), node.gather_dim)
+        return call.arguments(
+            sizes=call.sizes_with(block), parts=node.parts, chunk_tiles=sizes.chunk_tiles, HOW=how
         )
 
-    ends = Ends(out if bias is None else bias.contiguous(), out)
-    tensors = {"lefts": lefts, "rights": rights, "ends": ends}
-    launch.run(matmul_all_to_all_kernel, sizes.nbytes, arguments, tensors)
-    return out
+    return call.run(matmul_all_to_all_kernel, arguments, out)

@@ -22,10 +22,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ditron_inductor.device.lanes import HERE
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, Operands, PieceGroup, shaped
+from ditron_inductor.lowering.chunked_exchange import (
+    ChunkedExchange,
+    Kernels,
+    Operands,
+    PieceGroup,
+    exchange_in_turns,
+    shaped,
+)
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
@@ -111,15 +117,9 @@ def matmul_reduce_scatter(
         whole, preparer = (node.world_size * sizes.rows, sizes.N), sizes.preparer
         pre = None if preparer is None else preparer.runs(extras, *whole, plan.rows_of)
         operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, added, pre)
-        base = partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
-            # In turns on two streams: a product begins while the last tiles of the one before it run.
-            for turn, group in enumerate(plan.groups):
-                with lane.beside() if turn % 2 == 1 else HERE:
-                    done = group.send(lane, operands)
-                group.receive(lane, done, base)
-            with lane.beside() if len(plan.groups) % 2 == 1 else HERE:
+            with exchange_in_turns(lane, plan.groups, operands, partials.data_ptr()):
                 operands.multiply(plan.own, shaped(partials[plan.own_rows], plan.own_shape))
         plan.reduce(call.stream, partials, x, tuple(outs))
     return outs

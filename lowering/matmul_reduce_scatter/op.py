@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ditron_inductor.lowering.epilogues import finished
-from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile
+from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile, bound
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked, tile
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MatmulReduceScatter
@@ -17,14 +16,7 @@ from ditron_inductor.task.nodes import MatmulReduceScatter
 
 def library(node: MatmulReduceScatter, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """What runs such calls by the library; see `Library`."""
-    reduce = functools.partial(
-        reference.matmul_reduce_scatter,
-        scatter_dim=node.scatter_dim,
-        reduce_op=node.reduce_op,
-        world_size=node.world_size,
-        group_name=node.group_name,
-    )
-    return finished(reduce, node, operands[0])
+    return finished(bound(reference.matmul_reduce_scatter, node), node, operands[0])
 
 
 LOWERING = Lowering(

@@ -19,24 +19,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.layout import TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     carry,
-    descriptors_of,
-    further_products,
+    factors_of,
     further_products_by_descriptors,
-    matmul_steps_by_descriptors,
-    matmul_tile,
     plus_bias,
     plus_column,
-    weight_of,
+    sum_of_rows,
+    sum_steps_by_descriptors,
+    zeros_of,
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
@@ -50,52 +48,49 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
-    wait_all,
-    wait_credits,
 )
-from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
-from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_of, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
+from ditron_inductor.core.timed import first_credits, timed_wait_all
+from ditron_inductor.core.trace import TILE, event, now
+from ditron_inductor.lowering.epilogues import arrange, elements_of, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.lowering.partials import Owned, publish_partial, put_prepared, reduced_slice
+from ditron_inductor.lowering.partials import Chunks, Owned, publish_partial, put_prepared, reduced_slice
+from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_reduce_scatter_kernel(
-    lefts, rights, bias, extras, outs, pointers, rows, N, block, terms, rank, slot, site, chunk_tiles,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr, TILES: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    lefts, rights, bias, extras, outs, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [WORLD * rows, K_i] with contiguous K and of [K_i, N], see Terms; bias
-    [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and
-    EPILOGUE take, and EPILOGUE makes of the sum; outs [rows, N] contiguous; block: see interleaved_row.
+    """See the module. lefts, rights: tuples of [WORLD * M, K_i] with contiguous K and of [K_i, N], see Terms; bias
+    [N], [WORLD * M, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and EPILOGUE
+    take, and EPILOGUE makes of the sum; outs [M, N] contiguous.
 
     DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
     """
+    WORLD: tl.constexpr = HOW.WORLD
+    TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
-    num_m = tl.cdiv(rows, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
+    num_m = tl.cdiv(sizes.M, BLOCK_M)
+    num_n = tl.cdiv(sizes.N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = lefts[0].dtype.element_ty
-    if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, WORLD * rows, N, terms, TILES)
+    factors = factors_of(lefts, rights, WORLD * sizes.M, sizes.N, sizes.terms, TILES)
+    chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
     # Elements of a thread: what an epilogue reads takes registers too.
     REGISTERS: tl.constexpr = 64 if EPILOGUE is None and PRE is None else 32
     SLICE: tl.constexpr = min(BLOCK_M, REGISTERS * TILES.THREADS // BLOCK_N)
-    PRE_SLICE: tl.constexpr = SLICE if PRE_IN_SLICES else 0
     outbox = data(use, rank, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
-    credited = tl.full((), 0, tl.int32)
-    ok = alive
+    # Whether it may send, -1 before it has asked; the tile that waits in the outbox, of no owner if it is the rank.
+    ok = tl.full((), -1, tl.int32)
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(use)
@@ -110,60 +105,48 @@ def matmul_reduce_scatter_kernel(
         target = data(use, sent_owner, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         column = block_column * BLOCK_N
+        tile_carried = Carried(outbox, (target,), carried, 1)
+        acc = zeros_of(TILES)
         if TILES.DESCRIPTORS:
-            row = interleaved_row(block_row * BLOCK_M, owner, rows, block, WORLD, INTERLEAVED)
-            steps = tl.cdiv(terms.depths[0], TILES.BLOCK_K)
+            row = interleaved_row(block_row * BLOCK_M, owner, sizes.M, sizes.block, WORLD, HOW.INTERLEAVED)
+            steps = tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K)
             head = steps
-            if EARLY:
+            if HOW.EARLY:
                 # At the end of their own tiles peers wait for what is carried: twice the fewest steps, and publish.
                 head = tl.where(owner == rank, tl.minimum(steps, 2 * BLOCK_WORDS // TILES.PIECE), steps)
-            acc = matmul_steps_by_descriptors(
-                tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, head, a_descriptors[0], b_descriptors[0], row,
-                column, Carried(outbox, (target,), carried, 1), TILES, TILES.K_MAJOR & 1,
-            )  # fmt: skip
-            if EARLY:
+            acc = sum_steps_by_descriptors(acc, 0, head, factors, row, column, tile_carried, TILES)
+            if HOW.EARLY:
                 if sent_owner != rank:
-                    publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+                    publish_partial(use, chunks, sent_owner, sent_tile, HOW)
                     sent_owner = rank + 0
-                acc = matmul_steps_by_descriptors(
-                    acc, head, steps, a_descriptors[0], b_descriptors[0], row, column, Carried(outbox, (), 0, 0), TILES,
-                    TILES.K_MAJOR & 1,
-                )  # fmt: skip
-            acc = further_products_by_descriptors(acc, a_descriptors, b_descriptors, row, column, terms.depths, TILES)
+                acc = sum_steps_by_descriptors(
+                    acc, head, steps, factors, row, column, Carried(outbox, (), 0, 0), TILES
+                )
+            acc = further_products_by_descriptors(acc, factors, row, column, TILES)
         else:
-            inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)
-            rows_m = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
-            acc = matmul_tile(
-                lefts[0] + rows_m * terms.strides_am[0], weight_of(rights, terms, 0), column, N, terms.depths[0],
-                Carried(outbox, (target,), carried, 1), TILES,
-            )  # fmt: skip
-            acc = further_products(acc, lefts, rows_m, rights, terms, column, N, TILES)
-        acc = plus_bias(acc, bias, column, N, BLOCK_N, HAS_BIAS)
-        acc = plus_column(acc, bias, owner * rows + block_row * BLOCK_M, (owner + 1) * rows - 1, BLOCK_M, HAS_BIAS)
+            inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), sizes.M - 1)
+            rows_m = interleaved_row(inner_m, owner, sizes.M, sizes.block, WORLD, HOW.INTERLEAVED).to(tl.int64)
+            acc = sum_of_rows(acc, factors, rows_m, column, tile_carried, TILES)
+        acc = plus_bias(acc, bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
+        first_row = owner * sizes.M
+        acc = plus_column(acc, bias, first_row + block_row * BLOCK_M, first_row + sizes.M - 1, BLOCK_M, HOW.HAS_BIAS)
         if sent_owner != rank:
-            publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+            publish_partial(use, chunks, sent_owner, sent_tile, HOW)
             sent_owner = rank + 0
-        place = Owned(block_row * BLOCK_M, column, owner, rows, block, N)
+        place = Owned(block_row * BLOCK_M, column, owner, sizes.M, sizes.block, sizes.N)
         if owner == rank:
-            put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, INTERLEAVED)
+            put_prepared(outbox, acc, extras, place, PRE, SLICE, HOW)
             # Acquire: the tile's partials of all peers, published after they were stored.
-            waited = now(TRACE)
-            whole = alive & wait_all(use, tile // chunk_tiles, WORLD)
-            event(use, waited, tile // chunk_tiles, rank, WAIT, TRACE)
+            whole = alive & timed_wait_all(use, tile // chunk_tiles, WORLD, TRACE)
             offs_n = column + tl.arange(0, BLOCK_N)
             for i in tl.static_range(BLOCK_M // SLICE):
-                total = reduced_slice(use, outbox, tile, tiles, i, whole, WORLD, AVERAGE, SLICE, TILES)
+                total = reduced_slice(use, outbox, tile, tiles, i, whole, SLICE, HOW)
                 slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
-                store_sum(total, whole, extras, outs, elements_of(slice_m, offs_n, rows, N), dtype, EPILOGUE)
+                store_sum(total, whole, extras, outs, elements_of(slice_m, offs_n, sizes.M, sizes.N), dtype, EPILOGUE)
         else:
-            if credited == 0:
-                # Credits: nobody reads any more what the slot's previous use left there.
-                waited = now(TRACE)
-                ok = alive & wait_credits(use, WORLD)
-                event(use, waited, tile, owner, CREDITS, TRACE)
-                credited += 1
+            ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
             if ok != 0:
-                put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, INTERLEAVED)
+                put_prepared(outbox, acc, extras, place, PRE, SLICE, HOW)
                 sent_owner = owner
                 sent_tile = tile
         event(use, began, tile, owner, TILE, TRACE)
@@ -171,42 +154,19 @@ def matmul_reduce_scatter_kernel(
     if sent_owner != rank:
         target = data(use, sent_owner, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carry(Carried(outbox, (target,), BLOCK_WORDS, 1), 0, TILES.PIECE)
-        publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+        publish_partial(use, chunks, sent_owner, sent_tile, HOW)
     finish(use)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes that all ranks share: the output [rows, N], tile shape, tiles of one output, programs, the slot's bytes;
-    and the epilogue.
-    """
-
-    rows: int
-    N: int
-    config: Config
-    tiles: int
-    programs: int
-    nbytes: int
-    arrangement: Arrangement = field(repr=False)
-
-
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., W*S, .., K] with W*S at `scatter_dim`; columns: N. See Geometry."""
-    rows = math.prod(a.shape[:-1]) // node.world_size
-    config = launch.config(rows=rows, columns=columns, repeats=node.world_size, dtype=a.dtype)
-    tiles = ceil_div(rows, config.block_m) * ceil_div(columns, config.block_n)
-    programs = launch.programs(node.world_size * tiles, config)
-    # A block for each partial tile, and one for each outbox.
-    nbytes = (node.world_size * tiles + programs) * config.block_m * config.block_n * a.element_size()
-    return Geometry(
-        rows=rows,
-        N=columns,
-        config=config,
-        tiles=tiles,
-        programs=programs,
-        nbytes=nbytes,
+    """a [.., W*S, .., K] with W*S at `scatter_dim`; columns: N. M and N are those of an output. See Geometry."""
+    M, world = math.prod(a.shape[:-1]) // node.world_size, node.world_size
+    config = launch.config(rows=M, columns=columns, repeats=world, dtype=a.dtype)
+    tiles = ceil_div(M, config.block_m) * ceil_div(columns, config.block_n)
+    return carrying(
+        launch, a.dtype, config, (M, columns), tiles=tiles, computed=world * tiles, places=world * tiles,
         arrangement=arrange(node.parsed, 1),
-    )
+    )  # fmt: skip
 
 
 def matmul_reduce_scatter(
@@ -223,44 +183,19 @@ def matmul_reduce_scatter(
     """
     shape = [*a[0].shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
-    arrangement = sizes.arrangement
-    outs = arrangement.new_outputs_of_sum(a[0], shape)
-    lefts, rights = longest_first(a, b)
+    outs = sizes.arrangement.new_outputs_of_sum(a[0], shape)
+    call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
-        block = launch.shard_block(shape, node.scatter_dim)
-        tile = launch.tile_of_sum(sizes.config, lefts, rights)
-        together = block == sizes.rows or block % sizes.config.block_m == 0
-        chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
-        return Arguments(
-            programs=sizes.programs,
-            values=dict(
-                rows=sizes.rows,
-                N=sizes.N,
-                block=block,
-                terms=terms_of(lefts, rights),
-                rank=launch.rank,
-                chunk_tiles=chunk_tiles,
-                WORLD=node.world_size,
-                AVERAGE=node.reduce_op == "avg",
-                COUNTED=chunk_tiles > 1,
-                INTERLEAVED=block != sizes.rows,
-                # With few tiles of its own a program has no other one to publish after.
-                EARLY=sizes.tiles <= 2 * sizes.programs,
-                **arrangement.constants_of_products(),
-                HAS_BIAS=0 if bias is None else bias.dim(),
-                TILES=tile._replace(DESCRIPTORS=tile.DESCRIPTORS and together),
-                **sizes.config.options,
-            ),
+        how, block = call.how(), launch.shard_block(shape, node.scatter_dim)
+        together = block == sizes.M or block % sizes.config.block_m == 0
+        how = how._replace(
+            TILES=how.TILES._replace(DESCRIPTORS=how.TILES.DESCRIPTORS and together),
+            INTERLEAVED=block != sizes.M,
+            # With few tiles of its own a program has no other one to publish after.
+            EARLY=sizes.tiles <= 2 * sizes.programs,
         )
+        return call.arguments(sizes=call.sizes_with(block), chunk_tiles=sizes.chunk_tiles, HOW=how)
 
-    tensors = {
-        "lefts": lefts,
-        "rights": rights,
-        "bias": outs[0] if bias is None else bias.contiguous(),
-        # Never empty: without any it gets what it does not look at.
-        "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
-        "outs": tuple(outs),
-    }
-    launch.run(matmul_reduce_scatter_kernel, sizes.nbytes, arguments, tensors)
+    call.reduce(matmul_reduce_scatter_kernel, arguments, extras, outs)
     return outs

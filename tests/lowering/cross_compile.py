@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Terms, Tiles, Widths
 from ditron_inductor.core.signals import Pointers
+from ditron_inductor.lowering import sums
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT, Norms
 from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
@@ -204,8 +205,9 @@ def compile_case(case: Case) -> Compiled:
         "RETURN_RECEIVED": True,
         "AVERAGE": True,
         "COUNTED": True,
+        "PRE_IN_SLICES": case.arrangement.pre_in_slices,
         "EARLY": case.early,
-        "INTERLEAVED": not case.descriptors,
+        "INTERLEAVED": not case.descriptors and case.kernel != "two_shot",
         "TILES": tile,
         "PAIR": tile._replace(BLOCK_K=fits.block_k // 2),
         "BLOCK_M": fits.block_m,
@@ -217,28 +219,32 @@ def compile_case(case: Case) -> Compiled:
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
-        **(case.arrangement.constants() if case.kernel in OF_WEIGHTS else case.arrangement.constants_of_products()),
+        "GROUPS": case.arrangement.packed_groups,
+        "EPILOGUE": case.arrangement.function,
+        "PRE": case.arrangement.pre,
         "ROW": 8192,
         "NORMS": Norms(HAS_RESIDUAL.value | HAS_WEIGHT.value, 1e-6, 1e-6) if case.norm else None,
         **({} if case.norm else {"given": None, "norm_outs": None}),
         "TRACE": case.trace,
-        "COPY_ROWS": few_rows.COPY_ROWS,
-        "COPY_COLUMNS": 128,
+                "COPY_COLUMNS": 128,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    fn_module: Any = sys.modules[fn.fn.__module__]
     structures = {"terms": Terms, "widths": Widths, "pointers": POINTERS}
     one_of = ("strides_bk", "stride_bk") if k_major else ("strides_bn", "stride_bn")
+
+    def structure_of(name: str) -> Any:
+        """The kernel's own, or that of all sums of products."""
+        return getattr(sys.modules[fn.fn.__module__], name, None) or getattr(sums, name)
 
     def structure(name: str, path: tuple[int, ...]) -> Any:
         """The types of a structure; known and aligned members are noted."""
         if name == "pointers":
             kinds: Any = POINTERS
         else:
-            members = structures.get(name) or getattr(fn_module, name.capitalize())
+            members = structures.get(name) or structure_of(name.capitalize())
             kinds = members(*[member(field, (*path, i)) for i, field in enumerate(members._fields)])
         return kinds
 
@@ -265,8 +271,8 @@ def compile_case(case: Case) -> Compiled:
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
         elif name == "HOW":
-            how = fn_module.How(*[constants[one] for one in fn_module.How._fields])
-            signature[name], known[place,] = "constexpr", how
+            members = structure_of("How")
+            signature[name], known[place,] = "constexpr", members(*[constants[one] for one in members._fields])
         elif name in ("pointers", "terms", "widths", "tensors", "sizes", "ends"):
             signature[name] = structure(name, (place,))
             if name == "pointers":

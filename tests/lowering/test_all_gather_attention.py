@@ -321,7 +321,7 @@ def _check_kernels(ctx: RankContext, case: Case) -> None:
         out, lse = run.forward(q, k, v, seen, case.D**-0.5)
         assert_close(out, wanted.detach(), 2, f"out by {run.name}")
         torch.testing.assert_close(lse.double(), sums.detach(), rtol=1e-4, atol=1e-2)
-        found = run.backward(grad, q, k, v, out, lse.contiguous(), seen, case.D**-0.5)
+        found = run.backward((grad, q, k, v, out, lse.contiguous()), seen, case.D**-0.5)
         for name, got, one in zip(("q", "k", "v"), found, exact, strict=True):
             assert one.grad is not None
             # A key that most rows look at has a gradient of as many terms, and as much to round.

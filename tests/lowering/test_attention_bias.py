@@ -138,7 +138,7 @@ def test_calls_of_kernels_fit_their_schemas(run: local_attention.Local, key_head
     seen = local_attention.ShownBlock(bias=torch.empty(B, 1, ROWS, KEYS, dtype=torch.bool, device="meta"))
     out, lse = run.forward(q, k, v, seen, 0.125)
     assert out.shape == q.shape and lse.shape == q.shape[:-1]
-    grads = run.backward(out, q, k, v, out, lse.contiguous(), seen, 0.125)
+    grads = run.backward((out, q, k, v, out, lse.contiguous()), seen, 0.125)
     assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]
 
 

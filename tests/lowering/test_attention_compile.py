@@ -12,6 +12,7 @@ import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_attention import merge, tile
+from ditron_inductor.lowering.gathers import SEND_BLOCK, SEND_STEPS
 from tests.lowering.assembly import Listing, dialect_of, resources
 from tests.lowering.cross_compile import POINTERS as WORKSPACE
 from tests.lowering.cross_compile import all_aligned, compile_for
@@ -110,8 +111,8 @@ def compiled(case: Case) -> Any:
             BLOCK_D=case.D,
             PRECISION="tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee",
             UPCAST=False,
-            SEND_BLOCK=tile.SEND_BLOCK,
-            SEND_STEPS=tile.SEND_STEPS,
+            SEND_BLOCK=SEND_BLOCK,
+            SEND_STEPS=SEND_STEPS,
         ),
         "TRACE": case.trace,
     }

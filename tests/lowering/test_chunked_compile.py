@@ -46,7 +46,7 @@ def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "", tr
     """
     sums = arrange(parse(epilogue) if epilogue else None, 1)
     kernel, warps, constants, _, _ = KERNELS[name]
-    constants = {"WORLD": 4, "TRACE": trace, **sums.constants_of_sum()} | constants
+    constants = {"WORLD": 4, "TRACE": trace, "EPILOGUE": sums.function} | constants
     counts = {
         "outs": 2 if name == "close_slot" else len(sums.outputs),
         "shards": 1 if name == "stage" else 2,

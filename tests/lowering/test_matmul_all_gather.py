@@ -10,6 +10,7 @@ import torch
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.config import FEW_ROWS
 from ditron_inductor.lowering.matmul_all_gather import few_rows
+from ditron_inductor.lowering.sums import Geometry
 from ditron_inductor.task import reference
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -119,8 +120,8 @@ def test_matches_reference_at_size(gpu_pool: RankPool, large_case: Case, strateg
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_copies_of_a_run_fit_into_registers(world_size: int, itemsize: int) -> None:
     for rows, config in FEW_ROWS.items():
-        sizes = few_rows.Geometry(rows, 16032, config, 4, 63, 0)
+        sizes = Geometry(rows, 16032, config, tiles=251, chunk_tiles=4, programs=63, nbytes=0)
         columns = few_rows.copy_columns(sizes, world_size, itemsize)
         assert columns >= 16 and columns & (columns - 1) == 0
-        held = few_rows.COPY_ROWS * columns * (world_size - 1) * itemsize // (32 * config.num_warps)
+        held = few_rows.COPY_ROWS.value * columns * (world_size - 1) * itemsize // (32 * config.num_warps)
         assert held <= few_rows.COPY_BYTES or columns == 16

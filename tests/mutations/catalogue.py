@@ -264,7 +264,7 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "a tile is added up before its partials have come",
         "lowering/matmul_reduce_scatter/tile.py",
-        "whole = alive & wait_all(use, tile // chunk_tiles, WORLD)",
+        "whole = alive & timed_wait_all(use, tile // chunk_tiles, WORLD, TRACE)",
         "whole = alive",
         LATE_RANK,
     ),
@@ -277,9 +277,9 @@ LOWERING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "no credits before the first push of a gather",
-        "lowering/all_gather_matmul/tile.py",
-        "        if wait_credits(use, WORLD) != 0:\n            for i",
-        "        if use.epoch != 0:\n            for i",
+        "lowering/gathers.py",
+        "    if wait_credits(use, HOW.WORLD) != 0:\n        for i",
+        "    if use.epoch != 0:\n        for i",
         f"{UNCREDITED}[cpu2-a gather whose tiles carry nothing]",
     ),
     Mutation(
@@ -292,7 +292,7 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "no credits before the partials of a reduce-scatter",
         "lowering/matmul_reduce_scatter/tile.py",
-        "ok = alive & wait_credits(use, WORLD)",
+        "ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)",
         "ok = alive",
         f"{UNCREDITED}[cpu2-matmul_reduce_scatter]",
     ),
@@ -376,7 +376,7 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "a head of a decode is merged before its parts have come",
         "lowering/flash_decode/tile.py",
-        "whole = ok & wait_all(use, flag, SENDING.WORLD)",
+        "whole = ok & timed_wait_all(use, flag, SENDING.WORLD, TRACE)",
         "whole = ok",
         "tests/lowering/test_flash_decode.py::test_poisoned_buffers",
     ),

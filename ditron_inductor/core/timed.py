@@ -1,0 +1,56 @@
+"""The waits of kernels, each with an event of its time (see trace.py): rows of flags, and credits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.signals import may_send, wait, wait_all, wait_credits
+from ditron_inductor.core.trace import CREDITS, WAIT, event, now
+
+
+@triton.jit
+def timed_wait(use, row, source, TRACE: tl.constexpr):
+    """`wait` for the flag `row` of `source`."""
+    began = now(TRACE)
+    ok = wait(use, row, source)
+    event(use, began, row, source, WAIT, TRACE)
+    return ok
+
+
+@triton.jit
+def timed_wait_all(use, row, WORLD: tl.constexpr, TRACE: tl.constexpr):
+    """`wait_all` for the flags `row`."""
+    began = now(TRACE)
+    ok = wait_all(use, row, WORLD)
+    event(use, began, row, use.rank, WAIT, TRACE)
+    return ok
+
+
+@triton.jit
+def timed_credits(use, ticket, WORLD: tl.constexpr, TRACE: tl.constexpr):
+    """`wait_credits`, before the push of `ticket`: nobody reads any more what the slot's previous use left there."""
+    began = now(TRACE)
+    ok = wait_credits(use, WORLD)
+    event(use, began, ticket, use.rank, CREDITS, TRACE)
+    return ok
+
+
+@triton.jit
+def first_credits(ok, alive, use, ticket, WORLD: tl.constexpr, TRACE: tl.constexpr):
+    """`ok`, but where that is -1, as this program has not asked yet: whether it is `alive` and has `timed_credits`."""
+    if ok < 0:
+        ok = alive & timed_credits(use, ticket, WORLD, TRACE)
+    return ok
+
+
+@triton.jit
+def timed_may_send(asked, due, use, ticket, WORLD: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr):
+    """`may_send` the piece `ticket`, 0 the first: what `timed_credits` is to a program that has `asked` before.
+
+    due: `last_use`.
+    """
+    began = now(TRACE)
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+    event(use, began, ticket, use.rank, CREDITS, TRACE)
+    return ok
