@@ -80,7 +80,7 @@ def flash_decode(
         world_size,
         name,
         site,
-        (chosen.strategy, chosen.workspace_limit, chosen.timeout_arg),
+        (chosen.strategy, chosen.workspace_limit, chosen.timeout_arg, chosen.trials),
         block_table is not None,
     )
     operands = [q, k_cache, v_cache, lengths]
@@ -96,7 +96,7 @@ def _text(
     world_size: int,
     group_name: str,
     site: str,
-    policy: tuple[str, int, float],
+    policy: tuple[str, int, float, bool],
     paged: bool,
 ) -> str:
     """The node of a call."""

@@ -26,11 +26,13 @@ class AgreedOptions:
     """The options of a site that all ranks of its group must share, since they decide what runs and how long it waits.
 
     strategy: one of `nodes.STRATEGIES`. workspace_limit: bytes. timeout_s: seconds, 0.0 for the group's own timeout.
+    trials: whether the first calls try several strategies.
     """
 
     strategy: str
     workspace_limit: int
     timeout_s: float
+    trials: bool = False
 
 
 @dataclass(frozen=True)

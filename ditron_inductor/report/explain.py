@@ -41,7 +41,8 @@ class ExplainedSite:
     reason: why this strategy, or why the collective was left alone.
     source: what decided, see ``task.plan.Choice``; empty for a collective that was left alone.
     predictions: the cost model's microseconds by strategy. measured: those that were timed on request, by strategy, the
-    maximum over ranks; None where nothing was timed. request: what the plan was asked, None where nothing ran.
+    maximum over ranks; None where nothing was timed. tried_us: those that a trial of the first calls ended with, empty
+    without one. request: what the plan was asked, None where nothing ran.
     """
 
     direction: str
@@ -53,6 +54,7 @@ class ExplainedSite:
     predictions: Mapping[str, float] = field(default_factory=dict)
     measured: Timings | None = None
     request: PlanRequest | None = None
+    tried_us: Mapping[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, str]:
         """The cells of this site's line in the printed table, by column."""
@@ -68,7 +70,7 @@ class ExplainedSite:
             "moved": LEFT_ALONE if record.bytes_moved is None else bytes_text(record.bytes_moved),
             "by": self.source or LEFT_ALONE,
             "predicted": times_text(self.predictions),
-            "measured": times_text({} if self.measured is None else self.measured.us),
+            "measured": times_text(self.tried_us if self.measured is None else self.measured.us),
             "why": self.reason,
         }
 
@@ -104,7 +106,7 @@ class Report:
         if not self.sites:
             return f"Ditron compiled {graphs} without a collective: nothing to fuse."
         rows = [site.row() for site in self.sites]
-        if not any(site.measured for site in self.sites):
+        if not any(site.measured or site.tried_us for site in self.sites):
             for row in rows:
                 del row["measured"]
         widths = {"why": 48, "shape": 34, "pattern": 30, "predicted": 18, "measured": 18}
@@ -299,6 +301,7 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
         source=choice.source,
         predictions=choice.predicted_us or {},
         request=request,
+        tried_us=choice.tried_us,
     )
 
 
