@@ -41,13 +41,13 @@ def ditron(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile `gm` with Inductor after fusing its collectives with its matmuls, forward and backward.
+    """Compiles `gm` with Inductor after fusing its collectives with its matmuls, forward and backward.
 
-    mode: as for Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and ours under `ditron.`.
-    A `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's config,
-    runs before ours.
-    Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError. From `torch.compile`, which calls
-    this for its first graph, they come as the `inner_exception` of BackendCompilerFailed.
+    mode: a mode of Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and Ditron's under
+    `ditron.`. A `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's
+    config, runs before ours. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also ValueErrors.
+    `torch.compile` calls this for its first graph and raises BackendCompilerFailed, whose `inner_exception` is one of
+    these.
     """
     patches = {**_mode_patches(mode), **passes_for_inductor(options)}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
@@ -55,14 +55,15 @@ def ditron(
 
 
 def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The entries of Inductor's config that make it fuse as `backend="ditron"` does, for a stack that calls Inductor
-    itself and takes its config as a dict: `torch.compile(model, backend="inductor", options=passes_for_inductor())`.
+    """Returns the entries of Inductor's config with which it fuses as `backend="ditron"` does. It is for a stack that
+    calls Inductor itself and takes its config as a dict: `torch.compile(model, backend="inductor",
+    options=passes_for_inductor())`.
 
-    options: Inductor's keys, which come back as they are but for `DECIDED_FOR_ALL`, and ours under `ditron.`. A
-    `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's config, runs
-    before ours. Each call makes passes of its own; they may be pickled, and take the ops and kernels of Ditron with
-    them into another process.
-    Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
+    options: Inductor's keys, and Ditron's under `ditron.`. Inductor's keys are returned unchanged, except those in
+    `DECIDED_FOR_ALL`. A `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from
+    Inductor's config, runs before ours. Each call makes new passes. They may be pickled, and they import the ops and
+    kernels of Ditron in another process. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also
+    ValueErrors.
     """
     ditron_options, entries = Options.parse(options)
     runtime.use_table(ditron_options)
@@ -74,7 +75,7 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def _decided_for_all(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """What no rank may decide alone, with a word, once, to a user who has asked for something else."""
+    """Returns the settings that no rank may decide alone. Warns a user who has asked for others, once."""
     for option, value in DECIDED_FOR_ALL.items():
         if entries.get(option, value) != value:
             warning_once(log, REPLACED, option, entries[option], value)
@@ -97,7 +98,7 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
 
 def _register_name() -> None:
-    """Make the name known in a checkout that is not installed: it has no entry point for torch to find."""
+    """Registers the name for a checkout that is not installed, in which torch finds no entry point."""
     if NAME not in torch._dynamo.list_backends():
         torch._dynamo.register_backend(ditron, name=NAME)
 

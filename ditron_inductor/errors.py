@@ -1,7 +1,7 @@
 """Every error that Ditron raises on purpose: one class with one message template each.
 
-A class takes its facts as keyword arguments; they fill the template and stay readable as ``error.fields``.
-Mistakes in what the user wrote are also ``ValueError``; what goes wrong while running is also ``RuntimeError``.
+A class takes its facts as keyword arguments, which fill the template and can be read as ``error.fields``. Errors about
+what the user wrote are also ``ValueError``; errors of a run are also ``RuntimeError``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 
 class DitronError(Exception):
-    """Base of all of them. ``message`` is the template; its placeholders are the keyword arguments."""
+    """The base class of all errors. ``message`` is the template; its placeholders are the keyword arguments."""
 
     message: ClassVar[str]
 
@@ -20,11 +20,11 @@ class DitronError(Exception):
         super().__init__(self.message.format(**fields))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the fields when the error travels from a rank process to its parent."""
+        """Keeps the fields when the error is sent from a rank process to its parent."""
         return functools.partial(type(self), **self.fields), ()
 
 
-# What the user wrote.
+# Errors about what the user wrote.
 
 
 class UnknownOption(DitronError, ValueError):
@@ -36,7 +36,7 @@ class InvalidOptionValue(DitronError, ValueError):
 
 
 class InvalidOperands(DitronError, ValueError):
-    """``found`` and ``expected`` describe the tensor: shape, dtype, device."""
+    """An operand is not one that the op takes. ``found`` and ``expected`` describe the tensor: shape, dtype, device."""
 
     message = "{op}: {tensor} is {found}, not {expected}"
 
@@ -50,13 +50,17 @@ class StrategyUnavailable(DitronError, ValueError):
 
 
 class DitronNotFused(DitronError, ValueError):
-    """``sites`` names each collective, the node that stopped its fusion, the reason, and what to change."""
+    """A collective that could be fused was left alone, and ``ditron.strict`` is set. ``sites`` names each collective,
+    the node that stopped its fusion, the reason, and what to change.
+    """
 
     message = "{count} collectives beside matmuls are not fused, and the option 'ditron.strict' asks for it:{sites}"
 
 
 class DitronOptionsMismatch(DitronError, ValueError):
-    """``differences`` names each option with the ranks that hold each value."""
+    """The ranks of a group have different options. ``differences`` names each option with the ranks that hold each
+    value.
+    """
 
     message = (
         "the ranks of group '{group_name}' run Ditron with different settings: {differences}. Give all of them the same"
@@ -67,7 +71,7 @@ class MissingDependency(DitronError, RuntimeError):
     message = "{name} is needed for {needed_for}: {found}. To do: {remedy}"
 
 
-# What the compiler finds wrong with a graph: an error of Ditron itself or of a pass that ran before it.
+# Errors that the compiler finds in a graph: mistakes of Ditron itself or of a pass that ran before it.
 
 
 class InvalidTaskNode(DitronError, ValueError):
@@ -82,7 +86,7 @@ class GraphVerificationError(DitronError, RuntimeError):
     message = "the graph is not valid after {where}: {problem}"
 
 
-# What goes wrong while running.
+# Errors of a run.
 
 
 class DitronTimeout(DitronError, RuntimeError):
@@ -106,7 +110,7 @@ class DitronDiverged(DitronError, RuntimeError):
 
 
 class DitronStaleGraph(DitronError, RuntimeError):
-    """``compiled`` and ``found`` are numbers of ranks."""
+    """A graph was compiled for a group of another size. ``compiled`` and ``found`` are numbers of ranks."""
 
     message = (
         "group '{group_name}' has {found} ranks, and a graph that is to run in it was compiled for {compiled}. "
@@ -115,7 +119,7 @@ class DitronStaleGraph(DitronError, RuntimeError):
 
 
 class DitronNotReplicated(DitronError, RuntimeError):
-    """``tensor`` describes the first tensor that differs."""
+    """A tensor that has to be the same on all ranks is not. ``tensor`` describes the first tensor that differs."""
 
     message = (
         "rank {rank} of group '{group_name}' has another {tensor} than rank {peer} at {site}: the work between two "
@@ -148,7 +152,7 @@ class DitronInterpreterBusy(DitronError, RuntimeError):
 
 
 class DitronHandshakeError(DitronError, RuntimeError):
-    """``missing`` names the ranks that have not come to the exchange in time."""
+    """Some ranks did not come to an exchange on the host in time. ``missing`` names them."""
 
     message = (
         "group '{group_name}': rank {rank} waited {seconds:.1f} s to {purpose}, and did not hear from: {missing}. "

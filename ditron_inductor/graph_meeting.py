@@ -1,4 +1,4 @@
-"""What the code of a compiled graph asks first: whether it may run as it was rewritten.
+"""The first question of a compiled graph's code: may the graph run as it was rewritten?
 
 Inductor's code for a graph that holds collectives (see ditron_inductor/codegen/meeting_kernel.py) begins with
 
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 runtime.prepare()
 
 MOST_ATTEMPTS = 2
-"""Meetings to which somebody did not come; after so many a graph runs as Inductor alone would run it."""
+"""The most meetings to which a rank may fail to come. After these a graph runs as Inductor alone would run it."""
 
 Other = Callable[[list[Any], Sequence[Any]], tuple[Any, ...]]
-"""A function of the graph's inputs and of the strides that its outputs are expected with."""
+"""A function of the graph's inputs and of the strides that its outputs have to have."""
 
 
 class GraphMeeting:
-    """One compiled graph in front of its peers. facts: the text of its GraphFacts. plain: of the graph before our
-    passes, see plain_graph.py. limit_s: seconds to wait for a rank that does not come.
+    """The meeting of one compiled graph with its peers. facts: the text of its GraphFacts. plain: the text of the graph
+    before our passes, see plain_graph.py. limit_s: seconds to wait for a rank that does not come.
     """
 
     def __init__(self, facts: str, plain: str, limit_s: float) -> None:
@@ -63,10 +63,10 @@ class GraphMeeting:
         self._lock = threading.Lock()
 
     def __call__(self) -> Other | None:
-        """None where the graph runs as it was rewritten; else what runs in its place.
+        """Returns None if the graph runs as it was rewritten, and otherwise what runs in its place.
 
-        Raises what `Meetings.meet` raises, DitronCaptureError where a graph that waits for its peers is captured before
-        it has run, and RuntimeError where there is no group of a name any more.
+        Raises what `Meetings.meet` raises; DitronCaptureError if a graph that waits for its peers is captured before it
+        has run; and RuntimeError if a group does not exist any more.
         """
         if self._version == meetings.version and self._is_current():
             return self._other
@@ -105,7 +105,9 @@ class GraphMeeting:
         return self._other
 
     def _captured(self) -> Decision | None:
-        """What a capture makes of a graph that is not decided; None where nobody waits for this rank."""
+        """Returns the decision for a graph that is captured before anything was decided; None if nobody waits for this
+        rank.
+        """
         if self.facts.is_bare:
             return None
         if self._attempts:
@@ -116,7 +118,7 @@ class GraphMeeting:
         if not decision.plain and decision.conform is None:
             return None
         if self._plain is None:
-            # Without the graph as it was there is nothing that would be right.
+            # Without the graph as it was before the passes there is no right way to run.
             name = self.facts.groups[0].name
             rank = groups.resolve(name).rank
             raise DitronDiverged(
@@ -135,5 +137,5 @@ def _run(plain: Callable[[Sequence[Any]], Sequence[Any]], inputs: list[Any], str
 
 
 def graph_meeting(facts: str, plain: str, limit_s: float) -> GraphMeeting:
-    """What the code of a compiled graph makes when it is loaded."""
+    """Returns the meeting of a compiled graph. The code of the graph calls this when it is loaded."""
     return GraphMeeting(facts, plain, limit_s)

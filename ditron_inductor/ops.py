@@ -1,8 +1,9 @@
-"""Functions for serving stacks, which call a distributed kernel where there is no graph to find it in.
+"""Functions for serving stacks, which call a distributed kernel directly, so that no graph is needed in which it would
+be found.
 
 They run eagerly, inside CUDA graphs, and inside a function that is compiled with ``backend="ditron"`` or another
-backend. All ranks of the group make the same calls in the same order, as with any collective. What goes wrong while
-they run is raised as for compiled sites (docs/errors.md): waits are bounded, nothing hangs.
+backend. All ranks of the group make the same calls in the same order, as with any collective. They raise the errors of
+compiled sites (docs/errors.md). Waits are bounded, so nothing hangs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["all_gather_attention", "flash_decode"]
 register()
 _FLASH_DECODE = overload(task.OP)
 DEFAULTS = Options.from_environment()
-"""When this module is imported: a function that is being compiled cannot look."""
+"""The options when this module is imported. A function that is being compiled cannot read the environment."""
 
 
 def flash_decode(
@@ -43,21 +44,22 @@ def flash_decode(
 ) -> torch.Tensor:
     """Attention of one new token per sequence over a KV cache that is sharded over the ranks along the sequence.
 
-    out[b, h] = sum_t softmax_t(cap(q[b, h] . k_t * scale)) v_t over the tokens t of all ranks, where the new token's
-    own key and value are in one rank's cache already; cap(s) = softcap * tanh(s / softcap), or s without one.
+    out[b, h] = sum_t softmax_t(cap(q[b, h] . k_t * scale)) v_t over the tokens t of all ranks. One rank's cache holds
+    the new token's own key and value already. cap(s) = softcap * tanh(s / softcap), or s if softcap is 0.
 
     q: [B, Hq, D], the same on all ranks; bfloat16, float16 or float32.
-    k_cache, v_cache: this rank's tokens, of the dtype of q. Dense: [B, S, Hkv, D]; one that lies as [B, Hkv, S, D] is
-        given as ``cache.transpose(1, 2)``. Paged, with a block_table: [blocks, tokens, Hkv, D]. S, and the number of
-        blocks, may differ from rank to rank. Hkv divides Hq; the D elements of a head should lie together, or each
-        call copies the cache.
-    lengths: int32 [B] on the device, valid tokens of each sequence on *this* rank, 0 where it has none. Read when the
-        kernel runs: a replayed CUDA graph sees what is in the tensor then. Tokens beyond are never used.
+    k_cache, v_cache: this rank's tokens, of the dtype of q. A dense cache is [B, S, Hkv, D]; give a cache in the layout
+        [B, Hkv, S, D] as ``cache.transpose(1, 2)``. A paged cache, with a block_table, is [blocks, tokens, Hkv, D]. S
+        and the number of blocks may differ from rank to rank. Hkv divides Hq. If the D elements of a head are not
+        contiguous, each call copies the cache.
+    lengths: int32 [B] on the device, the number of valid tokens of each sequence on *this* rank, which may be 0. They
+        are read when the kernel runs, so a replayed CUDA graph reads the present values. Tokens beyond are never used.
     group: a process group or its name, of 2 ranks at least; None is the default group.
     block_table: int32 [B, most blocks]: block_table[b, i] is the block with tokens i * tokens, .. of sequence b.
     scale: 1 / sqrt(D) by default. softcap: 0 for none.
-    options: of which strategy, workspace_limit and timeout_s are used, the same on all ranks; by default those of the
-        environment when this module was imported. site: a name for error messages; the same on all ranks.
+    options: only strategy, workspace_limit and timeout_s are used, and they have to be the same on all ranks. The
+        default is the environment when this module was imported.
+    site: a name for error messages, the same on all ranks.
 
     Returns [B, Hq, D], contiguous, of the dtype of q, bit-identical on every rank; zeros for a sequence that has no
     tokens anywhere. Nothing is differentiable. D 16, 32, 64, 128 and 256 run by our kernels, others by torch.
@@ -99,7 +101,7 @@ def _text(
     policy: tuple[str, int, float, bool],
     paged: bool,
 ) -> str:
-    """The node of a call."""
+    """Returns the node of a call as text."""
     return FlashDecode(scale, softcap, world_size, group_name, site, Policy(*policy), paged).text()
 
 

@@ -46,7 +46,7 @@ PREFIX = "ditron."
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 SHIPPED = "shipped"
 FUSIONS = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, FlashDecode.kind, Projections.kind, *ATTENTION_KINDS)
-# They act when the model runs, or on what is printed: a graph from a cache serves all their values.
+# These options act when the model runs, or on what is printed, so a graph from a cache is right for all their values.
 NOT_COMPILED = ("table", "summary")
 SHARED = ("strategy", "workspace_limit", "timeout_s", "fusions", "sequence_parallel", "trials")
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
@@ -64,8 +64,8 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a compilation may decide for its sites. Equal on all ranks of a group (they compare it at first use), except
-    for `table`, of which rank 0's is used.
+    """The options of a compilation. They have to be equal on all ranks of a group, which compare them at first use. Of
+    `table` alone rank 0's value is used.
 
     strategy: one of ``STRATEGIES``; forced for every site unless ``auto``.
     workspace_limit: bytes, at least 0; a site that needs more runs by ``library``.
@@ -74,9 +74,9 @@ class Options:
     fusions: names out of ``FUSIONS``, kept in that order.
     table: path of a table of measured choices, or ``SHIPPED`` for the shipped tables alone; None takes the one that
     ``python -m ditron_inductor tune`` writes, if there is one.
-    strict: raise ``DitronNotFused`` where a collective beside a matmul is left alone and a change would have it fused.
-    sequence_parallel: whether work between all-reduces is divided among the ranks: where it pays, wherever it is
-    possible, or never.
+    strict: raise ``DitronNotFused`` if a collective beside a matmul is left alone that could be fused after a change.
+    sequence_parallel: whether work between all-reduces is divided among the ranks: ``auto`` (where it pays), ``on``
+    (wherever it is possible) or ``off`` (never).
     trials: with the strategy ``auto``, time the strategies in the first calls of each site and keep the fastest.
     summary: log one line on what was fused when the first graph that holds collectives is compiled.
     Raises ``InvalidOptionValue``.
@@ -100,23 +100,23 @@ class Options:
 
     @property
     def timeout_arg(self) -> float:
-        """``timeout_s`` as an op argument: 0.0 stands for the group's own timeout."""
+        """``timeout_s`` as an argument of an op; 0.0 means the group's own timeout."""
         return 0.0 if self.timeout_s is None else self.timeout_s
 
     def text(self) -> str:
-        """One stable line with every field that a compiled graph depends on: part of cache keys."""
+        """Returns one stable line with every field on which a compiled graph depends. It is a part of cache keys."""
         names = [field.name for field in fields(self) if field.name not in NOT_COMPILED]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def shared(self) -> dict[str, str]:
-        """The options that all ranks of a group must share, as text by their full names: they decide what is fused,
-        what runs, and how long it waits.
+        """Returns the options that all ranks of a group must share, as text by their full names. They decide what is
+        fused, what runs, and how long it waits.
         """
         return {PREFIX + name: repr(getattr(self, name)) for name in SHARED}
 
     @staticmethod
     def of_shared(texts: Mapping[str, str]) -> Options:
-        """Options with these shared ones, as `shared` wrote them."""
+        """Returns options with these shared values, as `shared` wrote them."""
         return Options(**{key.removeprefix(PREFIX): ast.literal_eval(text) for key, text in texts.items()})
 
     @staticmethod
@@ -133,7 +133,7 @@ class Options:
     def parse(
         options: Mapping[str, Any] | None, environment: Mapping[str, str] | None = None
     ) -> tuple[Options, dict[str, Any]]:
-        """Split the ``options`` of ``torch.compile`` into ours and Inductor's.
+        """Splits the ``options`` of ``torch.compile`` into Ditron's and Inductor's.
 
         Returns (Options, config patches for Inductor). Raises ``UnknownOption`` for a key that neither knows and
         ``InvalidOptionValue`` for a value that its option cannot take.
@@ -172,7 +172,7 @@ def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _inductor_key(key: str, value: Any) -> str:
-    """Inductor's name of the option; raises when there is none or when the value has another type."""
+    """Returns Inductor's name of the option. Raises if there is none, or if the value has another type."""
     from torch._inductor import config as inductor_config
 
     config: Any = inductor_config  # its methods are attached when it is installed as a config module

@@ -1,13 +1,13 @@
 """The ordered list of passes, and the runner that knows none of them.
 
 A pass is `name_pass(graph, *, options) -> int`, the number of sites that it rewrote. `PASSES` is the whole compiler
-from graph to graph. `DitronPipeline` is what Inductor calls, once per forward, backward or inference graph, after a
-pass that the user has set there himself. `JOINT_PASSES` see forward and backward in one graph, before it is parted.
+from graph to graph. Inductor calls `DitronPipeline` once per forward, backward or inference graph, after a pass that
+the user has set in the same place. `JOINT_PASSES` see forward and backward in one graph, before it is partitioned.
 
-What can be read from outside: `TORCH_LOGS="+ditron_inductor"` prints what each pass did to the number of calls of
-each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows them);
-`torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote, and `summary` logs a line on it; an
-open `collect_sites` block gets the sites.
+Its work can be observed in four ways. `TORCH_LOGS="+ditron_inductor"` prints how each pass changed the number of calls
+of each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows
+them); `torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote, and `summary` logs a line on it; an open
+`collect_sites` block gets the sites.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ from ditron_inductor.task.site_records import SiteSink, current_sink
 log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parent
-# What a pass may depend on and the cache must therefore know: sources, and tables that ship with them.
+# The files on which a pass may depend, and which the cache must therefore know: sources, and tables that ship with
+# them.
 HASHED_SUFFIXES = (".py", ".csv", ".json")
 
 
@@ -86,28 +87,29 @@ class Pass(Protocol):
 
 
 PASSES: tuple[Pass, ...] = (
-    # One spelling for each collective, before anything looks for one.
+    # Each collective gets one spelling, before any pass looks for collectives.
     normalize_collectives,
     # Equal gathers become one, so that each fusion sees all users of what is gathered.
     share_gathers,
-    # Attention takes its gathers first: the passes that move things would take its views and casts for their own.
+    # Attention takes its gathers first, because the passes that move ops would move its views and casts.
     all_gather_attention,
     attention_reduce_scatter,
-    # Fewer collectives, before anything is moved across those that remain.
+    # Reductions are merged, before anything is moved across those that remain.
     merge_reductions,
-    # What only delays a collective goes to its other side, so that the matmul stands beside it.
+    # Ops that only delay a collective move to its other side, so that the matmul stands beside it.
     move_across,
     # An all-reduce becomes a reduce-scatter and a gather, which the fusions behind then take.
     sequence_parallel,
     # Other forms are tried with all the fusions that follow, and kept where one of these fires.
     try_forms,
-    # Gathers before reductions: a matmul between both goes with its gather, and its result is reduced afterwards.
+    # Gathers come before reductions: a matmul between the two is fused with its gather, and its result is reduced
+    # afterwards.
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,
-    # Reductions whose product was changed in between: those that the passes above could not take as they stand.
+    # Reductions whose product is changed in between, which the passes above could not take.
     prepare_products,
-    # The norm behind a reduction, fused by then or not.
+    # The norm behind a reduction, whether or not the reduction has been fused.
     all_reduce_rms_norm,
     # Gathers of results: those that no matmul behind them has taken.
     matmul_all_gather,
@@ -116,34 +118,34 @@ PASSES: tuple[Pass, ...] = (
     # All-to-alls, which share no matmul with the gathers above.
     matmul_all_to_all,
     all_to_all_matmul,
-    # The reasons of what was left alone, once no fusion can follow.
+    # The reasons of collectives that were left alone are reviewed once no fusion can follow.
     review_left_alone,
-    # An error, where `ditron.strict` is set, before any time goes into the rest.
+    # With `ditron.strict` the error is raised before any time is spent on the rest.
     require_fusions,
-    # Gate and up apart, as the epilogues read them.
+    # Gate and up are separated, as the epilogues read them.
     split_weights,
-    # Matmuls that are left and that no fusion can take any more.
+    # Matmuls that no fusion can take any more are put together.
     projections,
-    # Epilogues and prologues, once all nodes that may have them stand.
+    # Epilogues and prologues are absorbed once all nodes that may have them exist.
     absorb_epilogues,
     absorb_norms,
-    # Products that remain torch's, once the fused ones are gone.
+    # Products that remain torch's are padded once the fused products are gone.
     pad_products,
-    # The order of what is launched, once nothing that is launched changes.
+    # Launches are ordered once no launch changes any more.
     order_collectives,
-    # Names by place in that order.
+    # Sites are named by their places in that order.
     name_sites,
-    # The last word.
+    # The result is checked at the end.
     verify_tasks,
 )
 """The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
 MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
-"""Passes behind which other numbers travel than before, or in another order: right only if all ranks do the same."""
+"""The passes that change which numbers are sent, or in which order. They are right only if all ranks do the same."""
 JOINT_PASSES: tuple[Pass, ...] = (recompute_masks,)
 
 
 def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> dict[str, int]:
-    """Run the passes in order on `graph`; returns how many sites each rewrote, by name."""
+    """Runs the passes in order on `graph`, and returns how many sites each of them rewrote, by name."""
     rewritten: dict[str, int] = {}
     trace("input", graph)
     calls = count_calls(graph)
@@ -159,12 +161,12 @@ def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> d
 
 
 def count_calls(graph: fx.Graph) -> Counter[str]:
-    """How many times the graph calls each op."""
+    """Returns how many times the graph calls each op."""
     return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
 
 
 def describe_change(before: Counter[str], after: Counter[str]) -> str:
-    """The ops whose number of calls changed, as `aten.mm.default -1, ditron.all_gather_matmul.default +1`."""
+    """Returns the ops whose number of calls changed, as `aten.mm.default -1, ditron.all_gather_matmul.default +1`."""
     changes = {name: after[name] - before[name] for name in sorted({*before, *after})}
     return ", ".join(f"{name} {change:+d}" for name, change in changes.items() if change) or "unchanged"
 
@@ -176,7 +178,7 @@ def graph_text(graph: fx.Graph) -> str:
 
 
 def trace(name: str, graph: fx.Graph) -> None:
-    """Hand the graph to tlparse, if a structured trace is being written."""
+    """Writes the graph for tlparse, if a structured trace is being written."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"ditron_{name}", "encoding": "string"},
@@ -185,17 +187,17 @@ def trace(name: str, graph: fx.Graph) -> None:
 
 
 class DitronPipeline(CustomGraphPass):
-    """The passes as Inductor wants them: callable on a graph, and with a `uuid` for its caches."""
+    """The passes in the form that Inductor requires: callable on a graph, and with a `uuid` for its caches."""
 
     def __init__(self, options: Options, *, passes: Sequence[Pass] = PASSES, root: Path = PACKAGE) -> None:
         self.options = options
         self.passes = tuple(passes)
         self.root = root
-        # Taken now: the backward graph may be compiled by another thread, after the block has closed.
+        # The sink is taken now, because another thread may compile the backward graph after the block has closed.
         self.sink: SiteSink | None = current_sink()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process the passes bring the Task ops, their kernels and a table with them."""
+        """Restores the pipeline in another process. The passes import the Task ops, their kernels and a table there."""
         vars(self).update(state)
         runtime.use_table(self.options)
 
@@ -215,22 +217,23 @@ class DitronPipeline(CustomGraphPass):
             self.sink.add(record_graph(graph, graph_before=text, graph_after=graph_text(graph)))
 
     def uuid(self) -> str:
-        """A hash of everything that decides what the passes do: sources, shipped tables, options, order, the groups
-        that stand behind names which are in the graph but are not torch's, and the size of each group.
+        """Returns a hash of everything that decides what the passes do: sources, shipped tables, options, order, the
+        groups behind names in the graph that are not torch's, and the size of each group.
 
-        What acts at run time only, a user's tuned table above all, stays out: it may differ between a run that fills
-        the cache and one that reads it.
+        What acts only at run time, such as a user's tuned table, is not a part of it: it may differ between a run that
+        fills the cache and a run that reads it.
         """
-        parts = [source_digest(self.root), self.options.text(), *(one.__name__ for one in self.passes)]
+        parts = [source_digest(self.root), self.options.text(), *(name_pass.__name__ for name_pass in self.passes)]
         parts += [f"{name}={known}" for name, known in group_names().items()]
         parts += [f"{name}: {size} ranks" for name, size in sorted(group_sizes().items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class ConformPipeline(CustomGraphPass):
-    """What gives a graph as it was before the passes the forms that the ranks agreed on.
+    """The passes for a graph that has to take the forms that the ranks agreed on. They start from the graph before the
+    passes.
 
-    key: of the graph whose place it takes, by which its sites find what was agreed for them.
+    key: the key of the graph that it replaces, by which its sites find what was agreed for them.
     """
 
     def __init__(self, forms: Mapping[str, Sequence[Form]], options: Options, key: str) -> None:
@@ -248,12 +251,12 @@ class ConformPipeline(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> None:
-        """None: such a graph is compiled where it is needed, and not kept."""
+        """Returns None: such a graph is compiled when it is needed, and is not cached."""
         return None
 
 
 class JointPipeline(DitronPipeline):
-    """The passes for a joint graph, from which no site follows yet."""
+    """The passes for a joint graph, which make no site yet."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options, passes=JOINT_PASSES)
@@ -267,27 +270,29 @@ class JointPipeline(DitronPipeline):
 
 @functools.cache
 def declare_calls() -> None:
-    """Tell Inductor that its graphs call our ops as they are, and how sites are called; once.
+    """Declares to Inductor, once, that its graphs call our ops as they are, and how sites are called.
 
-    That they are called it would find out by itself, and up to torch 2.12 write down for a log, wanted or not, all that
-    the first call of each op is computed from: of a few layers that took a minute.
+    Inductor would find out by itself that the ops are called. But up to torch 2.12 it would then write, for a log that
+    nobody asked for, everything from which the first call of each op is computed. For a few layers this took a minute.
     """
     declare_meeting()
     declare((*TASK_KINDS, Projections.kind))
 
 
 def mark_calls(graph: fx.Graph) -> None:
-    """Let our ops in a graph be called by site: its code is cached under a key that knows our sources."""
+    """Marks our ops in a graph as calls by site: the code of the graph is cached under a key that depends on our
+    sources.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "namespace", "") == NAMESPACE:
             node.meta[COMPILED_BY_US] = True
 
 
 def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options: Options) -> None:
-    """Have the ranks compare the graph when it first runs; its sites carry the key by which they find what came of it.
+    """Makes the ranks compare the graph when it first runs. Its sites carry the key by which they find the result.
 
-    before: of the graph as Inductor alone would run it. moved: what the passes changed of its collectives. plain: that
-    graph, see codegen/plain_graph.py.
+    before: the facts of the graph as Inductor alone would run it. plain: that graph as text (see
+    codegen/plain_graph.py). moved: what the passes changed of its collectives.
     """
     key = graph_facts(before, facts_of(graph), moved, options.shared()).key
     add_key(graph, key)
@@ -317,7 +322,7 @@ def _hashed_files(root: Path) -> Iterable[Path]:
 
 
 class UserPassThen(CustomGraphPass):
-    """A user's own pass and then ours, for the versions of Inductor that take one pass only."""
+    """A pass of the user and then ours, for the versions of Inductor that take only one pass."""
 
     def __init__(self, user_pass: Callable[[fx.Graph], Any], pipeline: DitronPipeline) -> None:
         self.user_pass = user_pass
@@ -328,13 +333,13 @@ class UserPassThen(CustomGraphPass):
         self.pipeline(graph)
 
     def uuid(self) -> tuple[Any, str] | None:
-        """Both, or None, which turns Inductor's caches off, when the user's pass has none."""
+        """Returns the ids of both passes, or None if the user's pass has none, which turns Inductor's caches off."""
         user = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
         return None if user is None else (user, self.pipeline.uuid())
 
 
 def with_user_passes(user_passes: Any, pipeline: DitronPipeline) -> Any:
-    """The value of Inductor's option: what the user has there, whatever its form, and then `pipeline`."""
+    """Returns the value of Inductor's option: the user's passes, in whatever form, and then `pipeline`."""
     if user_passes is None or user_passes == [] or user_passes == ():
         return pipeline
     if isinstance(user_passes, (list, tuple)):  # only where Inductor takes several
@@ -343,7 +348,7 @@ def with_user_passes(user_passes: Any, pipeline: DitronPipeline) -> Any:
 
 
 def takes_several_passes() -> bool:
-    """Whether this Inductor takes a list of passes (with a `uuid` each) as one option."""
+    """Returns whether this Inductor takes a list of passes (with a `uuid` each) as one option."""
     from torch._inductor import custom_graph_pass
 
     return "get_custom_graph_passes" in vars(custom_graph_pass)

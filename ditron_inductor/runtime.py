@@ -1,6 +1,6 @@
 """What a process needs before a graph of ours runs in it: the Task ops, their kernels, and a table of strategies.
 
-The code that Inductor writes imports its calls of sites from here. A process that found that code in a cache may have
+The code that Inductor writes imports its calls of sites from here. A process that found this code in a cache may have
 imported nothing else of ours.
 """
 
@@ -17,15 +17,15 @@ from ditron_inductor.options import Options
 
 @functools.cache
 def prepare() -> None:
-    """Declare the ops and bind their kernels, once. Groups take their strategies from the table that the environment
-    names, until `use_table` is called: in a process that runs graphs from a cache alone, nothing else names one.
+    """Declares the ops and binds their kernels, once. Groups take their strategies from the table that the environment
+    names, until `use_table` is called. In a process that runs only graphs from a cache, nothing else names a table.
     """
     register()
     workspaces.use_table(lambda: user_table.read(Options.from_environment().table))
 
 
 def use_table(options: Options) -> None:
-    """Have groups that are first used from now on take their strategies from the table of these options.
+    """Groups that are first used from now on take their strategies from the table of these options.
 
     Raises InvalidOptionValue and InvalidTable, as `user_table.read` does.
     """
@@ -34,6 +34,6 @@ def use_table(options: Options) -> None:
 
 
 def site_call(kind: str, static: bool, text: str) -> SiteCall:
-    """What the code of a compiled graph calls for one site, see lowering/host/site_call.py."""
+    """Returns the object that the code of a compiled graph calls for one site (see lowering/host/site_call.py)."""
     prepare()
     return SiteCall(kind, static, text, implementations()[kind])

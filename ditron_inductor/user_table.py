@@ -1,7 +1,7 @@
-"""A user's own table of measured choices: where it lies, and how it comes to the groups of this process.
+"""A user's own table of measured choices: where its file is, and how the groups of this process get it.
 
-`python -m ditron_inductor tune` writes one; the option `ditron.table` names it. A table acts at run time only: it is no
-part of a compiled graph, nor of the key that the graph is cached under.
+`python -m ditron_inductor tune` writes one; the option `ditron.table` names it. A table acts at run time only: it is
+not a part of a compiled graph, nor of the key under which the graph is cached.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 def default_path() -> Path:
-    """Where a table lies unless the option says otherwise: in the user's folder for caches."""
+    """Returns the path of the user's table if the option does not give one: in the user's folder for caches."""
     return cache_folder() / "table.csv"
 
 
 def path_of(option: str | None) -> Path | None:
-    """The file that a value of the option `ditron.table` stands for; None for `shipped`, which is no file.
+    """Returns the file for a value of the option `ditron.table`; None for `shipped`, which is not a file.
 
     Raises InvalidOptionValue for a text that cannot be a path.
     """
@@ -41,10 +41,10 @@ def path_of(option: str | None) -> Path | None:
 
 
 def read(option: str | None) -> str:
-    """The text of the user's table, empty where there is none.
+    """Returns the text of the user's table, empty if there is none.
 
-    option: a path, `shipped` for the shipped tables alone, or None for the default path, which need not exist.
-    Raises InvalidOptionValue for a path that cannot be read and InvalidTable for a file that is not a table.
+    option: a path, `shipped` for the shipped tables alone, or None for the default path, which need not exist. Raises
+    InvalidOptionValue for a path that cannot be read and InvalidTable for a file that is not a table.
     """
     path = path_of(option)
     if path is None:

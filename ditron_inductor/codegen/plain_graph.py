@@ -1,7 +1,7 @@
 """A graph as Inductor alone would run it: kept as text beside the rewritten one, compiled when the ranks ask for it.
 
 Passes that change the collectives themselves (sums of reductions merged, gathers shared, work divided among the ranks)
-are right only if all ranks agree on them. Where they do not, a graph runs as it was before the passes.
+are right only if all ranks agree on them. If they do not agree, a graph runs as it was before the passes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ logger = logging.getLogger(__name__)
 Run = Callable[[list[Any]], Sequence[Any]]
 
 MOST_COMPILED = 8
-"""Forms of inputs that a graph is compiled for; beyond that it is interpreted, one op after the other."""
+"""The most forms of inputs for which a graph is compiled. For further forms it is interpreted, one op after the other.
+"""
 
 
 def dump(graph: fx.Graph) -> str:
-    """The graph's module as text, without its nodes' metadata; empty, with a warning, where it cannot be written."""
+    """Returns the graph's module as text, without its nodes' metadata; empty, with a warning, if it cannot be written.
+    """
     module = graph.owning_module
     if module is None:
         return ""
@@ -50,14 +52,16 @@ def load(text: str) -> fx.GraphModule:
     """The module that `dump` wrote."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # Without metadata there is no fake tensor in it, but the unpickler wants to know a mode.
+    # Without metadata the module has no fake tensor, but the unpickler needs a mode.
     loaded: Any = GraphPickler.loads(zlib.decompress(base64.b85decode(text)), FakeTensorMode(shape_env=ShapeEnv()))
     assert isinstance(loaded, fx.GraphModule)
     return loaded
 
 
 class PlainGraph:
-    """Runs a dumped graph. text: by `dump`, not empty. rewrite: what Inductor calls on the graph first."""
+    """Runs a dumped graph. text: the result of `dump`, not empty. rewrite: a function that Inductor calls on the graph
+    first.
+    """
 
     def __init__(self, text: str, rewrite: CustomGraphPass | None = None) -> None:
         self._text = text
@@ -72,7 +76,7 @@ class PlainGraph:
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """The graph's outputs, compiled by Inductor for inputs of this form."""
-        form = tuple(_form(one) for one in inputs)
+        form = tuple(_form(example) for example in inputs)
         run = self._compiled.get(form)
         if run is None:
             if len(self._compiled) >= MOST_COMPILED and self._rewrite is None:
@@ -101,7 +105,7 @@ class PlainGraph:
 
 
 class _Numbers(FakeTensorProp):
-    """Notes the numbers that a graph computes, of which FakeTensorProp notes symbols only."""
+    """Notes the numbers that a graph computes. FakeTensorProp notes only their symbols."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -112,7 +116,10 @@ class _Numbers(FakeTensorProp):
 
 def _note_numbers(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one for one in inputs]
+    fakes = [
+        mode.from_tensor(example, static_shapes=True) if isinstance(example, torch.Tensor) else example
+        for example in inputs
+    ]
     _Numbers(module, mode).propagate_dont_convert_inputs(*fakes)
     for node in module.graph.nodes:
         if not isinstance(node.meta.get("val"), (int, float, bool)):
@@ -120,7 +127,7 @@ def _note_numbers(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def restrided(outputs: Sequence[Any], strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
-    """The outputs with the strides that their reader was compiled for; None where any will do."""
+    """Returns the outputs with the strides that their reader was compiled for; None stands for any strides."""
     return tuple(
         x
         if wanted is None or not isinstance(x, torch.Tensor) or x.stride() == tuple(wanted)

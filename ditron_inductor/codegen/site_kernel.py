@@ -1,8 +1,8 @@
-"""How Inductor writes down the call of a site: by its `SiteCall` (see site_call.py) instead of the op.
+"""Inductor writes the call of a site through its `SiteCall` (see site_call.py) instead of the op.
 
-To everything but the text it is the fallback kernel that Inductor makes for any op that is not its own: the same
-buffers, layouts, dependencies, checks of sizes. Where the text is not Python (`cpp_wrapper`, AOTInductor, FX), it
-stays the op.
+Except for this text it is the fallback kernel that Inductor makes for any op that is not its own: the same buffers,
+layouts, dependencies, checks of sizes. Where the generated code is not Python (`cpp_wrapper`, AOTInductor, FX), it
+calls the op.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from ditron_inductor.task.schema import NODE, SCHEMAS, TOKEN, overload
 
 IMPORT = "from ditron_inductor.runtime import site_call"
 WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
-"""What writes Python; others that do not are derived from these."""
+"""The classes that write Python. Classes that write something else are derived from these."""
 
 
 class SiteKernel(ir.FallbackKernel):
-    """The call of one site. call_name: of its SiteCall in the text, empty where it stays the op."""
+    """The call of one site. call_name: the name of its SiteCall in the generated code, empty if the code calls the op.
+    """
 
     call_name: str = ""
     inputs: Sequence[Any]
@@ -43,12 +44,14 @@ class SiteKernel(ir.FallbackKernel):
         super().codegen(wrapper)
 
     def get_kernel_name(self) -> str:
-        """What is called."""
+        """Returns the name of the function that is called."""
         name: str = self.call_name or super().get_kernel_name()
         return name
 
     def codegen_args(self) -> list[str]:
-        """What it is called with: all tensors but the token, which orders calls in the graph and has done so."""
+        """Returns the arguments of the call: all tensors but the token. The token orders calls in the graph, and is not
+        needed any more.
+        """
         if not self.call_name:
             arguments: list[str] = super().codegen_args()
             return arguments
@@ -56,7 +59,7 @@ class SiteKernel(ir.FallbackKernel):
         return [x.codegen_reference() for index, x in enumerate(self.inputs) if index != token]
 
     def _token(self) -> int | None:
-        """Which input is the token."""
+        """Returns the index of the input that is the token."""
         given, _ = self.unflatten_args(list(range(len(self.inputs))), [None] * len(self.constant_args))
         token: int | None = given[TOKEN]
         return token
@@ -69,18 +72,18 @@ class SiteKernel(ir.FallbackKernel):
 
 
 def is_static(x: Any) -> bool:
-    """Whether sizes and strides of a buffer are numbers."""
+    """Returns whether sizes and strides of a buffer are numbers."""
     return all(getattr(number, "is_Integer", isinstance(number, int)) for number in (*x.get_size(), *x.get_stride()))
 
 
 def declare(kinds: Sequence[str]) -> None:
-    """Tell Inductor that its graphs call our ops as they are, and those of `kinds` past the dispatcher."""
+    """Declares to Inductor that its graphs call our ops as they are, and those of `kinds` without the dispatcher."""
     from torch._inductor.lowering import lowerings
 
     for name in SCHEMAS:
         op = overload(name)
         if op not in lowerings:
-            # What it wants of strides, the op's tags say.
+            # The op's tags say what strides it requires.
             make_fallback(op, warn=False)
         if name in kinds:
             register_lowering(op, type_promotion_kind=None)(_handler(op))

@@ -1,9 +1,8 @@
 """Attention of one tile of queries to a run of keys, by online softmax in fp32; the loop over keys stays pipelined.
 
-The state of a tile is (acc, most, total): the sum of exp2(s - most) * v, the largest s so far and the sum of
-exp2(s - most), where s is the product of a query and a key times scale * log2(e), or what a soft cap makes of it.
-Every wait stands before the call.
-UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers.
+The state of a tile is (acc, most, total): the sum of exp2(s - most) * v, the largest s so far, and the sum of exp2(s -
+most). Here s is the product of a query and a key times scale * log2(e), after the soft cap if there is one. Every wait
+stands before the call. UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class State(NamedTuple):
-    """Of a tile, see the module."""
+    """The running sums of a tile of queries (see the module)."""
 
     acc: Any
     most: Any
@@ -26,7 +25,7 @@ class State(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Pointers to the first key and to its value, and the elements from one to the next."""
+    """Pointers to the first key and to its value, and the stride in elements to the next one."""
 
     k: Any
     v: Any
@@ -34,15 +33,15 @@ class Keys(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The first key that each row sees, where there is a window, and the one behind the last."""
+    """The first key that each row sees, if there is a window, and the key behind the last one that it sees."""
 
     first: Any
     end: Any
 
 
 class How(NamedTuple):
-    """What is known at compile time: elements of a head, and of a tile's rows, keys of a step, 0 or what caps the
-    scores, the precision of `tl.dot`, and UPCAST.
+    """Values that are known at compile time: D elements of a head, the sizes of a block in D and of a step in keys, the
+    soft cap of the scores or 0, the precision of `tl.dot`, and UPCAST.
     """
 
     D: Any
@@ -55,7 +54,9 @@ class How(NamedTuple):
 
 @triton.jit
 def softcapped(s, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(x / SOFTCAP) of x = s / log2(e), in the unit of s. By exp2, which all makers' GPUs have."""
+    """Returns SOFTCAP * tanh(x / SOFTCAP) for x = s / log2(e), in the unit of s. It is computed by exp2, which the GPUs
+    of all makers have.
+    """
     # tanh(y) = 1 - 2 / (1 + exp(2 y)): near 0 it is off by a rounding of 1, and scores count by their differences.
     return (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 / SOFTCAP)))) * (SOFTCAP * LOG2_E)
 
@@ -64,11 +65,11 @@ def softcapped(s, SOFTCAP: tl.constexpr):
 def attend(
     state, q, keys, begin, end, seen, scale, HOW: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr
 ):
-    """The state after keys begin, .., end - 1. q [BLOCK_M, BLOCK_D]. scale: log2(e) times that of the softmax,
-    positive. HOW: with all that `How` has.
+    """Returns the state after keys begin, .., end - 1. q is [BLOCK_M, BLOCK_D]. scale: log2(e) times the scale of the
+    softmax, positive. HOW: a `How`.
 
-    MASKED: row i sees keys below seen.end[i] only, WINDOWED: from seen.first[i] on; else all, and end - begin is a
-    multiple of BLOCK_N.
+    MASKED: row i sees only keys below seen.end[i]. WINDOWED: it sees only keys from seen.first[i] on. Without either,
+    rows see all keys, and end - begin is a multiple of BLOCK_N.
     """
     acc, most, total = state
     offs_d = tl.arange(0, HOW.BLOCK_D)
@@ -103,7 +104,7 @@ def attend(
             if WINDOWED:
                 s = tl.where(offs_n[None, :] >= seen.first[:, None], s, float("-inf"))
         highest = tl.maximum(most, tl.max(s, axis=1) * unit)
-        # Nothing seen so far: any finite number will do.
+        # No key has been seen so far, so any finite number will do.
         base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
         p = tl.exp2(s * unit - base[:, None])
         factor = tl.exp2(most - base)
@@ -120,7 +121,7 @@ def attend(
 
 @triton.jit
 def attended(state):
-    """(the tile's rows, the logarithms of their sums); 0 and -inf for a row that saw nothing."""
+    """Returns (the tile's rows, the logarithms of their sums); these are 0 and -inf for a row that saw nothing."""
     empty = state.total == 0.0
     rows = state.acc / tl.where(empty, 1.0, state.total)[:, None]
     return rows, (state.most + tl.log2(state.total)) * LN_2

@@ -1,21 +1,22 @@
-"""Signals in band: words of data that say of themselves that they are there, without a release, a flag or an acquire.
+"""Signals in band: a word of data shows by itself that it has arrived, without a release, a flag or an acquire.
 
-A release waits until the receiver has acknowledged the data, and a flag is one more look into memory. A word of 32 bits
-is written whole, so none of that is needed where memory holds zeros and no word that is sent is zero: who waits looks
-at the data. Such data lies in areas of its own, which come in turn, by a count of these uses on the device:
+A release waits until the receiver has acknowledged the data, and a flag is one more read of memory. Neither is needed
+if memory holds zeros and no word that is sent is zero, because a word of 32 bits is written as a whole: the receiver
+reads the data until no word is zero. Such data has areas of its own, which are used in turn, by a count of these uses
+on the device:
 
-* use u is sent into area u mod 4, and who waits for it reads all words that may be written;
-* meanwhile each rank puts the area of u - 1, which nobody reads any more, back to zero.
+* use u is sent into area u mod 4, and its receiver reads all words that may be written;
+* meanwhile each rank sets the area of u - 1, which nobody reads any more, back to zero.
 
-Every rank waits for all peers in every use. So who has come to the end of u - 1 knows that all ranks have begun it, and
-have ended u - 2, with the zeros in the area of u - 3: three areas would do. It may send, and needs no credit.
-Words have no epoch and no site. A sign beside each area has them, a word for each source, which nothing orders either:
-the reader waits for it as it does for the data, and what it reads is of its own site.
+Every rank waits for all peers in every use. So a rank that has ended u - 1 knows that all ranks have begun u - 1 and
+have ended u - 2, which set the area of u - 3 to zero; three areas would be enough. The rank may send, and needs no
+credit. Words have no epoch and no site. A sign beside each area has them, with a word for each source. Nothing orders
+the sign either: the reader waits for it as it does for the data, and so knows that the data belongs to its own site.
 
-Threads that load a word each for themselves may see different values while it changes. Where what they saw decides
-which way the program goes, all of them have to go the same: such words are loaded into a block with a place for each
-thread, of which no word is in two, and added up over all of them. (A block that is smaller than that is loaded
-by every warp, and is not the same in all; neither is a scalar.)
+If each thread loads a word for itself, the threads may see different values while the word changes. But if the value
+decides a branch, all threads have to take the same branch. So such words are loaded into a block with one place for
+each thread, in which no word occurs twice, and are added up over the block. (A smaller block, or a scalar, is loaded by
+every warp, and the warps may see different values.)
 
 NVIDIA GPUs only: elsewhere it is not known when a store without a release is seen by a peer that waits for it.
 """
@@ -61,17 +62,17 @@ from ditron_inductor.core.signals import (
 )
 
 FIRST_LOOK = tl.constexpr(16)
-"""The poll in which a wait first looks at anything but its words: these polls are shorter than those of flags."""
+"""The poll in which a wait first checks anything except its words. These polls are shorter than polls of flags."""
 
 LINE = tl.constexpr(32)
 """Words of a line: an area is laid out by whole lines."""
 
 MOST_RANKS = 8
-"""A thread holds the words of all of them in registers."""
+"""The most ranks that send in band. A thread holds the words of all ranks in registers."""
 
 
 class Asked(NamedTuple):
-    """What `ask` begins to load, for `answer`."""
+    """The values that `ask` begins to load, for `answer`."""
 
     ended: Any
     epochs: Any
@@ -82,9 +83,9 @@ class Asked(NamedTuple):
 
 
 class InBand(NamedTuple):
-    """What a program in band knows: the number of this use in band, the epoch of its slot, the last use for `settle`,
+    """What a program knows in band: the number of this use in band, the epoch of its slot, the last use for `settle`,
     how many lines of the area of the use before may not be zero, 1 unless an earlier launch poisoned this workspace,
-    and the polls of a wait.
+    and the number of polls of a wait.
     """
 
     number: Any
@@ -97,7 +98,7 @@ class InBand(NamedTuple):
 
 @triton.jit
 def ask(words, THREADS: tl.constexpr):
-    """Begin to load what a program in band has to know, for `answer`. Data that is loaded before that takes no time."""
+    """Begins to load what a program in band has to know, for `answer`. Data that is loaded in between costs no time."""
     # Another program of this launch may fail meanwhile; nothing else changes before all have left.
     poison = tl.load(words.ctl + POISON + tl.arange(0, THREADS) * 0)
     return Asked(
@@ -112,7 +113,7 @@ def ask(words, THREADS: tl.constexpr):
 
 @triton.jit
 def answer(asked):
-    """The InBand of what was Asked."""
+    """Returns the InBand for what was Asked."""
     ok = (tl.sum((asked.poison != 0).to(tl.int32), axis=0) == 0).to(tl.int32)
     return InBand(asked.ended + 1, (asked.epochs + 1) & EPOCH_MASK, asked.due, asked.lines, ok, asked.limit)
 
@@ -132,7 +133,7 @@ def heap_of(words, rank):
 
 @triton.jit
 def heaps_of_peers(words, WORLD: tl.constexpr):
-    """Those of rank + 1, rank + 2, .., as by `heap_of`."""
+    """Returns the heaps of rank + 1, rank + 2, .., as `heap_of` does for one rank."""
     heaps = ()
     for i in tl.static_range(1, WORLD):
         heaps = heaps + (heap_of(words, (words.rank + i) % WORLD),)  # type: ignore[assignment]
@@ -141,7 +142,9 @@ def heaps_of_peers(words, WORLD: tl.constexpr):
 
 @triton.jit
 def encode(words):
-    """uint32 that are not zero, for `decode`. Of the NaNs one becomes another: of two halves, or of a whole."""
+    """Returns the words as uint32 that are not zero, for `decode`. One NaN becomes another NaN, of two halves or of a
+    whole word.
+    """
     flipped = words ^ 0xFFFFFFFF
     return tl.where(flipped == 0, 0x80000000, flipped)
 
@@ -165,7 +168,7 @@ def decode(words, dtype: tl.constexpr):
 
 @triton.jit
 def sign(use, number, WORLD: tl.constexpr):
-    """Tell every peer the site of what this rank sends in use `number`. Nothing is ordered: data may be there before.
+    """Tells every peer the site of what this rank sends in use `number`. Nothing is ordered: the data may arrive first.
     """
     targets = tl.arange(0, MAX_WORLD)
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(use.site, number & EPOCH_MASK)
@@ -175,10 +178,10 @@ def sign(use, number, WORLD: tl.constexpr):
 
 @triton.jit
 def announce(asked, use, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """Tell the peers the site in flag row 0 of the slot too, if they have all given their credits of it: for a peer
-    that runs another kernel, where it waits for flags, and would not learn that they have diverged.
+    """Tells the peers the site in flag row 0 of the slot too, if they have all given their credits for it. This is for
+    a peer that runs another kernel, which waits for flags, and would not notice that the ranks have diverged.
 
-    asked: of `ask_to_send`. Nobody waits for this, so it does not wait either; and it says nothing about data.
+    asked: of `ask_to_send`. Nobody waits for this, so it does not wait either. It says nothing about data.
     """
     lanes = tl.arange(0, THREADS)
     late = (lanes < WORLD) & (lanes != use.rank) & behind(asked, use.epoch - 1)
@@ -191,8 +194,8 @@ def announce(asked, use, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def begin(asked, words, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """What one program of a launch does for all: sign what the others send, and give the credits that are due; and
-    `leave`. asked: of `ask`.
+    """Does what one program of a launch does for all: it signs for the others' sends, gives the credits that are due,
+    and calls `leave`. asked: the result of `ask`.
     """
     known = answer(asked)
     use = with_epoch(words, known.epoch)
@@ -208,9 +211,9 @@ def begin(asked, words, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def clear_before(heap, known, first, step, CHUNK: tl.constexpr):
-    """Put chunks first, first + step, .. of the area of the use before this one back to zero.
+    """Sets chunks first, first + step, .. of the area of the use before this one back to zero.
 
-    heap: the own one. known: by `answer`. CHUNK: of words.
+    heap: the rank's own heap. known: the result of `answer`. CHUNK: the number of words of a chunk.
     """
     stale = area(heap, known.number + (IN_BAND_AREAS - 1))
     nothing = tl.zeros((CHUNK,), dtype=tl.uint32)
@@ -222,27 +225,28 @@ def clear_before(heap, known, first, step, CHUNK: tl.constexpr):
 
 @triton.jit
 def any_zero(words):
-    """Whether one of the words [R, C] is zero."""
+    """Returns whether one of the words [R, C] is zero."""
     return tl.min(tl.min(words, axis=1), axis=0) == 0
 
 
 @triton.jit
 def is_strange(seen, others, expected, epoch):
-    """Which of the words `seen`, where `others` is true, are not behind `epoch` and even so not `expected`."""
+    """Returns which of the words `seen`, where `others` is true, are not behind `epoch` and yet are not `expected`."""
     return others & (behind(seen, epoch) == 0) & (seen != expected)
 
 
 @triton.jit
 def wait_in_band(use, known, mine, at, inside, stride, heap, piece, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """The encoded words [R, C] of all ranks, a tuple, and 1; or anything and 0 after a failure.
+    """Returns (the encoded words [R, C] of all ranks as a tuple, 1), or (anything, 0) after a failure.
 
-    mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which of
-    them there are; for the others stand the own ones. heap: the own one. known: by `answer`. piece: for what a failure
-    is said to have waited.
-    Bounded, as `wait`; on an H200 a poll of 8192 elements takes 2.4 times as long as one of a flag. Now and then it
-    looks whether a peer is at another site, in flag row 0 if in another kernel.
+    mine: this rank's words, none of which is zero. The words of source s lie at `at` + s * stride of the area. inside:
+    which of them exist; where they do not, the result has this rank's words. heap: the rank's own heap. known: the
+    result of `answer`. piece: the piece that a failure record names.
+
+    The wait is bounded, like `wait`. On an H200 a poll of 8192 elements takes 2.4 times as long as a poll of a flag.
+    Now and then the wait checks whether a peer is at another site; flag row 0 tells whether it is in another kernel.
     """
-    # See the module on blocks of as many places as threads.
+    # The module says why the block has one place for each thread.
     lanes = tl.arange(0, THREADS)
     others = (lanes < WORLD) & (lanes != use.rank)
     signs = heap + IN_BAND_SITES + (known.number & (IN_BAND_AREAS - 1)) * MAX_WORLD + lanes
@@ -259,10 +263,10 @@ def wait_in_band(use, known, mine, at, inside, stride, heap, piece, WORLD: tl.co
         found = ()
         least = mine
         for source in tl.static_range(WORLD):
-            # Volatile: read anew each time, where the stores of all ranks meet.
-            one = tl.load(own + (source * stride + at), mask=inside & (source != use.rank), other=mine, volatile=True)
-            least = tl.minimum(least, one)
-            found = found + (one,)  # type: ignore[assignment]
+            # Volatile: the words are read anew each time, at the point where the stores of all ranks become visible.
+            sent = tl.load(own + (source * stride + at), mask=inside & (source != use.rank), other=mine, volatile=True)
+            least = tl.minimum(least, sent)
+            found = found + (sent,)  # type: ignore[assignment]
         words = found
         signed = tl.load(signs, mask=others, other=0, volatile=True)
         unsigned = (others & (signed != expected)).to(tl.int32)
@@ -296,8 +300,8 @@ def wait_in_band(use, known, mine, at, inside, stride, heap, piece, WORLD: tl.co
 
 @triton.jit
 def close_in_band(left, use, number, words):
-    """`close`, and use `number` in band ends too, in which so many words of an area may have been written, whole
-    lines.
+    """Does what `close` does, and also ends use `number` in band, in which so many words of an area, in whole lines,
+    may have been written.
     """
     if left == tl.num_programs(0) - 1:
         tl.store(use.ctl + IN_BAND_USES, number)

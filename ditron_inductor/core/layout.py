@@ -1,10 +1,10 @@
-"""Where each word of the signal protocol lies: offsets shared by the kernels (as `tl.constexpr`) and the host.
+"""The place of each word of the signal protocol: offsets shared by the kernels (as `tl.constexpr`) and the host.
 
 Two memories hold protocol words:
 
-* the *header* of the symmetric heap, one per rank, mapped by all ranks: for every slot a table of flags, and one row
-  of credits. Row `chunk`, column `source rank`; a word has one writer, the source, and lies in the waiter's memory.
-  Then the areas for data that is sent in band, which come in turn and have no slot: see core/in_band.py.
+* the *header* of the symmetric heap, one per rank, mapped by all ranks: for every slot a table of flags, and one row of
+  credits. A word is in row `chunk`, column `source rank`; it has one writer, the source, and lies in the waiter's
+  memory. The areas for data that is sent in band follow. They are used in turn and have no slot: see core/in_band.py.
 * the *control words* `ctl`, an int64 tensor that only its own rank reads and writes: epoch, tickets and the count of
   finished programs of each slot, the use whose credits are due, the poison word, the poll limit and the address of the
   failure record.
@@ -18,20 +18,23 @@ from __future__ import annotations
 import triton.language as tl
 
 NUM_SLOTS = tl.constexpr(2)
-"""Equal data slots in a workspace; a call takes the next one, so its credits are nearly always back already."""
+"""The number of equal data slots of a workspace. A call takes the next slot, so its credits have nearly always come
+back already.
+"""
 
 MAX_WORLD = tl.constexpr(16)
-"""Columns of a flag row: 16 words are 128 bytes, so no two rows share a cache line."""
+"""The columns of a flag row. 16 words are 128 bytes, so no two rows share a cache line."""
 
 MAX_CHUNKS = tl.constexpr(1024)
-"""Flag rows of a slot. A launch numbers its chunks, over all its phases, below this."""
+"""The flag rows of a slot. A launch numbers the chunks of all its phases below this."""
 
 RESULT_ROW = tl.constexpr(512)
-"""First flag row of results, where a launch both sends partial results and, when they are added up, results."""
+"""The first flag row of results, for a launch that sends partial results and, after they are added up, results."""
 
 REVOKED_ROW = tl.constexpr(1023)
-"""The flag row with which a rank tells that it overwrites its slot without the reader's credit: (site, epoch) of that
-use. Only where library products write straight into the slot."""
+"""The flag row in which a rank tells that it overwrites its slot without the reader's credit, by the (site, epoch) of
+that use. It is used only if library products write directly into the slot.
+"""
 
 CREDIT_ROW = tl.constexpr(1024)
 """The row after the last flag row holds the credits: word `peer` says which epoch that peer has finished with."""
@@ -40,16 +43,18 @@ SLOT_WORDS = tl.constexpr(16 * 1025)
 """64-bit words of header for each slot: (MAX_CHUNKS flag rows + 1 credit row) * MAX_WORLD."""
 
 IN_BAND_AREAS = tl.constexpr(4)
-"""Of one use in band, the one before, and the next; and a power of two, as a remainder by 3 takes many instructions."""
+"""The number of areas: for one use in band, the one before, and the next. It is a power of two, because a remainder by
+3 takes many instructions.
+"""
 
 IN_BAND_SITES = tl.constexpr(2 * 16 * 1025)
-"""In 64-bit words: where the sites of uses in band stand, for each area a word of every source."""
+"""The place of the sites of uses in band, in 64-bit words: for each area one word of every source."""
 
 IN_BAND_DATA = tl.constexpr(266240)
 """Bytes of the heap before the first area: what comes before it, rounded up to 4096."""
 
 IN_BAND_BYTES = tl.constexpr(1 << 20)
-"""Of an area."""
+"""The bytes of an area."""
 
 HEADER_BYTES = tl.constexpr(266240 + 4 * (1 << 20))
 """Bytes of the heap before the first data slot."""
@@ -57,7 +62,7 @@ HEADER_BYTES = tl.constexpr(266240 + 4 * (1 << 20))
 EPOCH_BITS = tl.constexpr(40)
 EPOCH_MASK = tl.constexpr((1 << 40) - 1)
 WRAP_SHIFT = tl.constexpr(64 - 40)
-"""Shifting a difference of epochs left by this puts its sign bit where int64 has its own."""
+"""Shifting a difference of epochs left by this puts its sign bit in the place of the sign bit of int64."""
 SITE_BITS = tl.constexpr(23)
 
 # Control words: offsets into `ctl`. Words that programs hammer stand 128 bytes apart.
@@ -71,7 +76,8 @@ RECORD = tl.constexpr(2)
 """Address of the failure record, in memory that both the device and the host can read."""
 
 DUE = tl.constexpr(3)
-"""The use that ended last, (slot + 1) << EPOCH_BITS | epoch, whose credits the next launch gives; 0 for none."""
+"""The use that ended last, as (slot + 1) << EPOCH_BITS | epoch. The next launch gives its credits. 0 if there is none.
+"""
 
 TRACE_BUFFER = tl.constexpr(4)
 """Address of the buffer of events while kernels are traced, else 0; see core/trace.py."""
@@ -95,14 +101,16 @@ DATA_OFFSET = tl.constexpr(1)
 """Bytes from the heap's base to the slot's data."""
 
 OPENED = tl.constexpr(2)
-"""The last epoch in which this rank was free to fill its slot, where products do so that nothing can hold up."""
+"""The last epoch in which this rank was free to fill its slot. It is used if library products fill the slot, which
+cannot wait.
+"""
 
 SEND_TICKET = tl.constexpr(16)
 TILE_TICKET = tl.constexpr(32)
-"""Next piece of work of each of a launch's two queues; 0 between launches."""
+"""The next piece of work of each of the two queues of a launch; 0 between launches."""
 
 DONE = tl.constexpr(48)
-"""Programs of the running launch that draw no more tickets; 0 between launches."""
+"""The number of programs of the running launch that draw no more tickets; 0 between launches."""
 
 CTL_WORDS = tl.constexpr(16 + 2 * 64)
 
@@ -127,10 +135,10 @@ DIVERGED = tl.constexpr(2)
 
 # The buffer of events of traced kernels: int64 words, two and then EVENT_WORDS for each event.
 EVENTS_COUNT = tl.constexpr(0)
-"""Events so far, those that found no place among them."""
+"""The number of events so far, including those that found no place."""
 
 EVENTS_CAPACITY = tl.constexpr(1)
-"""Events that there is place for."""
+"""The number of events that the buffer can hold."""
 
 EVENTS = tl.constexpr(8)
 """The first word of the first event."""
@@ -143,7 +151,7 @@ EVENT_USE = tl.constexpr(3)
 """The site and the epoch, as in a flag word."""
 
 EVENT_PROGRAM = tl.constexpr(4)
-"""The program, and above EVENT_PROGRAM_BITS how many its launch has."""
+"""The program, and above EVENT_PROGRAM_BITS the number of programs of its launch."""
 
 EVENT_SM = tl.constexpr(5)
 EVENT_DETAIL = tl.constexpr(6)

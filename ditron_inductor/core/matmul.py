@@ -1,12 +1,13 @@
-"""One output tile of a matrix product, fp32 accumulation; the K loop stays software-pipelined.
+"""One output tile of a matrix product, with fp32 accumulation; the K loop stays software-pipelined.
 
-Two ways to load, one result. *Descriptors*: the copy unit (TMA) fetches whole blocks, and what lies outside of the
-operand comes as zeros. *Pointers*: for GPUs without it, and operands whose address or strides are no multiples of 16
-bytes. Every wait stands before the call: one inside the K loop would end pipelining, or be passed by prefetched loads.
+There are two ways to load, with one result. With *descriptors* the copy unit (TMA) fetches whole blocks, and elements
+outside of the operand are zeros. *Pointers* are for GPUs without this unit, and for operands whose address or strides
+are not multiples of 16 bytes. Every wait stands before the call. A wait inside the K loop would end pipelining, or
+prefetched loads would pass it.
 
 While the tensor cores work, the loop *carries* finished data to peers: in each step one piece goes from a buffer of
-this GPU to `targets`, 16 bytes for each thread, loaded one step ahead. Stored all at once, by all programs at the same
-time, it would wait for the links; so it costs next to nothing. The caller publishes it after the call.
+this GPU to `targets`, 16 bytes for each thread, loaded one step ahead. If all programs stored their data at once, they
+would wait for the links; carried, it costs next to nothing. The caller publishes the data after the call.
 
 UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers.
 """
@@ -21,9 +22,9 @@ import triton.language as tl
 
 class Tiles(NamedTuple):
     """How a kernel computes tiles of products, known at compile time: the tile's sizes, GROUP_M of `order.grouped`,
-    DESCRIPTORS or pointers, K_MAJOR: one bit for each second operand that has contiguous K, EVEN_K: K is a multiple of
-    BLOCK_K, so that the K loop needs no mask for it, PRECISION of `tl.dot`, UPCAST, threads of a program, and PIECE:
-    32-bit words that are carried in one step.
+    DESCRIPTORS or pointers, K_MAJOR (one bit for each second operand that has contiguous K), EVEN_K (K is a multiple of
+    BLOCK_K, so the K loop needs no mask for it), PRECISION of `tl.dot`, UPCAST, THREADS of a program, and PIECE (32-bit
+    words that are carried in one step).
     """
 
     BLOCK_M: Any
@@ -40,7 +41,7 @@ class Tiles(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Pointer to B [K, N], and its strides."""
+    """A pointer to B [K, N], and its strides."""
 
     pointer: Any
     stride_k: Any
@@ -48,8 +49,8 @@ class Weight(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Sizes of products a_i @ b_i that are added up, tuples with one number for each: K_i, the stride of rows of a_i,
-    whose K is contiguous, and those of b_i [K_i, N].
+    """The sizes of products a_i @ b_i that are added up, as tuples with one number for each product: K_i, the row
+    stride of a_i (whose K is contiguous), and the strides of b_i [K_i, N].
     """
 
     depths: Any
@@ -59,8 +60,8 @@ class Terms(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """Sizes of weights b_i [K, N_i] whose products stand side by side, tuples with one number for each: N_i, and the
-    strides of rows and columns.
+    """The sizes of weights b_i [K, N_i] whose products stand side by side, as tuples with one number for each weight:
+    N_i, and the strides of rows and columns.
     """
 
     columns: Any
@@ -69,8 +70,8 @@ class Widths(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a K loop carries meanwhile: 32-bit words 0, .., words - 1 of `source`, to the first `num_targets` of a tuple
-    of pointers. Nothing, where that is empty.
+    """The data that a K loop carries: 32-bit words 0, .., words - 1 of `source`, to the first `num_targets` of a tuple
+    of pointers. Nothing is carried if the tuple is empty.
     """
 
     source: Any
@@ -81,7 +82,9 @@ class Carried(NamedTuple):
 
 @triton.jit
 def rows_descriptor(a, M, K, stride_am, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Descriptor of A [M, K] with contiguous K, for blocks [BLOCK_M, BLOCK_K]. The base is a multiple of 16 bytes."""
+    """Returns a descriptor of A [M, K] with contiguous K, for blocks [BLOCK_M, BLOCK_K]. The address has to be a
+    multiple of 16 bytes.
+    """
     return tl.make_tensor_descriptor(a, shape=[M, K], strides=[stride_am, 1], block_shape=[BLOCK_M, BLOCK_K])
 
 
@@ -89,7 +92,9 @@ def rows_descriptor(a, M, K, stride_am, BLOCK_M: tl.constexpr, BLOCK_K: tl.const
 def weight_descriptor(
     b, N, K, stride_bk, stride_bn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr
 ):
-    """Descriptor of B [K, N]: of its transpose if K_MAJOR (contiguous K, as nn.Linear holds it), else of B itself."""
+    """Returns a descriptor of B [K, N]: of its transpose if K_MAJOR (K is contiguous, as in nn.Linear), and otherwise
+    of B itself.
+    """
     if K_MAJOR:
         return tl.make_tensor_descriptor(b, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K])
     else:
@@ -98,7 +103,7 @@ def weight_descriptor(
 
 @triton.jit
 def descriptors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
-    """Descriptors of the a_i [M, K_i] and of the b_i [K_i, N] of these Terms, two tuples."""
+    """Returns two tuples of descriptors: those of the a_i [M, K_i] and those of the b_i [K_i, N] of these Terms."""
     a_descriptors = ()
     b_descriptors = ()
     NUM: tl.constexpr = len(lefts)
@@ -116,33 +121,36 @@ def descriptors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
 
 @triton.jit
 def weight_of(weights, widths, i: tl.constexpr):
-    """Number `i` of a tuple of pointers to weights of these Widths."""
+    """Returns the Weight number `i` of a tuple of pointers to weights of these Widths."""
     return Weight(weights[i], widths.strides_bk[i], widths.strides_bn[i])
 
 
 @triton.jit
 def as_words(pointer):
-    """The pointer to 32-bit words: what is carried is never unpacked, and so a step does not wait for its load."""
+    """Returns the pointer as one to 32-bit words. Carried data is never unpacked, so a step does not wait for its load.
+    """
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def load_piece(source, first, count, PIECE: tl.constexpr):
-    """Words first, .., first + PIECE - 1 of `source`, as far as they are below `count`."""
+    """Loads the words first, .., first + PIECE - 1 of `source`, as far as they are below `count`."""
     offsets = first + tl.arange(0, PIECE)
     return tl.load(as_words(source) + offsets, mask=offsets < count)
 
 
 @triton.jit
 def load_next_piece(source, piece, first, count, PIECE: tl.constexpr):
-    """`load_piece`, or `piece` as it is where there is nothing to load: no select, which would wait for the load."""
+    """Does what `load_piece` does, or returns `piece` unchanged if there is nothing to load. It uses no select, which
+    would wait for the load.
+    """
     offsets = first + tl.arange(0, PIECE)
     return tl.load(as_words(source) + offsets, mask=offsets < count, other=piece)
 
 
 @triton.jit
 def store_piece(carried, piece, first, end, PIECE: tl.constexpr):
-    """Store what `load_piece` loaded, words `first`, .., as far as they are below `end`."""
+    """Stores what `load_piece` loaded, the words `first`, .., as far as they are below `end`."""
     offsets = first + tl.arange(0, PIECE)
     NUM_TARGETS: tl.constexpr = len(carried.targets)
     for i in tl.static_range(NUM_TARGETS):
@@ -152,8 +160,8 @@ def store_piece(carried, piece, first, end, PIECE: tl.constexpr):
 
 @triton.jit
 def begin_carrying(carried, steps, PIECE: tl.constexpr):
-    """(every how many of `steps` steps one piece is due, so that they are spread evenly; the first piece, where it
-    begins, steps until it is due: the state of `carry_piece`).
+    """Returns (the number of steps for each piece, so that the pieces are spread evenly over `steps` steps; and the
+    state of `carry_piece`: the first piece, where it begins, the steps until it is due).
     """
     every = tl.maximum(steps // tl.maximum(tl.cdiv(carried.words, PIECE), 1), 1)
     piece = load_piece(carried.source, 0, carried.words, PIECE)
@@ -162,9 +170,9 @@ def begin_carrying(carried, steps, PIECE: tl.constexpr):
 
 @triton.jit
 def carry_piece(carried, every, piece, first, left, PIECE: tl.constexpr):
-    """One step of a loop that carries, a piece in every `every`-th step.
+    """Does one step of a loop that carries a piece in every `every`-th step.
 
-    Returns the state for the next step. Where steps are too few, the rest, from word `first` on, is left to `carry`.
+    Returns the state for the next step. If there are too few steps, the rest, from word `first` on, is left to `carry`.
     """
     now = tl.where(left == 0, carried.words, 0)
     store_piece(carried, piece, first, now, PIECE)
@@ -175,7 +183,7 @@ def carry_piece(carried, every, piece, first, left, PIECE: tl.constexpr):
 
 @triton.jit
 def carry(carried, first, PIECE: tl.constexpr):
-    """Copy the words from `first` on, now."""
+    """Copies the words from `first` on, at once."""
     for start in range(first, carried.words, 4 * PIECE):
         piece = load_piece(carried.source, start, carried.words, 4 * PIECE)
         store_piece(carried, piece, start, carried.words, 4 * PIECE)
@@ -183,9 +191,10 @@ def carry(carried, first, PIECE: tl.constexpr):
 
 @triton.jit
 def matmul_tile_by_descriptors(a, b, row, column, K, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr):
-    """acc[m, n] = sum_k A[row + m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; a, b: descriptors, see above.
+    """Returns acc[m, n] = sum_k A[row + m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]. a, b: descriptors, see
+    above.
 
-    Carries what is `carried` meanwhile.
+    It carries `carried` at the same time.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
@@ -198,7 +207,7 @@ def matmul_tile_by_descriptors(a, b, row, column, K, carried, TILES: tl.constexp
 def matmul_steps_by_descriptors(
     acc, begin, end, a, b, row, column, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr
 ):
-    """acc plus the steps begin, .., end - 1 of matmul_tile_by_descriptors, carrying all meanwhile."""
+    """Returns acc plus the steps begin, .., end - 1 of matmul_tile_by_descriptors, and carries all at the same time."""
     CARRIES: tl.constexpr = len(carried.targets) > 0
     if CARRIES:
         every, piece, first, left = begin_carrying(carried, end - begin, TILES.PIECE)
@@ -221,7 +230,9 @@ def matmul_steps_by_descriptors(
 
 @triton.jit
 def matmul_run_by_descriptors(acc, a, b, row, a_first, column, b_first, K, TILES: tl.constexpr):
-    """acc[m, n] plus sum_k A[row + m, a_first + k] * B[b_first + k, column + n] of K steps, a multiple of BLOCK_K."""
+    """Returns acc[m, n] plus sum_k A[row + m, a_first + k] * B[b_first + k, column + n] over k < K, a multiple of
+    BLOCK_K.
+    """
     for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
         a_tile = a.load([row, a_first + k * TILES.BLOCK_K])
         if TILES.K_MAJOR:
@@ -237,10 +248,11 @@ def matmul_run_by_descriptors(acc, a, b, row, a_first, column, b_first, K, TILES
 
 @triton.jit
 def matmul_tile(a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
-    """acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; carries as matmul_tile_by_descriptors.
+    """Returns acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]. It carries as
+    matmul_tile_by_descriptors does.
 
-    a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them). weight: B, a Weight.
-    Columns beyond N come out as 0.
+    a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, which all have to be valid (clamp them). weight: B, a
+    Weight. Columns beyond N are 0.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
@@ -250,7 +262,7 @@ def matmul_tile(a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
 
 @triton.jit
 def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
-    """acc plus what matmul_tile computes."""
+    """Returns acc plus what matmul_tile computes."""
     offs_n = column + tl.arange(0, TILES.BLOCK_N)
     offs_k = tl.arange(0, TILES.BLOCK_K)
     in_n = (offs_n < N)[None, :]
@@ -285,7 +297,7 @@ def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr
 
 @triton.jit
 def further_products_by_descriptors(acc, a, b, row, column, depths, TILES: tl.constexpr):
-    """acc plus all products but the first of tuples of descriptors, of K = depths[i]."""
+    """Returns acc plus all products but the first, given tuples of descriptors and K = depths[i]."""
     NUM: tl.constexpr = len(depths)
     for i in tl.static_range(1, NUM):
         steps = tl.cdiv(depths[i], TILES.BLOCK_K)
@@ -297,7 +309,9 @@ def further_products_by_descriptors(acc, a, b, row, column, depths, TILES: tl.co
 
 @triton.jit
 def further_products(acc, a, rows, b, terms, column, N, TILES: tl.constexpr):
-    """acc plus all products but the first of tuples of pointers, of these Terms. rows: [BLOCK_M], each valid."""
+    """Returns acc plus all products but the first, given tuples of pointers with these Terms. rows: [BLOCK_M], all
+    valid.
+    """
     NUM: tl.constexpr = len(terms.depths)
     for i in tl.static_range(1, NUM):
         weight = Weight(b[i], terms.strides_bk[i], terms.strides_bn[i])
@@ -308,7 +322,7 @@ def further_products(acc, a, rows, b, terms, column, N, TILES: tl.constexpr):
 
 @triton.jit
 def plus_bias(acc, bias, column, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """acc [BLOCK_M, BLOCK_N] plus the row bias[column + n]; acc itself unless HAS_BIAS is 1."""
+    """Returns acc [BLOCK_M, BLOCK_N] plus the row bias[column + n]; acc itself unless HAS_BIAS is 1."""
     if HAS_BIAS == 1:
         offs_n = column + tl.arange(0, BLOCK_N)
         acc += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
@@ -317,7 +331,9 @@ def plus_bias(acc, bias, column, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexp
 
 @triton.jit
 def plus_column(acc, bias, row, last, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """acc [BLOCK_M, BLOCK_N] plus the column bias[row + m], of rows up to `last`; acc itself unless HAS_BIAS is 2."""
+    """Returns acc [BLOCK_M, BLOCK_N] plus the column bias[row + m], for rows up to `last`; acc itself unless HAS_BIAS
+    is 2.
+    """
     if HAS_BIAS == 2:
         offs_m = row + tl.arange(0, BLOCK_M)
         acc += tl.load(bias + offs_m, mask=offs_m <= last, other=0.0).to(tl.float32)[:, None]
@@ -326,11 +342,12 @@ def plus_column(acc, bias, row, last, BLOCK_M: tl.constexpr, HAS_BIAS: tl.conste
 
 @triton.jit
 def matmul_tile_of_few_rows(a, M, b, terms, column, N, TILES: tl.constexpr):
-    """acc[m, n] = sum_i sum_k A_i[m, k] * B_i[k, column + n], fp32 [BLOCK_M, BLOCK_N], for all M <= BLOCK_M rows.
+    """Returns acc[m, n] = sum_i sum_k A_i[m, k] * B_i[k, column + n], fp32 [BLOCK_M, BLOCK_N], for all M <= BLOCK_M
+    rows.
 
-    It takes as long as reading B does. Computed as its transpose: tensor cores want many rows, and columns of B there
-    are, so its blocks go from shared memory straight into them. a: pointers to A_i [M, K_i] with contiguous K, b:
-    pointers to B_i [K_i, N], of these Terms, as tuples.
+    It takes as long as reading B does. The transpose is computed: tensor cores need many rows, and B has many columns,
+    so the blocks of B go from shared memory directly into the tensor cores. a: pointers to A_i [M, K_i] with contiguous
+    K, b: pointers to B_i [K_i, N], both as tuples with these Terms.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
@@ -344,11 +361,11 @@ def matmul_tile_of_few_rows(a, M, b, terms, column, N, TILES: tl.constexpr):
 
 @triton.jit
 def matmul_steps_of_few_rows(acc, a, stride_am, M, weight, column, N, K, TILES: tl.constexpr):
-    """acc [BLOCK_N, BLOCK_M] plus the transpose of A [M, K] @ B [K, column + BLOCK_N]."""
+    """Returns acc [BLOCK_N, BLOCK_M] plus the transpose of A [M, K] @ B [K, column + BLOCK_N]."""
     offs_m = tl.arange(0, TILES.BLOCK_M)
     offs_n = column + tl.arange(0, TILES.BLOCK_N)
     offs_k = tl.arange(0, TILES.BLOCK_K)
-    # Not clamped: else all programs read the same few lines at once.
+    # Do not clamp: otherwise all programs would read the same few lines at once.
     in_m = (offs_m < M)[None, :]
     in_n = (offs_n < N)[:, None]
     a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]

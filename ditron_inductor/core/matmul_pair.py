@@ -1,6 +1,7 @@
 """One tile of two matrix products with the same rows: every block of A is loaded once for both. See core/matmul.py.
 
-Two accumulators of half the columns take the registers of one, and a step loads as much for as many products.
+Two accumulators of half the columns need the registers of one whole accumulator, and a step loads as many bytes for as
+many products.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece
 
 @triton.jit
 def weight_block(b, k, column, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr):
-    """Block [BLOCK_K, BLOCK_N] number k, from `column` on, of a `weight_descriptor`."""
+    """Loads block [BLOCK_K, BLOCK_N] number k, from `column` on, by a `weight_descriptor`."""
     if K_MAJOR:
         b_tile = b.load([column, k * BLOCK_K]).T
     else:
@@ -27,7 +28,7 @@ def weight_block(b, k, column, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, UPC
 def matmul_pair_by_descriptors(
     a, b, other, row, column, K, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr, OTHER_K_MAJOR: tl.constexpr
 ):
-    """(A @ B, A @ other) as `matmul_tile_by_descriptors` computes one; carries as it does."""
+    """Returns (A @ B, A @ other), each as `matmul_tile_by_descriptors` computes it, and carries as that does."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -53,7 +54,7 @@ def matmul_pair_by_descriptors(
 
 @triton.jit
 def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
-    """(A @ B, A @ other) as `matmul_tile` computes one, without carrying."""
+    """Returns (A @ B, A @ other), each as `matmul_tile` computes it, without carrying."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     offs_n = column + tl.arange(0, BLOCK_N)
@@ -91,7 +92,7 @@ def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
 
 @triton.jit
 def matmul_pair_of_few_rows(a, stride_am, M, weight, other, column, N, K, TILES: tl.constexpr):
-    """(A @ B, A @ other) as `matmul_tile_of_few_rows` computes one."""
+    """Returns (A @ B, A @ other), each as `matmul_tile_of_few_rows` computes it."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     offs_m = tl.arange(0, BLOCK_M)

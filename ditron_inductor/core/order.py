@@ -8,13 +8,15 @@ import triton.language as tl
 
 @triton.jit
 def gather_order(step, rank, WORLD: tl.constexpr):
-    """Source rank of the `step`-th chunk when gathering: rank, rank + 1, ...; the own chunk needs no wait."""
+    """Returns the source rank of the `step`-th chunk when gathering: rank, rank + 1, ...; the rank's own chunk needs no
+    wait.
+    """
     return (rank + step) % WORLD
 
 
 @triton.jit
 def scatter_order(step, rank, WORLD: tl.constexpr):
-    """Destination of the `step`-th chunk when scattering: rank + 1, ..., the own chunk last."""
+    """Returns the destination of the `step`-th chunk when scattering: rank + 1, ..., the rank's own chunk last."""
     return (rank + 1 + step) % WORLD
 
 
@@ -33,10 +35,11 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def interleaved_row(row, chunk, rows, block, WORLD: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Row of the whole tensor that row `row` of rank `chunk`'s shard of `rows` rows is.
+    """Returns the row of the whole tensor that corresponds to row `row` of the shard of rank `chunk`, which has `rows`
+    rows.
 
-    Gathering (or scattering) along an inner dimension interleaves the shards (INTERLEAVED): each holds runs of `block`
-    consecutive rows, `block` the product of the shard's sizes from that dimension to the last but one.
+    A gather or scatter along an inner dimension interleaves the shards (INTERLEAVED). Each shard then holds runs of
+    `block` consecutive rows, where `block` is the product of the shard's sizes from that dimension to the last but one.
     """
     if INTERLEAVED:
         return (row // block) * (block * WORLD) + chunk * block + row % block

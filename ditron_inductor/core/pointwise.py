@@ -1,4 +1,5 @@
-"""Functions of elements in fp32 that epilogues are generated from; formulas as in torch, NaN goes through."""
+"""Elementwise functions in fp32 from which epilogues are generated. The formulas are those of torch, and NaN stays NaN.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Triton's interpreter without work that it repeats: more than half of what ranks on the CPU device compute.
+"""Triton's interpreter without repeated work, which is more than half of what ranks on the CPU device compute.
 
-A rank that waits looks, and looks again, at the same words: it sleeps between two looks, so that the rank it waits for
-gets the core.
-Every launch looks through all of `triton.language` for what it has to replace, and so does, inside a kernel, every call
-of a device function. Every sum and product of integers is computed once more, in 64 bits, and compared with the limits
-of its type, for an assertion that is off. And the numpy type of every value is looked up in a dict made for it. Values
-are not touched.
-Only in processes that are ours: ranks that a command or a test starts for itself.
+A rank that waits polls the same words again and again. Here it sleeps between two polls, so that the rank it waits for
+gets the core. Three kinds of work are repeated in the original. Every launch searches all of `triton.language` for what
+it has to replace, and so does every call of a device function inside a kernel. Every sum and product of integers is
+computed a second time in 64 bits and compared with the limits of its type, for an assertion that is off. The numpy type
+of every value is looked up in a dict that is made for it. Values do not change. This applies only to processes of our
+own: ranks that a command or a test starts for itself.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ from typing import Any
 NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder")
 PAUSE_S = 1.0e-3
 pause_s = 0.0
-"""How long a wait of this process sleeps between two looks."""
+"""The time that a wait of this process sleeps between two polls, in seconds."""
 
 
 def make_quick() -> None:
-    """In this process, once, before the first launch, if it has the interpreter at all and one of a known form."""
+    """Makes the interpreter of this process quicker. It is called once, before the first launch, and does nothing if
+    there is no interpreter of a known form.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter
@@ -44,12 +45,14 @@ def make_quick() -> None:
 
 
 def without_overflow_checks(options: Any) -> Any:
-    """`options` of the interpreter's builder, which do not compute what only assertions read where those are off."""
+    """Returns `options` of the interpreter's builder that skip what only assertions read, if assertions are off."""
     return options if options.debug else dataclasses.replace(options, sanitize_overflow=False)
 
 
 def patient(update: Callable[..., Any], acquire: object) -> Callable[..., Any]:
-    """`update`, a builder's atomic operation, which sleeps before it acquires from where it has just acquired."""
+    """Wraps `update`, an atomic operation of the builder: it sleeps before it acquires from the address of its last
+    acquire.
+    """
     last = b""
 
     def update_patiently(self: Any, op: Any, pointer: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
@@ -65,8 +68,8 @@ def patient(update: Callable[..., Any], acquire: object) -> Callable[..., Any]:
 
 
 def patient_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, a builder's masked one, which sleeps before a volatile load from where there has been one since the last
-    time it slept: once for each round of a wait that looks at several places.
+    """Wraps `load`, a masked load of the builder: it sleeps before a volatile load from an address that has been loaded
+    since its last sleep. So a wait that polls several places sleeps once for each round.
     """
     seen: set[bytes] = set()
 
@@ -85,7 +88,7 @@ def patient_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def looked_up_once(look_up: Callable[[Any], Any], scalar_type: type) -> Callable[[Any], Any]:
-    """`look_up`, which keeps what it found for scalars and blocks of them; pointers have no hash."""
+    """Wraps `look_up` so that it keeps what it found for scalars and blocks of scalars; pointers have no hash."""
     of_scalar = functools.cache(look_up)
 
     def look_up_once(found: Any) -> Any:
@@ -96,11 +99,10 @@ def looked_up_once(look_up: Callable[[Any], Any], scalar_type: type) -> Callable
 
 
 def patched_once(patch: Callable[[Any], Any], make_scope: Callable[[], Any], tl: Any) -> Callable[[Any], Any]:
-    """`patch`, which does nothing where a scope that is still open holds all that it would replace, and looks for that
-    only once.
+    """Wraps `patch`: it does nothing if an open scope holds everything that it would replace, and searches only once.
     """
     done: set[str] = set()
-    # By the modules that a function sees and those that were replaced before: what `patch` replaced, and by what.
+    # What `patch` replaced, and by what, for the modules that a function sees and those that were replaced before.
     known: dict[tuple[frozenset[str], frozenset[str]], list[tuple[Any, str, Any]]] = {}
 
     @functools.cache
@@ -124,7 +126,7 @@ def patched_once(patch: Callable[[Any], Any], make_scope: Callable[[], Any], tl:
         restore = scope.restore
 
         def restore_all() -> None:
-            # The launch has ended: what its device functions replaced without a scope is to be replaced again.
+            # The launch has ended, so what its device functions replaced without a scope has to be replaced again.
             done.clear()
             restore()
 

@@ -3,12 +3,12 @@
 The protocol (docs/protocol.md) in one paragraph: each use of a slot has an epoch, which the kernel reads from a device
 word, so a replayed CUDA graph is right. A sender waits for the receiver's *credit* of the slot's previous epoch, writes
 data into the receiver's slot, and *publishes* one flag word (site, epoch). The receiver *waits* for the word and checks
-the site. The last program out advances the epoch; the next launch gives the peers their credits, as nobody reads the
-slot any more. Work is taken by ticket, every send before every wait that may depend on it, so one resident program is
-enough for a launch to complete.
+the site. The program that finishes last advances the epoch. The next launch gives the peers their credits, because
+nobody reads the slot any more. Work is taken by ticket, and every send comes before every wait that may depend on it.
+So one resident program is enough for a launch to complete.
 
-What a kernel knows of its use of a slot travels in one value: first `Words`, what its launch gave it, then `Use`, with
-the epoch too. Functions that need no epoch take either.
+A kernel passes all that it knows of its use of a slot in one value: first `Words`, which its launch gave it, and then
+`Use`, which has the epoch too. Functions that need no epoch take either of them.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ from ditron_inductor.core.layout import (
 )
 
 POISON_PERIOD = tl.constexpr(256)
-"""A wait looks once in so many polls whether another program has failed, for then nothing more will come."""
+"""A wait checks once in so many polls whether another program has failed, because then nothing more will come."""
 
 FIRST_LOOK = tl.constexpr(4)
-"""The poll before which a wait for all looks first: a short wait does not spend the time of a poll on that."""
+"""The poll before which a wait for all checks this for the first time, so a short wait does not spend the time of a
+poll on it.
+"""
 
 
 class Pointers(NamedTuple):
-    """What a kernel is given of a workspace: pointers to the heaps of all ranks, to the control words, and to local
+    """What a kernel gets of a workspace: pointers to the heaps of all ranks, to the control words, and to local
     counters.
     """
 
@@ -66,8 +68,8 @@ class Pointers(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What a launch is given of the protocol: pointers to the heaps of all ranks and to the control words, and the
-    numbers of this rank, of the slot and of the site.
+    """What a launch gets of the protocol: pointers to the heaps of all ranks and to the control words, and the numbers
+    of this rank, of the slot and of the site.
     """
 
     table: Any
@@ -116,7 +118,9 @@ def word(site, epoch):
 
 @triton.jit
 def use_of(words):
-    """The Use of a launch that has these Words. Its epoch is one more than the uses of the slot that have ended."""
+    """Returns the Use of a launch that has these Words. Its epoch is one more than the uses of the slot that have
+    ended.
+    """
     epoch = tl.load(slot_ctl(words) + EPOCH) + 1
     return with_epoch(words, epoch & EPOCH_MASK)
 
@@ -129,7 +133,7 @@ def with_epoch(words, epoch):
 
 @triton.jit
 def behind(seen, epoch):
-    """Whether the epoch in the word `seen` is before `epoch`, modulo 2**EPOCH_BITS."""
+    """Returns whether the epoch in the word `seen` is before `epoch`, modulo 2**EPOCH_BITS."""
     return ((seen - epoch) << WRAP_SHIFT) < 0
 
 
@@ -142,9 +146,9 @@ def healthy(use):
 
 @triton.jit
 def fail(use, code: tl.constexpr, source, row, seen):
-    """Poison the workspace and, if this is its first failure, fill the record that the host turns into an error.
+    """Poisons the workspace and, if this is its first failure, fills the record that the host turns into an error.
 
-    seen: what stood where the word of `source` in flag `row` was waited for.
+    seen: the word that was found in the place of the flag `row` of `source`.
     """
     expected = word(use.site, use.epoch)
     poison = tl.full((), code, tl.int64)
@@ -163,11 +167,12 @@ def fail(use, code: tl.constexpr, source, row, seen):
 
 @triton.jit
 def wait(use, row, source):
-    """Wait until `source` has published this use in flag `row` of this rank; 1 if it has, 0 after a failure.
+    """Waits until `source` has published this use in flag `row` of this rank. Returns 1 if it has, and 0 after a
+    failure.
 
-    Acquire at system scope: what `source` wrote before it published is visible to the whole program afterwards.
-    Bounded: after POLL_LIMIT polls, and soon after another program of this launch has failed, the wait expires, `fail`
-    records why, and the caller must not read the data.
+    It acquires at system scope: what `source` wrote before it published is visible to the whole program afterwards. The
+    wait is bounded. It expires after POLL_LIMIT polls, and soon after another program of this launch has failed. Then
+    `fail` records why, and the caller must not read the data.
     """
     address = flag(use, use.rank, row, source)
     limit = tl.load(use.ctl + POLL_LIMIT)
@@ -190,27 +195,29 @@ def wait(use, row, source):
 
 @triton.jit
 def count_late(seen, others, epoch):
-    """How many of the words `seen`, where `others` is true, are behind `epoch`."""
+    """Returns how many of the words `seen`, where `others` is true, are behind `epoch`."""
     return tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
 
 
 @triton.jit
 def wait_all(use, row, WORLD: tl.constexpr):
-    """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
+    """Does `wait` for every peer's word in flag `row` at once, in one round of polling instead of one for each source.
+    """
     return wait_for_words(use, row, WORLD, True, 1, False)
 
 
 @triton.jit
 def wait_rows(use, row, WORLD: tl.constexpr, ROWS: tl.constexpr):
-    """`wait_all` for ROWS flag rows from `row` on, at once, and for the own words too."""
+    """Does `wait_all` for ROWS flag rows from `row` on, at once, and for this rank's own words too."""
     return wait_for_words(use, row, WORLD, True, ROWS, True)
 
 
 @triton.jit
 def wait_credits(use, WORLD: tl.constexpr):
-    """Wait until every peer has finished with the previous use of the slot, so that it may be overwritten anywhere.
+    """Waits until every peer has finished with the previous use of the slot, so that the slot may be overwritten on
+    every rank.
 
-    Whichever site that was. The program with the first ticket comes here after `settle`.
+    That use may be of any site. The program with the first ticket calls this after `settle`.
     """
     return wait_for_words(with_epoch(use, use.epoch - 1), CREDIT_ROW, WORLD, False, 1, False)
 
@@ -219,11 +226,11 @@ def wait_credits(use, WORLD: tl.constexpr):
 def wait_for_words(
     use, row, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr
 ):
-    """`wait_credits`, `wait_all` or `wait_rows`."""
+    """Implements `wait_credits`, `wait_all` and `wait_rows`."""
     lanes = tl.arange(0, ROWS * MAX_WORLD)
     sources = lanes % MAX_WORLD
     others = (sources < WORLD) & ((sources != use.rank) | OWN)
-    # Addressed once: an acquire empties the cache, so a look at the table takes as long as one at the words.
+    # Compute the addresses once: an acquire empties the cache, so reading the table takes as long as reading the words.
     addresses = flag(use, use.rank, row, 0) + lanes
     nothing = tl.zeros((ROWS * MAX_WORLD,), dtype=tl.int64)
     seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
@@ -258,7 +265,8 @@ def wait_for_words(
 
 @triton.jit
 def proxy_fence(ok):
-    """Order what a wait acquired before block loads (TMA) that follow: they read by another path than the wait did.
+    """Orders what a wait acquired before block loads (TMA) that follow, because these read by another path than the
+    wait did.
 
     Returns `ok`. NVIDIA only.
     """
@@ -269,11 +277,11 @@ def proxy_fence(ok):
 
 @triton.jit
 def publish(use, target, row):
-    """Tell `target` that everything this program wrote for it, and all that it has acquired, is there.
+    """Tells `target` that everything that this program wrote for it, and everything that it has acquired, is visible.
 
-    The one writer of the word is this rank, and it stores, never adds. The barrier makes the stores of all warps
-    precede the release of the one thread that performs it. The word is overwritten by the slot's next use, for which
-    `target` must have given its credit, so it has been read by then.
+    This rank is the only writer of the word, and it stores, never adds. The barrier makes the stores of all warps
+    precede the release, which one thread performs. The next use of the slot overwrites the word. For that use `target`
+    must have given its credit, so the word has been read by then.
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag(use, target, row, use.rank), word(use.site, use.epoch), sem="release", scope="sys")
@@ -281,7 +289,7 @@ def publish(use, target, row):
 
 @triton.jit
 def publish_all(use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
-    """`publish` to every peer at once, and to this rank if OWN.
+    """Does `publish` to every peer at once, and to this rank if OWN.
 
     Each word is stored by a thread of its own, so their releases overlap.
     """
@@ -290,14 +298,16 @@ def publish_all(use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
 
 @triton.jit
 def all_heaps(use, WORLD: tl.constexpr):
-    """The heaps of all ranks, for `publish_to`: where time counts loaded long before, as the release waits for them."""
+    """Returns the heaps of all ranks, for `publish_to`. If time is critical they are loaded long before, because the
+    release waits for them.
+    """
     targets = tl.arange(0, MAX_WORLD)
     return tl.load(use.table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def publish_to(heaps, use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
-    """`publish_all`; heaps: of `all_heaps`."""
+    """Does what `publish_all` does. heaps: the result of `all_heaps`."""
     targets = tl.arange(0, MAX_WORLD)
     others = (targets < WORLD) & ((targets != use.rank) | OWN)
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(use.site, use.epoch)
@@ -308,9 +318,10 @@ def publish_to(heaps, use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
 
 @triton.jit
 def arrive(counter, total):
-    """Count this program's finished part; True for the last of `total`, which has then acquired what all others wrote.
+    """Counts a part that this program has finished. Returns True for the last of `total` parts; its program has then
+    acquired what all others wrote.
 
-    The counter is local to the GPU and is 0 again when the last one has arrived.
+    The counter is local to the GPU, and it is 0 again when the last part has arrived.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
@@ -321,24 +332,24 @@ def arrive(counter, total):
 
 @triton.jit
 def take_send(use):
-    """Ticket of the next piece of work in the send queue of this launch."""
+    """Returns the ticket of the next piece of work in the send queue of this launch."""
     return tl.atomic_add(slot_ctl(use) + SEND_TICKET, 1, sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @triton.jit
 def take_tile(use):
-    """Ticket of the next piece of work in the tile queue of this launch."""
+    """Returns the ticket of the next piece of work in the tile queue of this launch."""
     return tl.atomic_add(slot_ctl(use) + TILE_TICKET, 1, sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @triton.jit
 def request_ticket(use, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted):
-    """Begin to take the next ticket of QUEUE (SEND_TICKET or TILE_TICKET): `granted` waits for it, best after work that
-    hides the latency.
+    """Begins to take the next ticket of QUEUE (SEND_TICKET or TILE_TICKET). `granted` waits for it, and should be
+    called after work that hides the latency.
 
-    The request has a place for each of THREADS threads, so that the result stays in the register of the one that asked.
-    Where `wanted` is false nothing is asked for, and `granted` means nothing. A program may hold one tile ticket ahead:
-    the holder of the first unfinished ticket waits for finished ones only.
+    The request has a place for each of THREADS threads, so that the result stays in the register of the thread that
+    asked. If `wanted` is false, nothing is requested, and the result of `granted` has no meaning. A program may hold
+    one tile ticket ahead, because the holder of the first unfinished ticket waits for finished tickets only.
     """
     lanes = tl.arange(0, THREADS)
     # Only the first of these addresses is used. Were they all the same, the assembler would make one request of all
@@ -356,10 +367,10 @@ def granted(request, THREADS: tl.constexpr):
 
 @triton.jit
 def ask_to_send(use, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """Begin to look at the credits of all peers, and at the health of the workspace: `may_send` has the answer.
+    """Begins to read the credits of all peers, and the health of the workspace. `may_send` has the answer.
 
-    Each of the words has a thread to itself, as in `request_ticket`, so nothing waits for them before `may_send`. There
-    is no acquire, for the same reason: credits carry no data, and the stores that they allow stand behind a branch.
+    Each of the words is read by a thread of its own, as in `request_ticket`, so nothing waits for them before
+    `may_send`. There is no acquire: credits carry no data, and the stores that they allow stand behind a branch.
     """
     lanes = tl.arange(0, THREADS)
     words = tl.where(lanes == WORLD, use.ctl + POISON + lanes * 0, flag(use, use.rank, CREDIT_ROW, 0) + lanes)
@@ -369,9 +380,11 @@ def ask_to_send(use, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def may_send(asked, due, use, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """Wait until every peer has finished with the previous use of the slot; 1 if they have, in a healthy workspace.
+    """Waits until every peer has finished with the previous use of the slot. Returns 1 if they have and the workspace
+    is healthy.
 
-    asked: of `ask_to_send`. due: `last_use` if this program has the first ticket, else 0, for `settle` before a wait.
+    asked: the result of `ask_to_send`. due: `last_use` if this program has the first ticket, and otherwise 0; it is for
+    `settle` before a wait.
     """
     lanes = tl.arange(0, THREADS)
     late = (lanes < WORLD) & (lanes != use.rank) & behind(asked, use.epoch - 1)
@@ -391,22 +404,26 @@ def data(use, rank, dtype: tl.constexpr):
 
 @triton.jit
 def last_use(use):
-    """The use that ended last, whose credits are due; 0 for none. Read before this program's `finish` or `leave`."""
+    """Returns the use that ended last, whose credits are due; 0 if there is none. It has to be read before this
+    program's `finish` or `leave`.
+    """
     return tl.load(use.ctl + DUE)
 
 
 @triton.jit
 def credits_due(use, alive):
-    """`last_use` for `settle`, if `alive`: when one has failed its peers are to stop too, not to go on overwriting."""
+    """Returns `last_use` for `settle` if `alive`, and otherwise 0. After a failure the peers should stop too, and not
+    go on overwriting.
+    """
     return tl.where(alive != 0, last_use(use), 0)
 
 
 @triton.jit
 def settle(due, use, WORLD: tl.constexpr):
-    """Give the credits that are due: all kernels of that use have ended, so nobody reads its slot any more.
+    """Gives the credits that are due: all kernels of that use have ended, so nobody reads its slot any more.
 
-    By the program with the first ticket, before it waits for anything: a peer may be waiting for these. To give twice
-    does no harm, as newer credits come from later launches only.
+    The program with the first ticket does this before it waits for anything, because a peer may be waiting for these
+    credits. Giving them twice does no harm, because newer credits come only from later launches.
     """
     if due != 0:
         slot = ((due >> EPOCH_BITS) - 1).to(tl.int32)
@@ -415,15 +432,16 @@ def settle(due, use, WORLD: tl.constexpr):
 
 @triton.jit
 def finish(use):
-    """Last act of every program: the last one out closes the use; see `close`."""
+    """Ends a program. Every program calls this last, and the program that finishes last closes the use (see `close`).
+    """
     close(tl.atomic_add(slot_ctl(use) + DONE, 1, sem="relaxed", scope="gpu"), use)
 
 
 @triton.jit
 def leave(use, ticket, due, THREADS: tl.constexpr, wanted):
-    """Begin to `finish` early, where time counts: when this program has its last ticket, the epoch and the last use.
+    """Begins to `finish` early, if time is critical: when this program has its last ticket, the epoch and the last use.
 
-    `granted` has the number for `close`. Not asked for unless `wanted`.
+    `granted` has the number for `close`. Nothing is requested unless `wanted`.
     """
     # True, but it takes every thread's values to know that: no warp is still reading them when the use is closed. The
     # epoch is added, as the compiler knows that it is not negative.
@@ -434,11 +452,11 @@ def leave(use, ticket, due, THREADS: tl.constexpr, wanted):
 
 @triton.jit
 def close(number, use):
-    """If this program is the last one, reset the tickets, advance the epoch, and note that the credits are due.
+    """If this program is the last one, resets the tickets, advances the epoch, and notes that the credits are due.
 
-    number: of programs that had left before. They may still be working, and reading the slot. Nothing here is read
-    before the next launch, so nothing has to be ordered; and the epoch of a failed launch advances too, since the next
-    one finds the poison word and returns NaN.
+    number: the number of programs that had left before. They may still be working, and reading the slot. Nothing that
+    is written here is read before the next launch, so nothing has to be ordered. The epoch of a failed launch advances
+    too, because the next launch finds the poison word and returns NaN.
     """
     if number == tl.num_programs(0) - 1:
         words = slot_ctl(use)

@@ -1,12 +1,12 @@
 """Time stamps in kernels: when a program began and ended a tile, a wait or a send, and on which SM.
 
-They exist in a kernel only where its `TRACE` says by which clock: `OFF`, its default, compiles to nothing at all. The
-events of a launch go to a buffer of bounded size, whose address stands in the control words; once it is full they are
-counted and not kept.
+A kernel has them only if its `TRACE` names a clock; the default, `OFF`, compiles to nothing at all. The events of a
+launch go to a buffer of bounded size, whose address is in the control words. Once the buffer is full, events are
+counted but not kept.
 
-A kernel takes part with a parameter `TRACE: tl.constexpr = 0`, one `began = now(TRACE)` before what is to be seen, and
-one `event(..)` behind it; `Launch` and `Exchange` do the rest. Events of one program may lie inside each other, not
-across.
+A kernel takes part with a parameter `TRACE: tl.constexpr = 0`, a `began = now(TRACE)` in front of what is to be seen,
+and an `event(..)` behind it; `Launch` and `Exchange` do the rest. Events of one program may be nested, but may not
+overlap otherwise.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ END = tl.constexpr(7)
 
 @triton.jit
 def host_clock():
-    """Of the interpreter only: in compiled code nobody asks it."""
+    """The host's clock, in the interpreter only: compiled code does not call it."""
     return 0
 
 
 if not isinstance(host_clock, JITFunction):
-    # The interpreter calls any function as it comes by.
+    # The interpreter calls every function that it reaches.
     host_clock = time.perf_counter_ns
 
 
 @triton.jit
 def now(TRACE: tl.constexpr):
-    """The time by the clock of TRACE; 0 where it is OFF."""
+    """Returns the time by the clock of TRACE; 0 if that is OFF."""
     if TRACE == NVIDIA:
         clock = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     elif TRACE == AMD:
@@ -81,8 +81,8 @@ def now(TRACE: tl.constexpr):
 
 @triton.jit
 def multiprocessor(TRACE: tl.constexpr):
-    """The number of the SM that this program runs on, on AMD GPUs of die, shader engine and compute unit; in the
-    interpreter that of the program.
+    """Returns the number of the SM that this program runs on; on AMD GPUs it consists of die, shader engine and compute
+    unit. In the interpreter it is the number of the program.
     """
     if TRACE == NVIDIA:
         number = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -102,10 +102,10 @@ def multiprocessor(TRACE: tl.constexpr):
 
 @triton.jit
 def event(use, began, detail, peer, KIND: tl.constexpr, TRACE: tl.constexpr):
-    """Keep that what `began` then, of KIND, has ended now, in a use of a slot. detail: which tile, chunk or piece;
-    peer: a rank.
+    """Records an event of KIND in a use of a slot, which `began` at that time and ends now. detail: the number of the
+    tile, chunk or piece. peer: a rank.
 
-    Nothing where TRACE is OFF, or where the control words name no buffer.
+    Does nothing if TRACE is OFF, or if the control words name no buffer.
     """
     if TRACE != OFF:
         ended = now(TRACE)

@@ -1,6 +1,7 @@
 """The Device level: memory that peers can reach, signals and epochs, and the limits on waiting for them.
 
-``workspaces.get(group_name, device, options)`` is the way in, ``with workspace.call(site, nbytes)`` one use of it.
+``workspaces.get(group_name, device, options)`` returns a workspace, and ``with workspace.call(site, nbytes)`` is one
+use of it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What the ranks of a group agreed on for a piece of their program, and what follows from it for a graph of this rank.
 
 An `Agreement` is made in a meeting (meetings.py) and holds for every later graph of the same piece of the program and
-the same form. A later graph may have another form on this rank alone: it is compiled anew when a statistic is logged
-here in the hundredth step, or when this rank has nothing to multiply this time. Then its peers run what was agreed and
-do not come to the meeting. So the graph runs what was agreed too: its nodes go by the library where the agreement has
-none, and where the agreement has a node that this graph lacks, the graph is compiled again with a node that adds
-nothing (`conform`).
+the same form. A later graph may have another form on this rank alone. For example, it is compiled again because a
+statistic is logged here in the hundredth step, or because this rank has nothing to multiply this time. Its peers then
+run what was agreed and do not come to a meeting. So this graph runs what was agreed too. Its nodes run by the library
+where the agreement has no node. Where the agreement has a node that this graph lacks, the graph is compiled again with
+a node that adds nothing (`conform`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ditron_inductor.errors import DitronDiverged
 
 @dataclass(frozen=True)
 class Form:
-    """What all ranks run at one launch: a Task node of this kind, or the collective where `kind` is empty.
+    """What all ranks run at one launch: a Task node of this kind, or the collective if `kind` is empty.
 
-    library: why nodes of other kinds run by the library here. leader: what rank 0 has of its own, as JSON.
+    library: why nodes of other kinds run by the library here. leader: the local facts of rank 0, as JSON.
     """
 
     wire: str
@@ -36,10 +36,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks run: the form of each launch, by group; or, where `plain` says why, what Inductor would run.
+    """What all ranks run: the form of each launch, by group. If `plain` gives a reason, they run what Inductor would
+    run.
 
-    counts: how many collectives the graph of each rank holds, by group and rank. moved: by group what all graphs moved
-    across their collectives, and the hash of their ops, where they moved something.
+    counts: how many collectives the graph of each rank holds, by group and rank. moved: for each group in which
+    something was moved across collectives, what all graphs moved, and the hash of their ops.
     """
 
     plain: str = ""
@@ -52,10 +53,11 @@ class Agreement:
 class Decision:
     """What one graph does.
 
-    plain: why it runs as Inductor alone would run it, empty where it runs as it was rewritten. library: by group and
-    site, why a node runs by the library. leader: by group and site, what rank 0 has of its own, as JSON: all ranks plan
-    with that. conform: the forms that the graph has to be compiled for, because its own are others; None where they are
-    not. final: whether it holds for all calls; else somebody did not come, and the next call tries again.
+    plain: why it runs as Inductor alone would run it; empty if it runs as it was rewritten. library: by group and site,
+    why a node runs by the library. leader: by group and site, the local facts of rank 0, as JSON, with which all ranks
+    plan. conform: the forms for which the graph has to be compiled again, because its own forms differ; None if they do
+    not. final: whether the decision holds for all calls; otherwise somebody did not come, and the next call tries
+    again.
     """
 
     plain: str = ""
@@ -66,7 +68,7 @@ class Decision:
 
 
 def forms_of(facts: GroupFacts, verdict: Verdict) -> tuple[Form, ...]:
-    """The forms of a group from its facts on any rank and from what all ranks said."""
+    """Returns the forms of a group, from its facts on any rank and from the verdict on all ranks."""
     return tuple(
         Form(launch.wire, launch.kind, "", verdict.leader[number])
         if number in verdict.leader
@@ -76,10 +78,10 @@ def forms_of(facts: GroupFacts, verdict: Verdict) -> tuple[Form, ...]:
 
 
 def decide(facts: GraphFacts, agreement: Agreement) -> Decision:
-    """What a graph with these facts does under an agreement.
+    """Returns what a graph with these facts does under an agreement.
 
-    Raises DitronDiverged where it cannot do its part: the passes of the others changed the collectives, and this graph
-    has something that keeps them as they are.
+    Raises DitronDiverged if it cannot do its part: the passes of the others changed the collectives, and something in
+    this graph keeps them as they are.
     """
     if agreement.plain:
         return Decision(plain=agreement.plain)
@@ -118,25 +120,25 @@ def _unlike(group: GroupFacts, forms: Sequence[Form]) -> DitronDiverged:
 
 
 def _may_be(sizes: Sequence[int | None], others: Sequence[int | None]) -> bool:
-    return all(None in (one, other) or one == other for one, other in zip(sizes, others, strict=True))
+    return all(None in (first, other) or first == other for first, other in zip(sizes, others, strict=True))
 
 
 class Agreements:
-    """All that this process has agreed on, by the process group that a graph names first."""
+    """All agreements of this process, by the process group that a graph names first."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[str, list[tuple[GraphFacts, Agreement]]]]
         self._known = WeakKeyDictionary()
 
     def find(self, facts: GraphFacts) -> Agreement | None:
-        """What was agreed for a graph of this form, with these sizes or with some that may be these, since one graph
-        has a symbol where another has a number.
+        """Returns what was agreed for a graph of this form. The sizes have to be equal, or may be equal, because one
+        graph has a symbol where another one has a number.
         """
         return next((agreed for other, agreed in self._of_program(facts) if other.form == facts.form), None)
 
     def find_other(self, facts: GraphFacts) -> Agreement | None:
-        """What was agreed for a graph of this piece of the program, whatever form it has: the peers of this rank may
-        run that, and not know that this rank has another graph.
+        """Returns what was agreed for a graph of this piece of the program, whatever its form. The peers of this rank
+        may run that, and not know that this rank has another graph.
         """
         return next((agreed for _, agreed in reversed(self._of_program(facts)) if not agreed.plain), None)
 
@@ -145,10 +147,10 @@ class Agreements:
         return [(other, agreed) for other, agreed in known if _may_be(other.sizes, facts.sizes)]
 
     def keep(self, facts: GraphFacts, agreement: Agreement) -> None:
-        """Remember what was agreed for a graph."""
+        """Remembers what was agreed for a graph."""
         known = self._known.setdefault(groups.find(facts.groups[0].name), {})
         known.setdefault(facts.program, []).append((facts, agreement))
 
     def forget(self) -> None:
-        """Agree on everything anew."""
+        """Forgets all agreements, so that the ranks agree anew."""
         self._known = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""How many polls a bounded wait makes per second on a device, so that a time limit becomes a count of polls.
+"""The number of polls that a bounded wait makes per second on a device, which turns a time limit into a count of polls.
 
 A kernel has no portable clock, so its waits count polls. One wait that can never succeed, on memory of this rank (as
 all waits are), is timed once per device and process.
@@ -28,7 +28,9 @@ def _wait_in_vain(table, ctl, rank, slot, row, source, site):  # type: ignore[no
 
 
 class PollRates:
-    """Polls per second of each device, measured at first use (tens of milliseconds and one small compilation)."""
+    """The polls per second of each device, measured at first use (this takes tens of milliseconds and one small
+    compilation).
+    """
 
     def __init__(self) -> None:
         self._rates: dict[torch.device, float] = {}
@@ -41,7 +43,9 @@ class PollRates:
 
 
 def measure(device: torch.device) -> float:
-    """Polls per second of a waiting program on `device`. Synchronises the device; never inside a capture."""
+    """Measures the polls per second of a waiting program on `device`. It synchronises the device, and must not be
+    called inside a capture.
+    """
     if device.type != "cuda":
         return _measure(device)
     with torch.cuda.device(device):
@@ -55,7 +59,8 @@ def _measure(device: torch.device) -> float:
     ctl = torch.zeros(slot_layout.CTL_WORDS, dtype=torch.int64, device=device)
     record = torch.zeros(slot_layout.RECORD_WORDS, dtype=torch.int64, device=device)
     _timed_wait(ctl, table, record, 1)  # compiles
-    # The fastest round counts: one that was interrupted would make every limit too short, and waits fail for nothing.
+    # The fastest round counts. A round that was interrupted would make every limit too short, and waits would fail
+    # without cause.
     seconds = min(_timed_wait(ctl, table, record, polls) for _ in range(ROUNDS))
     assert int(record[words.STATE.value]) == words.TIMEOUT.value
     return polls / seconds
@@ -66,7 +71,7 @@ def _timed_wait(ctl: torch.Tensor, table: torch.Tensor, record: torch.Tensor, po
     ctl[words.POLL_LIMIT.value] = polls
     ctl[words.RECORD.value] = record.data_ptr()
     _synchronize(ctl.device)
-    # On a busy machine the interpreter waits for its turn too, which is no polling; its pauses are.
+    # On a busy machine the interpreter also waits for its turn. This is not polling, but its pauses are.
     clock = time.perf_counter if ctl.device.type == "cuda" else time.thread_time
     start = clock()
     _wait_in_vain[(1,)](table, ctl, 0, 0, 0, 0, 1, num_warps=1)

@@ -1,4 +1,4 @@
-"""What a group of ranks can run: each rank states facts about itself, and one pure function joins them."""
+"""The capabilities of a group of ranks: each rank states facts about itself, and one pure function joins them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ import torch
 from ditron_inductor.device import slot_layout
 
 OLDEST_CUDA = (8, 0)
-"""bf16 tensor cores and system-scope acquire loads as Triton emits them."""
+"""The oldest compute capability with bf16 tensor cores and the system-scope acquire loads that Triton emits."""
 
 IN_BAND = "DITRON_IN_BAND"
-"""Set to 0 on any rank, kernels of its group send nothing in band (core/in_band.py)."""
+"""The environment variable that turns off sending in band (core/in_band.py): if it is 0 on any rank, kernels of its
+group send nothing in band.
+"""
 
 SYMM_MEM_BACKEND = "CUDA"
-"""torch's own backend, ROCm included: in the others each allocation is a collective call of all ranks there are."""
+"""torch's own backend of symmetric memory, also for ROCm. With other backends each allocation is a collective call of
+all ranks of the program.
+"""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What all ranks of a group can do; equal on every rank, the weakest rank counts.
+    """What all ranks of a group can do. It is equal on every rank, and the weakest rank decides.
 
     `arch` is "sm_90", "gfx942", "interpreter" or "cpu". `num_sms` is the smallest of the ranks' devices. `peer_access`:
     every rank can load and store the memory of every other. `tile_available`: the `tile` kernels can run, which needs
-    peer access. A reason is a sentence without a full stop, empty where the flag beside it is True. `in_band`: kernels
-    may send in band. `launch_us`: of the slowest rank's host, see host_speed.py.
+    peer access. A reason is a sentence without a full stop, empty if the flag beside it is True. `in_band`: kernels may
+    send in band. `launch_us`: the microseconds of a launch on the slowest rank's host (see host_speed.py).
     """
 
     device_type: str
@@ -49,7 +53,8 @@ class Capabilities:
     launch_us: float = 0.0
 
     def without_peer_access(self, reason: str) -> Capabilities:
-        """The same devices when mapping each other's memory failed for `reason`."""
+        """Returns the same capabilities without peer access, because mapping each other's memory failed for `reason`.
+        """
         return replace(self, peer_access=False, peer_reason=reason, tile_available=False, tile_reason=reason)
 
 
@@ -58,9 +63,9 @@ class RankFacts:
     """One rank's view of itself and of the devices it sees.
 
     `host` is equal for processes that can hand each other memory: one machine, one container. `device_id` is the UUID
-    of a GPU, else "cpu". `peers` maps the other devices that this process sees to whether it can access their memory.
-    `tile_problem` says why this rank alone could not run a `tile` kernel, or is empty. `in_band`: it may send so.
-    `launch_us`: microseconds of the host for a launch, 0 where nobody has measured.
+    of a GPU, or "cpu". `peers` maps the other devices that this process sees to whether it can access their memory.
+    `tile_problem` says why this rank alone could not run a `tile` kernel, or is empty. `in_band`: kernels of this rank
+    may send in band. `launch_us`: microseconds of the host for a launch, 0 if nobody has measured.
     """
 
     host: str
@@ -79,7 +84,9 @@ class RankFacts:
 
 
 def probe(device: torch.device) -> RankFacts:
-    """The facts of this process about `device`. No collective; for CUDA, initialises the device."""
+    """Returns the facts of this process about `device`. It makes no collective call. For CUDA it initialises the
+    device.
+    """
     return _probe_cuda(device) if device.type == "cuda" else _probe_cpu(device)
 
 
@@ -111,7 +118,7 @@ def _probe_cuda(device: torch.device) -> RankFacts:
         num_sms=properties.multi_processor_count,
         peers=peers,
         tile_problem=problem,
-        # Elsewhere it is not known when a peer sees a store without a release.
+        # On other devices it is not known when a peer sees a store without a release.
         in_band=torch.version.hip is None and os.environ.get(IN_BAND) != "0",
     )
 
@@ -132,7 +139,7 @@ def _probe_cpu(device: torch.device) -> RankFacts:
 
 
 def interpreter_problem() -> str:
-    """Why Triton's interpreter cannot run our kernels in this process, or an empty string."""
+    """Returns why Triton's interpreter cannot run our kernels in this process; empty if it can."""
     if not _interpreted():
         return "TRITON_INTERPRET=1 was not set before Triton was imported"
     # Without numpy the kernels could not even have been decorated.
@@ -147,7 +154,7 @@ def _interpreted() -> bool:
 
     from ditron_inductor.core import signals
 
-    # What counts is the value of TRITON_INTERPRET when the kernels were decorated, and this is what came of it.
+    # The value of TRITON_INTERPRET when the kernels were decorated counts, and this shows which value that was.
     return not isinstance(signals.wait, JITFunction)
 
 
@@ -165,7 +172,9 @@ def _host() -> str:
 
 
 def combine(ranks: Sequence[RankFacts]) -> Capabilities:
-    """The capabilities of a group from the facts of its ranks, by group rank. Pure, so that all ranks agree."""
+    """Returns the capabilities of a group from the facts of its ranks, by group rank. It is a pure function, so all
+    ranks agree.
+    """
     peer_reason = _peer_problem(ranks)
     tile_reason = next((f"{_on(rank, ranks)}{f.tile_problem}" for rank, f in enumerate(ranks) if f.tile_problem), "")
     names = sorted({facts.device_name for facts in ranks})

@@ -1,7 +1,7 @@
-"""The few functions of the GPU driver that torch does not hand on, or only at several times their price.
+"""The few functions of the GPU driver that torch does not offer, or offers at several times their cost.
 
-They are called by ctypes in the library that torch and Triton use themselves, so its context is the current one.
-Streams are passed by handle.
+They are called by ctypes in the library that torch and Triton use themselves, so the current context is theirs. Streams
+are passed by handle.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Callable
 import torch
 
 Copy = Callable[[int, int, int, int], None]
-"""(target address, source address, bytes, stream): queue a copy on the stream."""
+"""A function of (target address, source address, bytes, stream) that queues a copy on the stream."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The driver's library. Of HIP the one that torch has loaded: its wheels bring their own."""
+    """Returns the library of the driver. For HIP this is the one that torch has loaded, because its wheels bring their
+    own.
+    """
     if torch.version.hip is None:
         return ctypes.CDLL("libcuda.so.1")
     with open("/proc/self/maps") as maps:
@@ -28,7 +30,9 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def capture_info() -> Callable[..., int]:
-    """A function of (stream, status*, id*): the capture that the stream takes part in; returns the driver's error."""
+    """Returns the driver's function of (stream, status*, id*) that reads the capture in which the stream takes part; it
+    returns the driver's error.
+    """
     # Both signatures are frozen; the second version of CUDA's is followed by outputs that may be null.
     if torch.version.hip is not None:
         return library().hipStreamGetCaptureInfo  # type: ignore[no-any-return]
@@ -38,9 +42,9 @@ def capture_info() -> Callable[..., int]:
 
 @functools.cache
 def device_copy() -> Copy:
-    """Copies within a device, or from a peer's memory that is mapped here: what `Tensor.copy_` comes down to for
-    contiguous tensors of one dtype, without a view of either end, and on any stream of the current device. Raises
-    RuntimeError if the driver refuses.
+    """Returns a function that copies within a device, or from a peer's memory that is mapped here, on any stream of the
+    current device. `Tensor.copy_` does the same for contiguous tensors of one dtype; here neither end needs a view. The
+    function raises RuntimeError if the driver refuses.
     """
     # Both take (target, source, bytes, stream), and both may be captured.
     function = library().cuMemcpyDtoDAsync_v2 if torch.version.hip is None else library().hipMemcpyDtoDAsync
@@ -56,5 +60,5 @@ def device_copy() -> Copy:
 
 
 def host_copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """The same on the CPU, at once."""
+    """Copies on the CPU, at once; the arguments are those of a copy on a GPU."""
     ctypes.memmove(target, source, nbytes)

@@ -1,8 +1,8 @@
-"""What a compiled graph tells the other ranks of its collectives, and what follows when their lists are compared.
+"""The facts that a compiled graph tells the other ranks about its collectives, and the comparison of all ranks' lists.
 
 `GraphFacts` travels as text: in the code of the compiled graph, so that a graph from a cache has it too, and through
 the store when the ranks meet (see meetings.py). `compare` is a pure function of what all ranks have said, so all of
-them come to the same answer.
+them reach the same answer.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SERVED_BY_LIBRARY = "all_reduce", "reduce_scatter", "all_gather"
-"""Collectives whose Task nodes, when they run by `library`, issue just the collective that a rank without the node
-issues itself. The nodes of all-to-alls send the same elements in another order.
+"""Collectives whose Task nodes, when they run by `library`, issue exactly the collective that a rank without the node
+issues. The nodes of all-to-alls are not among them, because they send the same elements in another order.
 """
 
 EQUAL_SIZES = "all_reduce", "reduce_scatter", "all_gather"
-"""Collectives to which every rank contributes as many elements."""
+"""Collectives to which every rank contributes the same number of elements."""
 
 
 @dataclass(frozen=True)
 class LaunchFacts:
     """One launch of a group: a collective, or a Task node.
 
-    wire: the collective, its reduction and its dtype, as "all_reduce sum bfloat16": equal on all ranks, or the program
-    is wrong. numel: elements that this rank contributes, None where the size is a symbol. device_type: "cpu" or "cuda".
-    kind: what Task node it became, empty where it was left alone. local: what only this rank need have (bias, epilogue,
-    number of products), as JSON. site: the node's name. place: a hash of the lines of the program that launch it, as
-    this rank knows them. order: how many launches of all groups stand in front of it.
+    wire: the collective, its reduction and its dtype, as "all_reduce sum bfloat16"; if it is not equal on all ranks,
+    the program is wrong. numel: elements that this rank contributes, None if the size is a symbol. device_type: "cpu"
+    or "cuda". kind: the Task node that the collective became, empty if it was left alone. local: facts that may be this
+    rank's alone (bias, epilogue, number of products), as JSON. site: the node's name. place: a hash of the lines of the
+    program that launch it, as this rank knows them. order: how many launches of all groups stand in front of it.
     """
 
     wire: str
@@ -48,7 +48,7 @@ class GroupFacts:
     """The launches of one group in one graph. before: as Inductor alone would run them; after: as the passes left them.
 
     world_size: the number of ranks that the graph was compiled for. moved: what the passes moved from one side of a
-    collective to the other, or made one of, so that other numbers travel, or in another order; empty if nothing.
+    collective to the other, or merged, so that other numbers are sent, or in another order; empty if nothing.
     structure: a hash of all ops of the graph before the passes.
     """
 
@@ -61,18 +61,18 @@ class GroupFacts:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the passes left the group's collectives as they were: then this rank does the same whatever its peers
+        """Whether the passes left the group's collectives as they were. Then this rank does the same whatever its peers
         decide, and waits for nobody.
         """
-        same = [one.wire for one in self.before] == [one.wire for one in self.after]
-        return same and not self.moved and not any(one.kind for one in self.after)
+        same = [launch.wire for launch in self.before] == [launch.wire for launch in self.after]
+        return same and not self.moved and not any(launch.kind for launch in self.after)
 
     @property
     def form(self) -> tuple[tuple[str, ...], ...]:
-        """What the passes made of the group's collectives: wire facts and kinds, and of which graph, if they moved
-        anything across them.
+        """What the passes made of the group's collectives: wire facts and kinds, and the hash of the graph if they
+        moved anything across its collectives.
         """
-        launches = tuple((one.wire, one.kind) for one in self.after)
+        launches = tuple((launch.wire, launch.kind) for launch in self.after)
         return (*launches, (self.moved, self.structure)) if self.moved else launches
 
 
@@ -85,31 +85,34 @@ class GraphFacts:
 
     @property
     def is_bare(self) -> bool:
-        """Whether all of its groups are."""
+        """Whether all groups of the graph are bare."""
         return all(group.is_bare for group in self.groups)
 
     @property
     def program(self) -> str:
-        """A hash of the collectives as the program has them, by the lines that launch them, and of the options, without
-        sizes: equal for two graphs of one piece of the program, compiled for other sizes or with something else beside
-        the collectives.
+        """A hash of the program's collectives, by the lines that launch them, and of the options. Sizes are not a part
+        of it: it is equal for two graphs of one piece of the program that were compiled for different sizes, or with
+        different ops beside the collectives.
         """
-        groups = [[one.name, one.world_size, [[two.wire, two.place] for two in one.before]] for one in self.groups]
+        groups = [
+            [group.name, group.world_size, [[before.wire, before.place] for before in group.before]]
+            for group in self.groups
+        ]
         return digest(json.dumps([groups, sorted(self.options.items())]))
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """Elements of all collectives of the program."""
+        """The numbers of elements of all collectives of the program."""
         return tuple(launch.numel for group in self.groups for launch in group.before)
 
     @property
     def form(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """What the passes made of its collectives, by group."""
+        """What the passes made of the graph's collectives, by group."""
         return tuple(group.form for group in self.groups)
 
     @property
     def key(self) -> str:
-        """A hash of the program, its sizes and its form: sites find by it what was agreed."""
+        """A hash of the program, its sizes and its form, by which sites find what was agreed."""
         return digest(json.dumps([self.program, self.sizes, self.form]))
 
     def text(self) -> str:
@@ -123,12 +126,12 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the lists of one group say together.
+    """The result of comparing the lists of all ranks of one group.
 
-    plain: why the graph has to run as Inductor alone would run it, empty where it need not. library: by the number of
-    the launch, why its node has to run by the library. leader: what rank 0 has of its own, by the number of the launch:
-    all ranks plan with that. options: names of options that differ, with the ranks that hold each value. diverged: (the
-    number of the launch, rank, its collective, another rank, its collective) of the first collective that differs.
+    plain: why the graph has to run as Inductor alone would run it; empty if it need not. library: by the number of the
+    launch, why its node has to run by the library. leader: by the number of the launch, the local facts of rank 0, with
+    which all ranks plan. options: names of options that differ, with the ranks that hold each value. diverged: the
+    first collective that differs, as (the number of the launch, rank, its collective, another rank, its collective).
     """
 
     plain: str = ""
@@ -139,19 +142,19 @@ class Verdict:
 
 
 def digest(text: str) -> str:
-    """Twelve hex digits."""
+    """Returns twelve hex digits of a hash of the text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def group_of(value: Mapping[str, Any]) -> GroupFacts:
-    """The facts of a group from what JSON makes of them."""
+    """Returns the facts of a group from parsed JSON."""
     before, after = ([LaunchFacts(**launch) for launch in value[part]] for part in ("before", "after"))
     others = value["moved"], value["structure"]
     return GroupFacts(value["name"], value["world_size"], tuple(before), tuple(after), *others)
 
 
 def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) -> Verdict:
-    """What follows from the facts of all ranks of a group, and from their options, by rank."""
+    """Returns what follows from the facts of all ranks of a group and from their options, both by rank."""
     different = differing(options)
     if different and any(group.is_bare for group in groups):
         # A rank with nothing to agree on does not wait, and would not hear of an error.
@@ -166,7 +169,7 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
         if len(set(counts)) > 1:
             return Verdict(plain=f"the graphs of the ranks have {by_rank(counts)} {name} of the group")
     orders = [[launch.order for launch in group.after] for group in groups]
-    if any(one != orders[0] for one in orders):
+    if any(order != orders[0] for order in orders):
         # A rank that waits in one group would keep another one waiting in the other.
         return Verdict(plain=f"launches of other groups stand elsewhere between those of the group: {by_rank(orders)}")
     moved = [(group.moved, group.structure) for group in groups]
@@ -191,11 +194,13 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
 
 
 def differing(settings: Sequence[Mapping[str, str]]) -> str:
-    """The names that do not have the same value on all ranks, as "x is a on rank 0, b on ranks 1, 2"; empty if none."""
+    """Returns the names that do not have the same value on all ranks, as "x is a on rank 0, b on ranks 1, 2"; empty if
+    there are none.
+    """
     names = dict.fromkeys(name for values in settings for name in values)
     found = []
     for name in names:
-        values = [str(one.get(name)) for one in settings]
+        values = [str(setting.get(name)) for setting in settings]
         if len(set(values)) > 1:
             found.append(f"{name} is {by_rank(values)}")
     return "; ".join(found)
@@ -215,7 +220,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _diverged(lists: Sequence[Sequence[LaunchFacts]]) -> tuple[int, int, str, int, str] | None:
-    """The first collective that two ranks do not have alike, as far as both have one: a graph may break on one rank."""
+    """Returns the first collective that differs between two ranks. Only collectives that both have are compared,
+    because a graph may break on one rank.
+    """
     for rank, launches in enumerate(lists[1:], 1):
         for number, (first, other) in enumerate(zip(lists[0], launches, strict=False)):
             sizes = {first.numel, other.numel} - {None} if first.wire.startswith(EQUAL_SIZES) else set()

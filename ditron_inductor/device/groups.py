@@ -1,4 +1,6 @@
-"""Process groups by name: rank, size, store and timeout, and whether the group is still the one it was."""
+"""Process groups by name: rank, size, store and timeout, and whether a group has been replaced by another of the same
+name.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from torch.distributed import distributed_c10d
 class Group:
     """One process group as the Device level sees it.
 
-    `rank` and `world_size` count inside the group, `global_ranks` are its members' ranks in the default group.
-    `store` is the group's c10d store under a prefix of ours; `timeout_s` the time its own collectives may take.
-    Two groups are the same only if they are the same object: a group that was destroyed and made again under the same
-    name has peers that kept nothing of the old one.
+    `rank` and `world_size` count inside the group. `global_ranks` are its members' ranks in the default group. `store`
+    is the group's c10d store under a prefix of ours. `timeout_s` is the time that its own collectives may take. Two
+    groups are the same only if they are the same object: if a group was destroyed and made again under the same name,
+    its peers have kept nothing of the old group.
     """
 
     name: str
@@ -30,12 +32,15 @@ class Group:
     process_group: weakref.ref[dist.ProcessGroup]
 
     def is_current(self) -> bool:
-        """Whether the group's name still resolves to this group. Raises RuntimeError when it resolves to none."""
+        """Returns whether the group's name still resolves to this group. Raises RuntimeError when it resolves to none.
+        """
         return distributed_c10d._resolve_process_group(self.name) is self.process_group()  # type: ignore[arg-type]
 
 
 def find(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A process group from itself, its name, or None for the default group. Raises RuntimeError or ValueError."""
+    """Returns a process group, given the group, its name, or None for the default group. Raises RuntimeError or
+    ValueError.
+    """
     if group is None:
         return distributed_c10d._get_default_group()
     if isinstance(group, str):
@@ -44,9 +49,9 @@ def find(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def resolve(group: str | dist.ProcessGroup | None, device: torch.device | None = None) -> Group:
-    """The `Group` of what `find` takes.
+    """Returns the `Group` of a process group, which is given as to `find`.
 
-    The timeout is that of the backend which serves tensors on `device`, by default the group's first one.
+    The timeout is that of the backend for tensors on `device`, by default that of the group's first backend.
     """
     process_group = find(group)
     global_ranks = tuple(distributed_c10d.get_process_group_ranks(process_group))

@@ -1,7 +1,7 @@
-"""What the ranks of a group tell each other before they run together, and what has to be equal.
+"""The handshake: what the ranks of a group tell each other before they run together, and what has to be equal.
 
-At a group's first use, and at the first use of new options in it. Options or versions that differ are an error that
-names them; capabilities are joined, the weakest rank counts; of differing tables rank 0's is taken.
+It takes place at a group's first use, and at the first use of new options in it. Options or versions that differ are an
+error that names them. Capabilities are joined, and the weakest rank decides. If tables differ, rank 0's is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AgreedOptions:
-    """The options of a site that all ranks of its group must share, since they decide what runs and how long it waits.
+    """The options of a site that all ranks of its group must share, because they decide what runs and how long it
+    waits.
 
     strategy: one of `nodes.STRATEGIES`. workspace_limit: bytes. timeout_s: seconds, 0.0 for the group's own timeout.
     trials: whether the first calls try several strategies.
@@ -37,7 +38,9 @@ class AgreedOptions:
 
 @dataclass(frozen=True)
 class HandshakeResult:
-    """What a group settled on: its capabilities, and the table of measured choices that the plan uses on all ranks."""
+    """The result of a handshake: the group's capabilities, and the table of measured choices that the plan uses on all
+    ranks.
+    """
 
     capabilities: Capabilities
     table: str
@@ -54,7 +57,9 @@ def versions() -> dict[str, str]:
 def shake_hands(
     session: Session, options: AgreedOptions, facts: RankFacts, table: str, timeout_s: float
 ) -> HandshakeResult:
-    """Agree with all ranks of a new group. Collective. Raises DitronOptionsMismatch and DitronHandshakeError."""
+    """Reaches an agreement of all ranks of a new group. Collective. Raises DitronOptionsMismatch and
+    DitronHandshakeError.
+    """
     digest = hashlib.blake2b(table.encode(), digest_size=8).hexdigest()
     offer: dict[str, Any] = {
         "settings": {**_settings(options), **{f"{name} version": value for name, value in versions().items()}},
@@ -78,10 +83,12 @@ def shake_hands(
 def agree_options(
     session: Session, options: AgreedOptions, timeout_s: float, site: str = "new options", size: int = 0
 ) -> list[int]:
-    """Agree on further options, or on the options and sizes of a further site, in a group that has shaken hands.
+    """Reaches an agreement on further options, or on the options and sizes of a further site, in a group that has
+    shaken hands.
 
-    Returns every rank's `size`. Collective: the ranks meet here for either reason, so that one which comes with other
-    options is told so. Raises as `shake_hands`, and DitronDiverged when the options are equal and the sites are not.
+    Returns every rank's `size`. Collective: the ranks meet here for both reasons, so that a rank with other options
+    gets an error that says so. Raises what `shake_hands` raises, and DitronDiverged if the options are equal and the
+    sites are not.
     """
     offer = {"settings": _settings(options), "site": site, "size": size}
     offers = session.all_gather("agree on a site and its options", offer, timeout_s)

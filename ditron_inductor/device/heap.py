@@ -1,9 +1,9 @@
 """Symmetric heaps: one allocation per rank, of equal size, each mapped into every rank's address space.
 
-Two steps, so that an allocation that fails on one rank leaves no other waiting inside the second: a rank makes its
-heap, the ranks tell each other that they could, and then map each other's. The CPU heap is anonymous memory handed over
-by file descriptor: it has no name in any file system, is not bound by the size of /dev/shm, and ends with the last
-process that maps it, however that process ends.
+There are two steps, so that an allocation that fails on one rank leaves no other rank waiting inside the second step.
+First each rank makes its heap, and the ranks tell each other that this succeeded. Then they map each other's heaps. The
+CPU heap is anonymous memory, which is passed on by file descriptor. It has no name in any file system, is not limited
+by the size of /dev/shm, and ends with the last process that maps it, however that process ends.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ class Heap(Protocol):
     """One rank's part of a symmetric heap, and after `join` its view of all parts."""
 
     local: torch.Tensor
-    """This rank's bytes: uint8 [nbytes], zero when made."""
+    """This rank's bytes: uint8 [nbytes], which are zero at first."""
 
     addresses: tuple[int, ...]
-    """Where this process sees the heap of each rank; empty before `join`."""
+    """The address of each rank's heap in this process; empty before `join`."""
 
     def offer(self) -> dict[str, Any]:
-        """What the other ranks need to map this heap, as JSON."""
+        """Returns what the other ranks need to map this heap, as JSON."""
         ...
 
     def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
-        """What has to succeed on every rank before any of them joins. Raises OSError or RuntimeError."""
+        """Does everything that has to succeed on every rank before any of them joins. Raises OSError or RuntimeError.
+        """
         ...
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
-        """Map the heaps of all ranks from their `offers`, by group rank. Collective. Raises OSError or RuntimeError."""
+        """Maps the heaps of all ranks from their `offers`, by group rank. Collective. Raises OSError or RuntimeError.
+        """
         ...
 
     def joined(self) -> None:
-        """All ranks have mapped this heap: give up what only the mapping needed."""
+        """Releases what only the mapping needed; all ranks have mapped this heap."""
         ...
 
     def view(self, rank: int) -> torch.Tensor:
@@ -53,15 +55,16 @@ class Heap(Protocol):
 
 
 def make_heap(device: torch.device, nbytes: int) -> Heap:
-    """Allocate this rank's heap of `nbytes` on `device`. Raises OSError or RuntimeError when there is no memory."""
+    """Allocates this rank's heap of `nbytes` on `device`. Raises OSError or RuntimeError if there is no memory."""
     return CudaHeap(device, nbytes) if device.type == "cuda" else CpuHeap(nbytes)
 
 
 class RendezvousCount:
-    """How many rendezvous for our heaps this process has taken part in.
+    """The number of rendezvous for our heaps in which this process has taken part.
 
-    torch numbers the store keys of its rendezvous by process, not by group. Ranks with different histories (one is in a
-    further group, say) would wait for keys that the other never writes, so those with fewer catch up alone.
+    torch numbers the store keys of its rendezvous by process, not by group. Ranks with different histories (for
+    example, one is in a further group) would wait for keys that the other never writes. So ranks with fewer rendezvous
+    catch up alone.
     """
 
     def __init__(self) -> None:
@@ -69,11 +72,11 @@ class RendezvousCount:
         self.alone: dist.ProcessGroup | None = None
 
     def catch_up(self, target: int, device: torch.device) -> None:
-        """Take part in rendezvous of a group of this rank alone, until `target` of them are done."""
+        """Takes part in rendezvous of a group of this rank alone, until the count is `target`."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         if self.done < target and self.alone is None:
-            # Synchronised locally: no other rank has to know of it.
+            # The device is synchronised locally, which no other rank has to know.
             self.alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         while self.done < target:
             assert self.alone is not None
@@ -86,8 +89,9 @@ RENDEZVOUS = RendezvousCount()
 
 
 class CudaHeap:
-    """Symmetric memory of torch, allocated on its own rather than from a pool: a heap may be made while a CUDA graph's
-    private pool is active, must not lie in it, and starts at offset 0 of its allocation on every rank."""
+    """Symmetric memory of torch, allocated separately rather than from a pool. A heap may be made while a CUDA graph's
+    private pool is active, and must not lie in this pool. It starts at offset 0 of its allocation on every rank.
+    """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.local = private_cuda_bytes(device, nbytes)
@@ -133,10 +137,10 @@ def private_cuda_bytes(device: torch.device, nbytes: int) -> torch.Tensor:
 
 
 def outside_pools(device: torch.device, act: Callable[[], Any]) -> Any:
-    """What `act` returns, run by a thread of its own with `device` as its current one.
+    """Runs `act` on a thread of its own, with `device` as its current device, and returns the result.
 
-    What a thread allocates while it warms up a CUDA graph goes into the graph's pool, where nothing may stay; and
-    torch's rendezvous keeps two small tables for good.
+    Memory that a thread allocates while it warms up a CUDA graph goes into the graph's pool, where nothing may stay.
+    But torch's rendezvous keeps two small tables for good.
     """
 
     def run() -> Any:
@@ -182,12 +186,13 @@ class CpuHeap:
         return self._maps[rank]
 
     def _map_peer(self, offer: dict[str, Any]) -> torch.Tensor:
-        """Maps what a rank offered, which came through a store that others may write to: a heap like ours or OSError.
+        """Maps what a rank offered. The offer came through a store to which others may write, so anything but a heap
+        like ours raises OSError.
 
-        The device is that of all memory without a name, so no file of any file system passes for a heap.
+        Memory without a name has a device number of its own, so no file of any file system is accepted as a heap.
         """
         pid, number, device, inode = (_whole_number(offer, name) for name in ("pid", "fd", "device", "inode"))
-        # O_NONBLOCK: a pipe or a device must not stop us before it is refused.
+        # With O_NONBLOCK, a pipe or a device cannot block this process before it is refused.
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             found, own = os.fstat(fd), self._status
@@ -204,7 +209,7 @@ class CpuHeap:
 
 
 def _whole_number(offer: dict[str, Any], name: str) -> int:
-    """A number of an offer. Raises OSError for anything else, which must not become part of a path."""
+    """Returns a number of an offer. Raises OSError for anything else, because the number becomes a part of a path."""
     value = offer.get(name) if isinstance(offer, dict) else None
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise OSError(f"a rank offered its heap with {name} {value!r}, which is not a whole number")

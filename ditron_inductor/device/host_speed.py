@@ -1,6 +1,7 @@
-"""How long this host takes to launch a kernel, by which the plan knows what an eager call of many launches costs here.
+"""The time that this host takes to launch a kernel, from which the plan knows what an eager call of many launches
+costs.
 
-Hosts that carry the same GPU differ by several times: their cores are older, shared, or kept busy by others.
+The times of hosts with the same GPU differ several times, because their cores are older, shared, or busy.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ SIZE = 64
 
 @functools.cache
 def launch_us(device: torch.device) -> float:
-    """Microseconds of the host for one eager `torch.mm` of a small size, back to back; 0 for what is no GPU.
+    """Returns the microseconds of the host for one eager `torch.mm` of a small size, back to back; 0 if the device is
+    not a GPU.
 
-    The median of a few rounds, some milliseconds in all, once for each device and process, whatever groups there are.
-    Synchronises the device; never inside a capture.
+    It is the median of a few rounds, and is measured once for each device and process, in a few milliseconds. It
+    synchronises the device, and must not be called inside a capture.
     """
     if device.type != "cuda":
         return 0.0
     x = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, device=device)
     rounds = []
-    # The first one loads libraries.
+    # The first call loads libraries.
     with torch.autocast(device.type, enabled=False):
         for _ in range(ROUNDS + 1):
             torch.cuda.synchronize(device)

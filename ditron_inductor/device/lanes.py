@@ -1,4 +1,5 @@
-"""Streams beside the current one: a side for transfers that run while matrix products do, and a second main one.
+"""Streams beside the current one: a side stream for transfers that run at the same time as matrix products, and a
+second main stream.
 
     with call.fork() as lane:          # what follows on the side waits for the main stream
         wait(lane.side)                # a launch on the side, by its handle
@@ -10,12 +11,12 @@
             ...                        # a product whose first tiles fill the SMs that the main stream's last ones leave
                                        # at the end the main stream waits for all of both
 
-Nothing may be queued on the side that needs something queued on the main stream later: on the CPU device, and where two
-streams share one queue of the hardware, everything runs in the order of the calls here. Whoever frees memory that the
-side uses does so after the end of the block; the main stream is behind the side by then.
+Nothing may be queued on the side stream that depends on something queued later on the main stream. On the CPU device,
+and if two streams share one queue of the hardware, everything runs in the order of the calls. Memory that the side
+stream uses may be freed only after the end of the block, because then the main stream has waited for the side.
 
-The side never becomes torch's current stream, since its launches and copies are told theirs by handle. Products of the
-library go to the current stream, so there is a switch for each turn of the second one.
+The side stream never becomes torch's current stream, because its launches and copies get it by handle. Products of the
+library go to the current stream, so the current stream is switched for each use of the second main stream.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ from ditron_inductor.device import driver
 from ditron_inductor.device.streams import NO_STREAM, CallOrder, switch_to
 
 HIGH_PRIORITY = -1
-"""A waiting kernel of the side gets the next free SM, before the blocks of a large product that are still to come."""
+"""The priority of the side stream: its waiting kernels get the next free SM, before further blocks of a large product.
+"""
 
 Transfer = tuple[int, int, int]
-"""A copy on the side: how many bytes behind the start of a tensor it goes, the address in a peer's slot, bytes."""
+"""A copy on the side stream: (its offset in bytes in the target tensor, its source address in a peer's slot, its size
+in bytes).
+"""
 
 HERE: AbstractContextManager[object] = nullcontext()
-"""Where there is nothing to switch."""
+"""The context to use if there is nothing to switch."""
 
 
 class Lane(Protocol):
     """One use of the side stream: a context that forks it off the main stream, and joins it again, also on errors."""
 
     main: int
-    """Handle of the main stream, the current one; inside `beside` of the second one."""
+    """The handle of the main stream, which is the current one; inside `beside`, that of the second main stream."""
     side: int
-    """Handle of the side."""
+    """The handle of the side stream."""
 
     def __enter__(self) -> Lane: ...
 
@@ -55,32 +59,32 @@ class Lane(Protocol):
     ) -> None: ...
 
     def beside(self) -> AbstractContextManager[object]:
-        """What is launched inside goes to the second main stream: `here` and `wait` are about it there."""
+        """Returns a context in which launches go to the second main stream, and `here` and `wait` refer to it."""
         ...
 
     def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
-        """Queue copies to the tensor at this address on the side."""
+        """Queues copies to the tensor at this address on the side stream."""
         ...
 
     def here(self) -> torch.cuda.Event | None:
-        """A mark of where the main stream is now."""
+        """Returns a mark at the present end of the main stream."""
         ...
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
-        """The side waits for a mark of the main stream."""
+        """Makes the side stream wait for a mark of the main stream."""
         ...
 
     def mark(self) -> torch.cuda.Event | None:
-        """A mark of where the side is now."""
+        """Returns a mark at the present end of the side stream."""
         ...
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        """The main stream waits for a mark of the side."""
+        """Makes the main stream wait for a mark of the side stream."""
         ...
 
 
 class HostLane:
-    """The CPU device: everything runs at once, in the order of the calls."""
+    """The lane of the CPU device: everything runs immediately, in the order of the calls."""
 
     main = 0
     side = 0
@@ -114,18 +118,18 @@ class HostLane:
 
 
 class StreamLane:
-    """The CUDA device. One object for each workspace, used by one call after another.
+    """The lane of a CUDA device. There is one object for each workspace, which one call after another uses.
 
-    order: knows the stream of the present call. The side stream and the second main one are made when they are used
-    first. Marks are events: kept for the next call, or of their own inside a capture, where one that a finished capture
-    recorded must not be used again.
+    order: knows the stream of the present call. The side stream and the second main stream are made when they are first
+    used. Marks are events, which are kept for the next call. Inside a capture they are new, because an event that a
+    finished capture recorded must not be used again.
     """
 
     def __init__(self, device: torch.device, order: CallOrder) -> None:
         self.main = self.side = NO_STREAM
         self._device = device
         self._order = order
-        # The stream of the present call, and that of the main work now: it, or the second one.
+        # The stream of the present call, and the stream of the main work now, which is the same or the second one.
         self._caller: torch.cuda.Stream | None = None
         self._caller_handle = NO_STREAM
         self._current: torch.cuda.Stream | None = None
@@ -198,7 +202,7 @@ class StreamLane:
         mark.wait(self._current)
 
     def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event:
-        # Without a stream it would be recorded on the current one.
+        # Pass the stream, because otherwise the event would be recorded on the current one.
         assert stream is not None
         if self._capturing:
             event = torch.cuda.Event()
@@ -212,7 +216,8 @@ class StreamLane:
 
 
 class _Beside:
-    """Makes the second stream of a lane its main one, and the current one; used by one block after another."""
+    """Makes the second stream of a lane its main stream, and torch's current stream. One block after another uses it.
+    """
 
     def __init__(self, lane: StreamLane, stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -236,5 +241,5 @@ class _Beside:
 
 
 def make_lane(device: torch.device, order: CallOrder) -> Lane:
-    """The streams of a workspace on `device`; made when they are used first."""
+    """Returns the lane of a workspace on `device`. Its streams are made when they are first used."""
     return StreamLane(device, order) if device.type == "cuda" else HostLane()

@@ -13,13 +13,13 @@ from ditron_inductor.device import groups
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, group_of, ranks_text
 
 NOBODY = ""
-"""Stands for the entry of a bare graph, which has no register."""
+"""The uid of the entry of a bare graph, which has no register."""
 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One line of a rank's log. uid: names its register, empty for a bare graph. attempt: how often the rank has posted
-    these facts, this time included. facts, options: see facts.py.
+    """One line of a rank's log. uid: the name of its register, empty for a bare graph. attempt: how often the rank has
+    posted these facts, this time included. facts, options: see facts.py.
     """
 
     uid: str
@@ -38,7 +38,7 @@ class Elsewhere:
 
 
 class GroupLog:
-    """What one process has written and read in the logs of one group."""
+    """The entries that one process has written and read in the logs of one group."""
 
     def __init__(self, group: groups.Group, life: str) -> None:
         self.group = group
@@ -51,7 +51,7 @@ class GroupLog:
         self._posted: Counter[str] = Counter()
 
     def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> LogEntry:
-        """Append an entry to the own log."""
+        """Appends an entry to this rank's log."""
         value = {"uid": uid, "position": position, "facts": json.loads(GraphFacts((facts,)).text()), "options": options}
         key = GraphFacts((facts,), options).key
         self._posted[key] += 1
@@ -61,9 +61,9 @@ class GroupLog:
         return LogEntry(uid, position, attempt, facts, options)
 
     def find(self, own: LogEntry, peer: int) -> LogEntry | Elsewhere | None:
-        """The peer's entry at the position of `own`, or why there will be none, or None: not yet.
+        """Returns the peer's entry at the position of `own`, or why there will be none, or None if it is not there yet.
 
-        An entry of an earlier position is passed over. A bare one is remembered, since its rank posts it only once.
+        An entry of an earlier position is skipped. A bare entry is remembered, because its rank posts it only once.
         """
         while True:
             found = self._look(peer)
@@ -78,18 +78,18 @@ class GroupLog:
             if found.uid == NOBODY:
                 self._bare[peer, program_of(found.facts)] = found
             if found.position == own.position:
-                # Positions that do not count alike on all ranks must not pair two calls of one graph.
+                # If ranks count differently, two different calls of one graph must not be paired.
                 if found.uid == NOBODY or found.attempt == own.attempt:
                     return found
                 return Elsewhere(f"{ranks_text([peer])} has come {found.attempt} times, not {own.attempt}", False)
             self.runs_plain(peer, found.position + len(found.facts.before))
 
     def bare(self, own: LogEntry, peer: int) -> LogEntry | None:
-        """What the peer posted for a bare graph with the same collectives, if it ever did."""
+        """Returns the entry that the peer posted for a bare graph with the same collectives; None if it never did."""
         return self._bare.get((peer, program_of(own.facts)))
 
     def runs_plain(self, peer: int, position: int) -> None:
-        """Note that the peer is in a graph whose collectives are all the library's, up to a position."""
+        """Notes that up to a position the peer is in a graph whose collectives are all the library's."""
         self._inside[peer] = max(self._inside[peer], position)
 
     def _look(self, peer: int) -> LogEntry | None:
@@ -105,13 +105,15 @@ class GroupLog:
 
 
 def program_of(facts: GroupFacts) -> str:
-    """The group's collectives and the lines that launch them, in the graph of any rank that runs the same program."""
+    """Returns the group's collectives and the lines that launch them, which are equal in the graphs of all ranks that
+    run the same program.
+    """
     return json.dumps([[launch.wire, launch.place] for launch in facts.before])
 
 
 def position_of(group: groups.Group, facts: GroupFacts) -> int:
-    """Collectives that the group's library has launched so far for the device of the graph, counted alike on all ranks;
-    0 where the library does not count.
+    """Returns the number of collectives that the group's library has launched so far for the device of the graph, which
+    all ranks count in the same way; 0 if the library does not count.
     """
     process_group = group.process_group()
     launches = facts.before or facts.after

@@ -1,23 +1,24 @@
-"""Where the ranks compare their compiled graphs, before the first collective of each: the meeting.
+"""The meeting: the ranks compare their compiled graphs before the first collective of each.
 
 Graphs of two ranks may legally differ beside a collective: one rank adds a bias, logs a statistic, breaks its graph, or
-has nothing to multiply. What its peers fused is then not what it runs, and a kernel that waits for signals would wait
+has nothing to multiply. Then a rank may not run what its peers fused, and a kernel that waits for signals would wait
 for a rank that is in the library's collective. So every graph that holds collectives meets its peers once, on the host,
-when it runs for the first time, through the store of the process group. What comes of it is a `Decision`.
+when it runs for the first time, through the store of the process group. The result is a `Decision`.
 
 Who meets whom. Every rank keeps a log of its meetings in each group. An entry says at which *position* the graph
 begins: the number of collectives that the group's library has launched so far, eager ones included. A fused launch does
-not count on any rank, since all have agreed on it, so equal positions are the same point of the program on all ranks.
-A rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on
-has passed this point outside of any compiled graph, and will not come.
+not count on any rank, since all have agreed on it, so equal positions are the same point of the program on all ranks. A
+rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on has
+passed this point outside of any compiled graph, and will not come.
 
 How they agree. Every entry has a register in the store, which is written once, by compare-and-set. Its own rank writes
-into it what it has seen: the entries of all peers, and what follows from them. Anybody may write "closed" instead, and
-does so when somebody has not come in time. The ranks are agreed when all registers, of all ranks that are connected by
-the groups of these graphs, hold entries that fit together. Everybody reads the same registers, so everybody comes to
-the same answer; and an entry that a former life of the group left in the store cannot have seen the present ones.
+into it what it has seen: the entries of all peers, and what follows from them. Any rank may write "closed" instead, and
+does so if a rank has not come in time. The ranks are agreed when all registers, of all ranks that are connected by the
+groups of these graphs, hold entries that fit together. All ranks read the same registers, so all reach the same answer.
+An entry that an earlier group of the same name left in the store cannot have seen the present entries.
 
-A graph that the passes left as it was ("bare") only posts its entry: it runs alike whatever the others decide.
+A graph that the passes left as it was ("bare") only posts its entry, because it runs in the same way whatever the
+others decide.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ GAVE_UP = "a peer gave up waiting"
 
 
 class Holder:
-    """Stands for the workspace of a call that has none: it holds as long as what the ranks of the group decided."""
+    """Replaces the workspace of a call that has none. It is valid as long as the decisions of the ranks of the group.
+    """
 
     def __init__(self, meetings: Meetings, process_group: dist.ProcessGroup) -> None:
         self._meetings = meetings
@@ -63,7 +65,7 @@ class Holder:
 
 
 class Meetings:
-    """All meetings of a process, and what has been decided in them."""
+    """All meetings of a process, and the decisions made in them."""
 
     def __init__(self) -> None:
         self._logs: WeakKeyDictionary[dist.ProcessGroup, GroupLog] = WeakKeyDictionary()
@@ -72,40 +74,41 @@ class Meetings:
         self._sites: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[str, str]]] = WeakKeyDictionary()
         self._plain: dict[tuple[str, str], str] = {}
         self.version = 0
-        """Grows when something was agreed on, and when that is forgotten."""
+        """A counter that grows when something is agreed on, and when agreements are forgotten."""
         self.life = 0
-        """Grows when all is forgotten."""
+        """A counter that grows when everything is forgotten."""
 
     def note_plain(self, facts: GraphFacts, reason: str) -> None:
-        """Remember, for reports, why the sites of a graph do not run."""
+        """Remembers, for reports, why the sites of a graph do not run."""
         for group in facts.groups:
             self._plain.update({(group.name, launch.site): reason for launch in group.after if launch.site})
 
     def plain_reason(self, group_name: str, site: str) -> str:
-        """Why a site's graph runs as Inductor alone would run it; empty where it does not."""
+        """Returns why a site's graph runs as Inductor alone would run it; empty if it does not."""
         return self._plain.get((group_name, site), "")
 
     def library_reason(self, group_name: str, site: str) -> str:
-        """Why a node runs by the library whatever the plan says; empty where the ranks have agreed on the node, or have
-        not met because it is no part of a compiled graph.
+        """Returns why a node runs by the library whatever the plan says; empty if the ranks have agreed on the node, or
+        have not met because it is not a part of a compiled graph.
         """
         return self._site(group_name, site)[0]
 
     def leader(self, group_name: str, site: str) -> str:
-        """What rank 0 has of its own at a site that all ranks have, as JSON; empty where the ranks have not met."""
+        """Returns the local facts of rank 0 at a site that all ranks have, as JSON; empty if the ranks have not met."""
         return self._site(group_name, site)[1]
 
     def _site(self, group_name: str, site: str) -> tuple[str, str]:
         return self._sites.get(groups.find(group_name), {}).get(site, ("", ""))
 
     def holder(self, process_group: dist.ProcessGroup) -> Holder:
-        """What a call depends on that was decided here."""
+        """Returns what a call depends on that was decided here."""
         return Holder(self, process_group)
 
     def known(self, facts: GraphFacts) -> Decision | None:
-        """What follows for a graph from what was agreed for this piece of the program, if anything was.
+        """Returns the decision for a graph that follows from what was agreed for this piece of the program; None if
+        nothing was.
 
-        Raises DitronDiverged, see `agreements.decide`.
+        Raises DitronDiverged (see `agreements.decide`).
         """
         agreement = self._agreements.find(facts)
         if agreement is None:
@@ -114,14 +117,16 @@ class Meetings:
         return self._noted(decide(facts, agreement))
 
     def _note_places(self, facts: GraphFacts, agreement: Agreement) -> None:
-        """Where the peers are while this rank runs the graph."""
+        """Notes where the peers are in the program while this rank runs the graph."""
         for group in facts.groups if agreement.plain else ():
             log = self._log(group.name)
             for peer, count in agreement.counts.get(group.name, {}).items():
                 log.runs_plain(peer, position_of(log.group, group) + count)
 
     def forget(self, process_group: dist.ProcessGroup, life: str) -> None:
-        """Meet anew for all graphs of a group, whose ranks have come together in a session of this name."""
+        """Forgets what was decided in a group, so that its ranks meet anew for all graphs. They have come together in a
+        session of this name.
+        """
         self._lives[process_group] = life
         self._logs.pop(process_group, None)
         # A graph of several groups may be kept with any of them.
@@ -132,14 +137,14 @@ class Meetings:
         self.life += 1
 
     def meet(self, facts: GraphFacts, limit_s: float) -> Decision:
-        """Agree with the peers of a graph that is about to run. All ranks of its groups come here, or will not.
+        """Reaches an agreement with the peers of a graph that is about to run. Peers that will not come are detected.
 
         Raises DitronStaleGraph, DitronOptionsMismatch and DitronDiverged, the latter two on all ranks alike, and
         DitronHandshakeError when a store cannot be reached.
         """
         check_world_sizes(facts)
         other = self._agreements.find_other(facts)
-        # Where the peers may run another form of this graph, and wait for it, a bare one waits too.
+        # If the peers may run another form of this graph, and wait for it, a bare graph waits too.
         touched = [group for group in facts.groups if other is not None or not group.is_bare]
         try:
             if not touched:
@@ -165,7 +170,7 @@ class Meetings:
             return found
         self._agreements.keep(facts, found)
         self._note_places(facts, found)
-        # Graphs that posted their facts and went on have something to keep to from now on.
+        # Graphs that posted their facts and went on have to follow the agreement from now on.
         self.version += 1
         return self._noted(decide(facts, found))
 
@@ -202,14 +207,15 @@ class _Meeting:
         ]
 
     def hold(self, believe_bare: bool) -> Agreement | Decision:
-        """Wait for the peers, compare, agree; a decision without an agreement where somebody does not come.
+        """Waits for the peers, compares the graphs, and returns the agreement. If a rank does not come, it returns a
+        decision without an agreement.
 
-        believe_bare: whether a peer that does not come is taken to run the bare graph that it once posted.
+        believe_bare: whether to assume that a peer that does not come runs the bare graph that it once posted.
         """
         found: list[dict[int, LogEntry]] = [{log.group.rank: own} for log, own in zip(self.logs, self.own, strict=True)]
         decision = self._held(found, believe_bare)
         if isinstance(decision, Decision):
-            # Of an agreement the same is noted whenever its graph runs.
+            # For an agreement the same is noted whenever its graph runs.
             for log, seen in zip(self.logs, found, strict=True):
                 for peer, entry in seen.items():
                     log.runs_plain(peer, entry.position + len(entry.facts.before))
@@ -221,7 +227,7 @@ class _Meeting:
         return replace(decision, counts=counts)
 
     def _held(self, found: list[dict[int, LogEntry]], believe_bare: bool) -> Agreement | Decision:
-        """What is decided; fills in the entries of the peers, by group and rank."""
+        """Returns what is decided, and fills in the entries of the peers, by group and rank."""
         for _ in self._polls():
             problem = self._collect(found)
             if problem is not None:
@@ -230,15 +236,15 @@ class _Meeting:
                 break
         else:
             for log, own, seen in zip(self.logs, self.own, found, strict=True) if believe_bare else ():
-                seen |= {rank: one for rank in self._absent(log, seen) if (one := log.bare(own, rank)) is not None}
+                seen |= {rank: entry for rank in self._absent(log, seen) if (entry := log.bare(own, rank)) is not None}
             if self._missing(found):
                 return self._close(Elsewhere(self._missing(found), False))
         entries = [[seen[rank] for rank in sorted(seen)] for seen in found]
-        verdicts = [compare([one.facts for one in ranks], [one.options for one in ranks]) for ranks in entries]
+        verdicts = [compare([entry.facts for entry in ranks], [entry.options for entry in ranks]) for ranks in entries]
         names = [_members(log.group) for log in self.logs]
         errors = [_error(log, verdict) for log, verdict in zip(self.logs, verdicts, strict=True)]
         said = {
-            "seen": {name: [one.uid for one in ranks] for name, ranks in zip(names, entries, strict=True)},
+            "seen": {name: [entry.uid for entry in ranks] for name, ranks in zip(names, entries, strict=True)},
             "plain": next((verdict.plain for verdict in verdicts if verdict.plain), ""),
             "error": next((error for error in errors if error is not None), None),
         }
@@ -248,7 +254,7 @@ class _Meeting:
         return self._conclude(said, verdicts)
 
     def _collect(self, found: list[dict[int, LogEntry]]) -> Elsewhere | None:
-        """Look into the logs of those who are missing; why one of them will not come, if so."""
+        """Reads the logs of the ranks that are missing. Returns the reason if one of them will not come."""
         if self._read(self.uid) is not None:
             return Elsewhere(GAVE_UP, False)
         for log, own, seen in zip(self.logs, self.own, found, strict=True):
@@ -260,7 +266,7 @@ class _Meeting:
                     continue
                 closed = entry.uid != NOBODY and self._read(entry.uid) == CLOSED
                 if closed and program_of(entry.facts) != program_of(own.facts):
-                    # Left from an earlier graph, behind which fused calls alone have run.
+                    # The entry is that of an earlier graph, behind which only fused calls have run.
                     continue
                 seen[peer] = entry
                 if closed:
@@ -268,7 +274,7 @@ class _Meeting:
         return None
 
     def _conclude(self, own: Mapping[str, Any], verdicts: Sequence[Verdict]) -> Agreement | Decision:
-        """Read the registers of everybody who is connected with this rank, and decide by all of them."""
+        """Reads the registers of all ranks that are connected with this one, and decides by all of them."""
         said = {self.uid: own}
         open_ones = [uid for uids in own["seen"].values() for uid in uids if uid not in (self.uid, NOBODY)]
         while open_ones:
@@ -304,7 +310,7 @@ class _Meeting:
         return [rank for rank in range(log.group.world_size) if rank not in seen]
 
     def _missing(self, found: Sequence[Mapping[int, LogEntry]]) -> str:
-        """Who has not come, as a sentence; empty if all have."""
+        """Returns a sentence that names the ranks that have not come; empty if all have."""
         missing = [
             f"{ranks_text(absent)} of group '{log.group.name}'"
             for log, seen in zip(self.logs, found, strict=True)
@@ -317,7 +323,9 @@ class _Meeting:
         return Decision(plain=why.reason, final=why.for_good)
 
     def _wait_for(self, uid: str) -> str:
-        """What the register holds in the end: closed, if its owner does not write into it in time."""
+        """Waits for a register and returns what it holds in the end: "closed" if its owner does not write into it in
+        time.
+        """
         for _ in self._polls():
             text = self._read(uid)
             if text is not None:
@@ -325,7 +333,7 @@ class _Meeting:
         return self._write(uid, CLOSED)
 
     def _polls(self) -> Iterator[None]:
-        """Until the time is up, with growing pauses; at least once."""
+        """Yields with growing pauses until the time is up, at least once."""
         pause_s = FIRST_PAUSE_S
         while True:
             yield
@@ -338,13 +346,13 @@ class _Meeting:
         return self.store.get(uid).decode() if self.store.check([uid]) else None
 
     def _write(self, uid: str, text: str) -> str:
-        """What the register holds after an attempt to write `text` into it."""
+        """Tries to write `text` into a register, and returns what the register holds then."""
         held: str = self.store.compare_set(uid, "", text).decode()
         return held
 
 
 def check_world_sizes(facts: GraphFacts) -> None:
-    """Raises DitronStaleGraph where a group has another size than the graph was compiled for."""
+    """Checks that all groups have the sizes for which the graph was compiled. Raises DitronStaleGraph."""
     for group in facts.groups:
         size = groups.find(group.name).size()
         if size != group.world_size:
@@ -352,7 +360,7 @@ def check_world_sizes(facts: GraphFacts) -> None:
 
 
 def registers(group: groups.Group) -> dist.Store:
-    """The store that all groups of a process share, or the group's own where there is no default group."""
+    """Returns the store that all groups of a process share, or the group's own store if there is no default group."""
     if dist.is_initialized():
         return dist.PrefixStore("ditron/registers", distributed_c10d._get_default_store())
     return dist.PrefixStore("registers", group.store)
@@ -364,7 +372,7 @@ def _members(group: groups.Group) -> str:
 
 
 def _fit(said: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether all who met in a group saw the same entries there."""
+    """Returns whether all who met in a group saw the same entries there."""
     seen: dict[str, list[str]] = {}
     for register in said.values():
         for members, uids in register["seen"].items():
@@ -374,7 +382,7 @@ def _fit(said: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _error(log: GroupLog, verdict: Verdict) -> list[Any] | None:
-    """The error of a verdict, as the ranks tell each other."""
+    """Returns the error of a verdict in the form in which the ranks exchange it."""
     if verdict.options:
         return ["options", {"group_name": log.group.name, "differences": verdict.options}]
     if verdict.diverged is not None:
@@ -390,4 +398,4 @@ def _raised(error: Sequence[Any]) -> DitronOptionsMismatch | DitronDiverged:
 
 
 meetings = Meetings()
-"""Those of this process."""
+"""The meetings of this process."""

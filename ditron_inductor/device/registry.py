@@ -29,11 +29,11 @@ FIRST_TIMEOUT_S = 120.0
 
 
 class Registry:
-    """All workspaces of a process. A workspace belongs to a process group object: when the group's name comes to mean
-    another group, that one gets a workspace of its own.
+    """All workspaces of a process. A workspace belongs to a process group object. If the group's name comes to mean
+    another group, that group gets a workspace of its own.
 
-    first_timeout_s: the least that ranks wait for each other on the host, and in the first call of a site, whatever the
-    limit of a call is: a peer may still be compiling.
+    first_timeout_s: the least time that ranks wait for each other on the host, and in the first call of a site,
+    whatever the limit of a call is, because a peer may still be compiling.
     """
 
     def __init__(self, first_timeout_s: float = FIRST_TIMEOUT_S) -> None:
@@ -48,15 +48,16 @@ class Registry:
         self._lock = threading.RLock()
 
     def use_table(self, table: str | Callable[[], str]) -> None:
-        """The text of the table of measured choices that this rank offers to groups which shake hands from now on.
+        """Sets the text of the table of measured choices that this rank offers to groups that shake hands from now on.
 
-        A function is called when a group does. A group that has shaken hands keeps what it took; a warning says so.
+        If it is a function, it is called when a group shakes hands. A group that has shaken hands keeps its table; a
+        warning says so.
         """
         self._table = table
         if callable(table):
             return
         with self._lock:
-            for shared in [one for one, offer in self._offers.items() if offer != table]:
+            for shared in [known for known, offer in self._offers.items() if offer != table]:
                 del self._offers[shared]
                 logger.warning(
                     "group '%s' keeps the table of measured choices that it took at its first use",
@@ -64,7 +65,8 @@ class Registry:
                 )
 
     def get(self, group_name: str, device: torch.device, options: AgreedOptions) -> Workspace:
-        """The workspace of a group. Collective at the group's first use and at the first use of `options` in it.
+        """Returns the workspace of a group. Collective at the group's first use and at the first use of `options` in
+        it.
 
         device: where the tensors of the call live. Raises DitronHandshakeError naming ranks that do not come in time,
         DitronOptionsMismatch, DitronCaptureError, and RuntimeError when there is no such group.
@@ -82,7 +84,7 @@ class Registry:
             return sorted(found, key=lambda shared: str(shared.device))
 
     def release(self, shared: SharedWorkspace) -> None:
-        """Forget a workspace and free its memory. The next use of its group makes a new one."""
+        """Forgets a workspace and frees its memory. The next use of its group makes a new one."""
         with self._lock:
             self._bound = {key: ws for key, ws in self._bound.items() if ws._shared is not shared}
             self._shared = {key: other for key, other in self._shared.items() if other is not shared}
@@ -130,7 +132,7 @@ class Registry:
             self._offers[shared] = table
             if agreement.capabilities.tile_available:
                 shared.make_first_ring(options.workspace_limit, first_s)
-        # Before the workspace is found: one that nobody watches must not be used.
+        # Do this before the workspace can be found, because a workspace that is not watched must not be used.
         self._watchdog.watch(shared.health)
         self._shared[group.name, device] = shared
         process_group = group.process_group()
@@ -147,14 +149,16 @@ class Registry:
 
 
 def _exact(device: torch.device) -> torch.device:
-    """The device as tensors on it name it: "cuda" alone may mean another GPU tomorrow."""
+    """Returns the device with its index, as tensors on it name it: "cuda" alone may mean another GPU later."""
     if device.type != "cuda":
         return torch.device(device.type)
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _retire(registry_ref: weakref.ref[Registry], shared_ref: weakref.ref[SharedWorkspace]) -> None:
-    """The process group is gone. Its memory goes too, at once unless a graph is being captured, which forbids it."""
+    """Frees the memory of a process group that no longer exists. It is freed at once, unless a graph is being captured,
+    which forbids it.
+    """
     registry, shared = registry_ref(), shared_ref()
     if registry is None or shared is None:
         return

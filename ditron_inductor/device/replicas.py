@@ -1,7 +1,7 @@
-"""What every rank of a group has alike: taking one's own part of it, and comparing that it is so.
+"""Tensors that are replicated on all ranks of a group: a rank takes its part, and the ranks compare samples.
 
-A pass that divides work among the ranks takes some inputs for replicated, which no graph can prove. So the ranks
-compare samples of them when a site first runs: a mistake becomes an error with names, and not a wrong result.
+A pass that divides work among the ranks assumes that some inputs are replicated, which no graph can prove. So the ranks
+compare samples of them when a site first runs. A mistake becomes an error with names, and not a wrong result.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ditron_inductor.errors import DitronNotReplicated
 
 SAMPLES = 16
 ROUNDINGS = 16
-"""Values differ if they are further apart than so many roundings of the largest one: ranks may compute them in
-different orders.
+"""Values count as different if they are further apart than this many roundings of the largest value. Ranks may compute
+them in different orders.
 """
 
 
 def own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
-    """This rank's of the `world_size` equal chunks of x along `dim`, a contiguous copy."""
+    """Returns this rank's chunk of the `world_size` equal chunks of x along `dim`, as a contiguous copy."""
     length = x.shape[dim] // world_size
     own = x.narrow(dim, groups.find(group_name).rank() * length, length)
     return own.clone(memory_format=torch.contiguous_format)
 
 
 class Replicas:
-    """The comparisons that were made: of each site of each group at its first call, and whenever the number of its
-    calls has doubled, since another program may have a site of the same name.
+    """The comparisons of replicated tensors. A site of a group is compared at its first call, and whenever the number
+    of its calls has doubled, because another program may have a site of the same name.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,15 @@ class Replicas:
         names: str = "",
         constants: str = "",
     ) -> torch.Tensor:
-        """An alias of x. Collective at calls 1, 2, 4, 8, .. of a site, those in a CUDA graph's capture not counted.
+        """Returns an alias of x. Collective at calls 1, 2, 4, 8, .. of a site; calls in the capture of a CUDA graph do
+        not count.
 
-        Raises DitronNotReplicated on all ranks where a tensor of `same` differs, or a line of `constants`, and
-        DitronHandshakeError where a rank does not come. names: a line for each tensor.
+        Raises DitronNotReplicated on all ranks if a tensor of `same` or a line of `constants` differs, and
+        DitronHandshakeError if a rank does not come. names: a line for each tensor.
         """
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             calls = self._calls.setdefault(groups.find(group_name), {})
-            key = (site, *[one.shape for one in same])
+            key = (site, *[tensor.shape for tensor in same])
             count = calls.get(key, 0) + 1
             if count & (count - 1) == 0:
                 places = names.split("\n") if names else [""] * len(same)
@@ -66,12 +67,14 @@ class Replicas:
         return x.view_as(x)
 
     def forget(self, process_group: dist.ProcessGroup) -> None:
-        """Compare everything of a group anew: after a failure its ranks may have made different numbers of calls."""
+        """Makes the ranks compare everything of a group anew. After a failure they may have made different numbers of
+        calls.
+        """
         self._calls.pop(process_group, None)
 
 
 def _limit_s(group: groups.Group) -> float:
-    """How long a rank waits for the others: as long as the calls of the group's workspaces do, once there are any."""
+    """Returns how long a rank waits for the others: as long as the calls of the group's workspaces, if it has any."""
     process_group = group.process_group()
     found = [] if process_group is None else workspaces.of_group(process_group)
     limits = [max(limit, workspaces.first_timeout_s) for shared in found for limit in shared.timeouts]
@@ -84,14 +87,14 @@ def _compare(
     group = groups.resolve(group_name)
     purpose, limit_s = f"compare the inputs of {site}", _limit_s(group)
     session = meet(group, "replicas", purpose, limit_s)
-    mine = [[samples(one), extremes(one)] for one in same]
+    mine = [[samples(tensor), extremes(tensor)] for tensor in same]
     answers = session.all_gather(purpose, [list(constants), mine], limit_s)
     first_constants, first = answers[0]
     for rank, (its_constants, its) in enumerate(answers):
         differing = [
-            _described(one, name)
-            for one, name, own, other in zip(same, names, first, its, strict=True)
-            if not all(near(left, right, one.dtype) for left, right in zip(own, other, strict=True))
+            _described(tensor, name)
+            for tensor, name, own, other in zip(same, names, first, its, strict=True)
+            if not all(near(left, right, tensor.dtype) for left, right in zip(own, other, strict=True))
         ]
         if its_constants != first_constants:
             pairs = itertools.zip_longest(its_constants[1:], first_constants[1:], fillvalue="nothing")
@@ -107,14 +110,14 @@ def _described(tensor: torch.Tensor, name: str) -> str:
 
 
 def extremes(x: torch.Tensor) -> list[float]:
-    """What a few samples may miss: the smallest and the largest value, of integers the sum."""
+    """Returns values that a few samples may miss: the smallest and the largest value; for integers, the sum."""
     if not x.numel() or x.is_complex() or (x.is_floating_point() and x.dtype.itemsize < 2):
         return []
-    return [float(one) for one in (torch.aminmax(x) if x.is_floating_point() else (x.sum(),))]
+    return [float(value) for value in (torch.aminmax(x) if x.is_floating_point() else (x.sum(),))]
 
 
 def samples(x: torch.Tensor) -> list[float]:
-    """Values of x at places that follow from its shape."""
+    """Returns values of x at places that follow from its shape."""
     count = x.numel()
     places = torch.arange(min(SAMPLES, count), device=x.device) * max(1, count // SAMPLES)
     values: list[float] = x[torch.unravel_index(places, x.shape)].double().reshape(-1).tolist() if count else []
@@ -122,19 +125,19 @@ def samples(x: torch.Tensor) -> list[float]:
 
 
 def near(own: Sequence[float], other: Sequence[float], dtype: torch.dtype) -> bool:
-    """Whether two lists of samples are those of one tensor."""
+    """Returns whether two lists of samples are those of one tensor."""
     if len(own) != len(other):
         return False
-    largest = max((abs(one) for one in (*own, *other) if math.isfinite(one)), default=0.0)
+    largest = max((abs(value) for value in (*own, *other) if math.isfinite(value)), default=0.0)
     bound = ROUNDINGS * torch.finfo(dtype).eps * largest if dtype.is_floating_point else 0.0
-    return all(_equal(one, two, bound) for one, two in zip(own, other, strict=True))
+    return all(_equal(first, second, bound) for first, second in zip(own, other, strict=True))
 
 
-def _equal(one: float, two: float, bound: float) -> bool:
-    if not (math.isfinite(one) and math.isfinite(two)):
-        return one == two or (math.isnan(one) and math.isnan(two))
-    return abs(one - two) <= bound
+def _equal(first: float, second: float, bound: float) -> bool:
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return first == second or (math.isnan(first) and math.isnan(second))
+    return abs(first - second) <= bound
 
 
 replicas = Replicas()
-"""Those of this process."""
+"""The comparisons of this process."""

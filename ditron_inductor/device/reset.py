@@ -1,4 +1,4 @@
-"""Make the workspaces of a group usable again after a failure, from whatever state its ranks are in."""
+"""The reset of a group: its workspaces become usable again after a failure, whatever state its ranks are in."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ SLACK_S = 5.0
 def reset(
     group: str | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, registry: Registry | None = None
 ) -> None:
-    """Bring all ranks of `group` (a group, its name, or None for the default group) back to a fresh start. Collective.
+    """Brings all ranks of `group` (a group, its name, or None for the default group) back to a fresh start. Collective.
 
-    Every rank calls it, in whatever call it failed, or although it did not. Waits for this rank's kernels, then for all
-    ranks, then sets epochs, flags, credits, tickets, call counts and failure records to zero, and forgets what the
-    ranks have agreed on for their graphs and compared of their inputs: they do so again. Captured CUDA graphs stay
-    valid. A workspace that not all ranks have is dropped and made anew at its next use. Raises DitronHandshakeError
-    naming the ranks that do not come within `timeout_s` (by default twice the longest limit that the group's calls use,
-    for a rank that began to wait when another gave up, and at least what a first call may take, else the group's own
-    timeout); the group then still needs a reset.
+    Every rank has to call it, whether or not one of its calls failed. It waits for this rank's kernels, and then for
+    all ranks. Then it sets epochs, flags, credits, tickets, call counts and failure records to zero. It also forgets
+    what the ranks have agreed on for their graphs and compared of their inputs, so they do both again. Captured CUDA
+    graphs stay valid. A workspace that not all ranks have is dropped, and made anew at its next use. Raises
+    DitronHandshakeError, which names the ranks that do not come within `timeout_s` seconds; the group then still needs
+    a reset. The default of `timeout_s` is twice the longest limit of the group's calls, because a rank may have begun
+    to wait when another gave up, and at least what a first call may take. If the group has had no calls, it is the
+    group's own timeout.
     """
     registry = workspaces if registry is None else registry
     found = registry.of_group(groups.find(group))

@@ -1,8 +1,8 @@
 """The memory of one workspace: a ring of equal slots in symmetric memory, with the words that govern their use.
 
-A `Generation` is one such ring; when a call needs larger slots, the ranks make the next one together. The words of a
-generation (table, epochs, tickets, flags) are its own, so a CUDA graph that was captured on an old generation stays
-right next to calls on the new one; such a generation is kept as long as the workspace.
+A `Generation` is one such ring. When a call needs larger slots, the ranks make the next generation together. Each
+generation has its own words (table, epochs, tickets, flags). So a CUDA graph that was captured on an old generation
+stays right beside calls on the new one. Such a generation is kept as long as the workspace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ FIRST_SLOT_BYTES = 1 << 19
 PAGE = 4096
 
 MOST_KEPT = 8192
-"""Of what callers keep with a ring; beyond that all is forgotten. Only dynamic shapes make so much."""
+"""The most objects that callers keep with a ring. If there are more, all are forgotten. Only dynamic shapes make so
+many.
+"""
 
 
 @dataclass(eq=False)
@@ -33,9 +35,9 @@ class Generation:
     """One ring of NUM_SLOTS slots of `slot_bytes` each. Its `name` is the same on all ranks and used only once.
 
     table: int64 [world_size], the address in this process of every rank's heap. ctl: int64 [CTL_WORDS]. counters: int32
-    [COUNTERS]. `captured`: a CUDA graph holds these addresses. `timeout_s`: what the poll limit in `ctl` stands for, as
-    far as the host knows. `views`: what `data` has made so far. `kept`: what callers have worked out from its
-    addresses, which must not outlive it.
+    [COUNTERS]. `captured`: a CUDA graph holds these addresses. `timeout_s`: the time limit for which `ctl` has a poll
+    limit, as far as the host knows. `views`: the tensors that `data` has made so far. `kept`: what callers have
+    computed from its addresses, which must not outlive it.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Generation:
         """The data of `slot` in the heap of `rank`, flat, as elements of `dtype`."""
         found = self.views.get((slot, rank, dtype))
         if found is None:
-            # Made once and used in any mode, as the ring itself.
+            # The tensor is made once and used in any mode, like the ring itself.
             with torch.inference_mode(False), torch.no_grad():
                 first = slot_layout.data_offset(slot, self.slot_bytes)
                 found = self.heap.view(rank)[first : first + self.slot_bytes].view(dtype)
@@ -61,14 +63,14 @@ class Generation:
         return found
 
     def keep(self, key: Hashable, value: T) -> T:
-        """`value`, which `kept` has under `key` from now on."""
+        """Keeps `value` under `key` in `kept`, and returns it."""
         if len(self.kept) >= MOST_KEPT:
             self.kept.clear()
         self.kept[key] = value
         return value
 
     def zero(self, record: torch.Tensor) -> None:
-        """Back to the state of a new ring: no epoch, no flag, no credit, no poison. The poll limit has to be set anew.
+        """Restores the state of a new ring: no epoch, no flag, no credit, no poison. The poll limit has to be set anew.
 
         No kernel of any rank may be using the ring.
         """
@@ -83,15 +85,15 @@ class Generation:
         self.timeout_s = 0.0
 
     def set_poll_limit(self, limit: int, timeout_s: float) -> None:
-        """The limit of every wait that follows on the current stream."""
+        """Sets the limit of every wait that follows on the current stream."""
         self.ctl[words.POLL_LIMIT.value].fill_(limit)
         self.timeout_s = timeout_s
 
 
 def slot_size(nbytes: int, limit: int) -> int | None:
-    """Bytes of a slot for calls of `nbytes`, or None when slots of `nbytes` take more than `limit` together.
+    """Returns the bytes of a slot for calls of `nbytes`, or None if slots of `nbytes` together take more than `limit`.
 
-    A quarter of a power of two is the step: growing sequences of sizes settle after few generations, and at most a
+    Sizes are rounded up to a quarter of a power of two. So growing sizes need only few generations, and at most a
     quarter is wasted.
     """
     needed = _pages(nbytes)
@@ -104,7 +106,8 @@ def slot_size(nbytes: int, limit: int) -> int | None:
 
 
 def ring_bytes(nbytes: int) -> int:
-    """Bytes of the smallest ring for calls of `nbytes`: there is a slot size within any limit that is not below it."""
+    """Returns the bytes of the smallest ring for calls of `nbytes`. A limit that is not below this allows a slot size.
+    """
     return slot_layout.heap_bytes(_pages(nbytes))
 
 
@@ -113,7 +116,8 @@ def _pages(nbytes: int) -> int:
 
 
 def make_generation(session: Session, device: torch.device, slot_bytes: int, timeout_s: float, why: str) -> Generation:
-    """Make the next ring. Collective, after a device synchronisation: returns when no rank uses an older ring any more.
+    """Makes the next ring. Collective, after a device synchronisation: it returns when no rank uses an older ring any
+    more.
 
     Raises WorkspaceError, on all ranks alike, when a rank asks for another size, cannot allocate its heap or cannot map
     the others'; DitronHandshakeError and DitronDiverged when the ranks do not all come here.
@@ -144,7 +148,7 @@ def make_generation(session: Session, device: torch.device, slot_bytes: int, tim
 
 
 def _attempt(step: Callable[[], T]) -> tuple[T | None, str]:
-    """The step's value, or what went wrong, for the other ranks to hear of it instead of waiting."""
+    """Returns the step's value, or what went wrong, so that the other ranks are told and do not wait."""
     try:
         return step(), ""
     except (OSError, RuntimeError, MemoryError) as exc:
@@ -162,7 +166,9 @@ def _raise_problems(group_name: str, what: str, problems: list[str]) -> None:
 
 
 def _private_words(device: torch.device, addresses: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The words that only this rank touches. On CUDA outside the caching allocator, whose memory a graph may reuse."""
+    """Returns the words that only this rank reads and writes. On CUDA they are outside the caching allocator, whose
+    memory a graph may reuse.
+    """
     table_bytes, ctl_bytes = 8 * slot_layout.MAX_WORLD, 8 * slot_layout.CTL_WORDS
     nbytes = table_bytes + ctl_bytes + 4 * slot_layout.COUNTERS
     if device.type == "cuda":

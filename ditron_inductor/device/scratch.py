@@ -12,23 +12,25 @@ from ditron_inductor.device.heap import private_cuda_bytes
 
 FIRST_BYTES = 1 << 20
 ALIGNMENT = 256
-"""Of every allocation of the driver and of torch; no tensor descriptor wants more than 128."""
+"""The alignment in bytes of every allocation of the driver and of torch. Tensor descriptors need at most 128."""
 
 
 class Scratch:
-    """The scratch memory of one workspace, as Triton's allocators are called; keeps what a captured graph may hold."""
+    """The scratch memory of one workspace, with the signature of Triton's allocators. It keeps memory that a captured
+    graph may hold.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: list[torch.Tensor] = []
 
     def __call__(self, size: int, alignment: int, stream: int | None) -> torch.Tensor:
-        """uint8 [at least size], for a launch that is ordered after the workspace's last one."""
+        """Returns uint8 [at least size], for a launch that is ordered after the workspace's last launch."""
         assert alignment <= ALIGNMENT, f"a kernel asks for scratch memory aligned to {alignment} bytes"
         if self._kept and self._kept[-1].numel() >= size:
             return self._kept[-1]
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # A buffer of the graph itself: its pool hands it out again only to what comes later in the graph.
+            # Use a buffer of the graph itself. Its pool reuses the memory only for what comes later in the graph.
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         nbytes = max(FIRST_BYTES, 1 << (size - 1).bit_length())
         with torch.inference_mode(False), torch.no_grad():
@@ -39,5 +41,5 @@ class Scratch:
         return self._kept[-1]
 
     def release(self) -> None:
-        """Free the memory."""
+        """Frees the memory."""
         self._kept = []

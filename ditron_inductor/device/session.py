@@ -1,13 +1,14 @@
-"""Host-side meetings of all ranks of a group, through its c10d store, bounded in time and naming who is missing.
+"""Meetings of all ranks of a group on the host, through its c10d store. They are bounded in time and name the missing
+ranks.
 
 Only the control plane uses them: a group's first use, new options, growth, reset. The store outlives groups and may
 hold keys of an earlier group of the same name, of ranks that died, or of a meeting that half of the ranks gave up. So a
 meeting never trusts a key because it is there:
 
 * `meet` draws a fresh random nonce per rank and ends only when every rank has shown every other that it knows the
-  other's nonce. What an earlier life left behind cannot know it. The nonces together name the `Session`.
-* `Session.all_gather` works on keys under that name, which nobody used before, in a sequence that all ranks count
-  alike.
+  other's nonce. Keys that an earlier group left in the store cannot know it. The nonces together name the `Session`.
+* `Session.all_gather` works on keys under that name, which nobody used before, which all ranks count in the same
+  sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LONGEST_PAUSE_S = 0.02
 
 
 class _Waiting:
-    """Deadline and growing pauses of one meeting."""
+    """The deadline and the growing pauses of one meeting."""
 
     def __init__(self, group: Group, purpose: str, timeout_s: float) -> None:
         self.group = group
@@ -38,7 +39,7 @@ class _Waiting:
         self.pause_s = FIRST_PAUSE_S
 
     def pause(self, missing: list[int]) -> None:
-        """Sleep a little; DitronHandshakeError naming the `missing` group ranks when the time is up."""
+        """Sleeps a little. Raises DitronHandshakeError, which names the `missing` group ranks, when the time is up."""
         if time.monotonic() >= self.deadline:
             raise self.error(_names(self.group, missing))
         time.sleep(self.pause_s)
@@ -76,7 +77,7 @@ class _Store:
             raise self._unreachable(exc) from exc
 
     def look(self, key: str) -> Any:
-        """The value of `key`, or None where there is none yet. Never blocks."""
+        """Returns the value of `key`, or None if there is none yet. It never blocks."""
         try:
             return json.loads(self.store.get(key)) if self.store.check([key]) else None
         except dist.DistError as exc:
@@ -88,7 +89,7 @@ class _Store:
 
 
 class Session:
-    """All ranks of `group`, met under `name`. Every rank makes the same `all_gather` calls in the same order."""
+    """All ranks of `group`, which met under `name`. Every rank makes the same `all_gather` calls in the same order."""
 
     def __init__(self, group: Group, name: str) -> None:
         self.group = group
@@ -96,14 +97,15 @@ class Session:
         self._sequence = 0
 
     def next_place(self) -> str:
-        """Where the next `all_gather` happens: equal on all ranks, never the same twice."""
+        """Returns the name of the next `all_gather`, which is equal on all ranks and used only once."""
         return f"{self.name}/{self._sequence}"
 
     def all_gather(self, purpose: str, value: Any, timeout_s: float) -> list[Any]:
         """The JSON `value` of every rank, by group rank; returns only when all have come.
 
-        `purpose` reads after "waited to". Raises DitronHandshakeError naming the ranks that did not come within
-        `timeout_s`, and DitronDiverged when one came for another purpose. After either, the session is of no use.
+        `purpose` completes the phrase "waited to ..". Raises DitronHandshakeError, which names the ranks that did not
+        come within `timeout_s`, and DitronDiverged if a rank came for another purpose. After either error the session
+        cannot be used any more.
         """
         waiting = _Waiting(self.group, purpose, timeout_s)
         store = _Store(waiting)
@@ -128,10 +130,11 @@ class Session:
 
 
 def meet(group: Group, topic: str, purpose: str, timeout_s: float) -> Session:
-    """Bring all ranks of `group` together and open a session that no earlier meeting has touched.
+    """Brings all ranks of `group` together and opens a session that no earlier meeting has used.
 
-    Works whatever the ranks did before: each call starts from a new nonce, and a rank that gave up and comes back is
-    met under its newest one. Raises DitronHandshakeError naming the ranks that did not answer within `timeout_s`.
+    It works whatever the ranks did before. Each call starts from a new nonce, and a rank that gave up and comes back is
+    met under its newest nonce. Raises DitronHandshakeError, which names the ranks that did not answer within
+    `timeout_s`.
     """
     waiting = _Waiting(group, purpose, timeout_s)
     store = _Store(waiting)

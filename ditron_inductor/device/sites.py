@@ -17,8 +17,8 @@ LOOKUP_TIMEOUT_S = 0.5
 class SiteNames:
     """The numbers of the sites of one workspace.
 
-    A site's number is a hash of its text. Should two texts share a hash, whichever reached the store first keeps it and
-    the other takes its next one: the store decides, once, so all ranks agree without having met.
+    A site's number is a hash of its text. If two texts share a hash, the text that reached the store first keeps the
+    number, and the other text takes its next hash. The store decides once, so all ranks agree without a meeting.
     """
 
     def __init__(self, group: Group, session_name: str) -> None:
@@ -29,7 +29,7 @@ class SiteNames:
         self._texts: dict[int, str] = {0: "(no call yet)"}
 
     def number(self, text: str) -> int:
-        """The number of site `text`, in 1..2**23-1; one round trip to the store at the site's first call."""
+        """Returns the number of site `text`, in 1..2**23-1. The site's first call needs one round trip to the store."""
         known = self._numbers.get(text)
         return known if known is not None else self._register(text)
 
@@ -54,7 +54,9 @@ class SiteNames:
         raise AssertionError("64 site hashes in a row were taken")
 
     def text(self, number: int, timeout_s: float = LOOKUP_TIMEOUT_S) -> str:
-        """The text of a site of this or another rank; never fails, a number that no rank posted in time stays one."""
+        """Returns the text of a site of this or another rank. It never fails: a number that no rank posted in time is
+        returned as a number.
+        """
         deadline = time.monotonic() + timeout_s
         key = f"{self._prefix}/{number}"
         while number not in self._texts:

@@ -1,20 +1,21 @@
-"""Order of a workspace's calls across CUDA streams (protocol rule 7: the host's call order is the order of execution).
+"""The order of a workspace's calls across CUDA streams (protocol rule 7: the host's call order is the order of
+execution).
 
-A call on another stream than the last one's waits for an event recorded behind that call. Inside a CUDA graph only
-events of the same capture may be waited for, and outside, only events recorded outside: the rest is fixed by where the
-user replays the graph, which has to be ordered after eager calls on other streams like any use of shared memory.
+If a call is on another stream than the last call, it waits for an event recorded behind that call. Inside a CUDA graph
+only events of the same capture may be waited for, and outside, only events recorded outside. The rest is fixed by where
+the user replays the graph, which has to be ordered after eager calls on other streams like any use of shared memory.
 
-Outside captures nothing is recorded while the calls stay on one stream, which costs a comparison. The event is recorded
-when the stream changes, on the old stream: streams run in order, so it covers the last call, and whatever the user put
-there since, for which the new call then waits too. Two cases need more:
+Outside captures nothing is recorded while the calls stay on one stream; this costs one comparison. The event is
+recorded when the stream changes, on the old stream. Streams run in order, so the event covers the last call, and
+whatever the user has put on the stream since, for which the new call then waits too. Two cases need more:
 
 * A stream that torch did not make may be destroyed by its owner before the next call comes. Its event is recorded after
   every call.
 * The old stream may be part of a capture by now. An event recorded there would belong to the capture, and waiting for
-  it would draw the new stream into the graph, silently. That is an error (the last call was made before the capture
-  began, so a call on that stream in between, or none on the other, is the way out).
+  it would draw the new stream into the graph, silently. That is an error. (The last call was made before the capture
+  began. The user avoids the error by a call on that stream in between, or by no call on the other stream.)
 
-A stream counts as the last one's as soon as a call has entered on it, also if the call fails: it has waited for all
+A stream is the last stream as soon as a call has entered on it, even if the call fails, because it has waited for all
 calls before.
 """
 
@@ -41,21 +42,22 @@ class CallOrder(Protocol):
     stream: int
     """Handle of the stream that the present call runs on, as the driver takes it; 0 on the CPU."""
     capturing: bool
-    """Whether that stream is being captured."""
+    """Whether the stream is being captured."""
 
     def enter(self) -> bool:
-        """Order what follows on the current stream after the last call; whether the stream is being captured."""
+        """Orders what follows on the current stream after the last call. Returns whether the stream is being captured.
+        """
         ...
 
     def leave(self) -> None:
-        """The call's work is on the stream that was current in `enter`."""
+        """Ends a call, whose work is on the stream that was current in `enter`."""
         ...
 
     def is_capturing(self) -> bool: ...
 
 
 class HostOrder:
-    """The CPU device: a call has ended when it returns."""
+    """The order on the CPU device: a call has ended when it returns."""
 
     stream = 0
     capturing = False
@@ -80,13 +82,14 @@ class _Mark:
 
 
 class StreamOrder:
-    """The CUDA device. `device` is the current one in all calls."""
+    """The order on a CUDA device. `device` is the current device in all calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = NO_STREAM
         self._device = device
         self._index: int = device.index
-        # Of the last call outside captures: its stream, by handle and as an object, and what was recorded behind it.
+        # The stream of the last call outside captures, by handle and as an object, and the event recorded behind the
+        # call.
         self._last_handle = NO_STREAM
         self._last: torch.cuda.Stream | None = None
         self._last_is_foreign = False
@@ -106,7 +109,7 @@ class StreamOrder:
     def leave(self) -> None:
         if self.capturing:
             stream = torch.cuda.current_stream(self._device)
-            # An event of its own: one that a finished capture recorded must not be waited for again.
+            # Use a new event: one that a finished capture recorded must not be waited for again.
             mark = _Mark(stream, torch.cuda.Event(), capture_id(stream))
             mark.event.record(stream)
             self._last_captured = mark
@@ -142,7 +145,9 @@ class StreamOrder:
 
 
 def current_handle(device_index: int) -> int:
-    """The driver's handle of torch's current stream on a device; costs a tenth of what the stream object costs."""
+    """Returns the driver's handle of torch's current stream on a device. It costs a tenth of what the stream object
+    costs.
+    """
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)
     return handle
 
@@ -153,7 +158,7 @@ def handle_for(x: torch.Tensor) -> int:
 
 
 def is_foreign(stream: torch.cuda.Stream) -> bool:
-    """Whether torch only borrows `stream`: it numbers its own ones, and knows others by their handle."""
+    """Returns whether torch only borrows `stream`: it numbers its own ones, and knows others by their handle."""
     return stream.cuda_stream != 0 and stream.stream_id == stream.cuda_stream
 
 
@@ -171,15 +176,17 @@ def capture_id(stream: torch.cuda.Stream) -> int:
 
 
 def on_stream(handle: int, device: torch.device) -> AbstractContextManager[object]:
-    """The stream of a handle as the current one of `device`, for what cannot be told its stream."""
+    """Returns a context in which the stream of a handle is the current one of `device`, for calls that do not take a
+    stream.
+    """
     if device.type != "cuda" or handle == current_handle(device.index):
         return nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))
 
 
 def switch_to(stream: torch.cuda.Stream) -> Callable[[], object]:
-    """A function that makes `stream` the current one of the current device, its own: what torch.cuda.set_stream comes
-    down to.
+    """Returns a function that makes `stream` the current stream of its device, which has to be the current device. It
+    does what torch.cuda.set_stream does in the end.
     """
     return functools.partial(
         torch._C._cuda_setStream,

@@ -1,8 +1,10 @@
-"""Failures that a kernel found: the record it wrote becomes an error with names, at the next call and in the log.
+"""Failures that kernels find: the record that a kernel wrote becomes an error with names, at the next call and in the
+log.
 
 A kernel whose wait expired, or that met another site's flag, writes one record to memory that the host reads without
-asking the device (protocol rules 8 and 10). The next call of the workspace raises what it says. A process whose main
-thread sits in a long synchronisation would hear of it late, so a daemon thread logs it as soon as it is there.
+asking the device (protocol rules 8 and 10). The next call of the workspace raises the error. If the main thread of the
+process is in a long synchronisation, this may be late, so a daemon thread logs the failure as soon as the record
+exists.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ PERIOD_S = 0.1
 
 
 class Health:
-    """What is wrong with one workspace, if anything: its failure record and the error that came of it.
+    """The health of one workspace: its failure record and the error that was made from it, if any.
 
-    `record` is int64 [RECORD_WORDS], pinned for a CUDA workspace; `timeout_s` the limit that its kernels wait.
+    `record` is int64 [RECORD_WORDS], pinned for a CUDA workspace. `timeout_s` is the time limit of its kernels' waits.
     """
 
     def __init__(self, group: Group, sites: SiteNames, device: torch.device) -> None:
@@ -49,45 +51,50 @@ class Health:
         self._lock = threading.Lock()
 
     def begin(self, timeout_s: float) -> None:
-        """A call begins whose waits end after so many seconds."""
+        """Notes that a call begins whose waits end after so many seconds."""
         self.timeout_s = timeout_s
         if self._on_host:
             self._begun_at = time.monotonic()
 
     def _waited_s(self) -> float:
-        """How long the present call's kernel has waited, if the host knows: in the interpreter, where a limit counts
-        looks and a look takes longer on a busy machine; else the limit.
+        """Returns how long the present call's kernel has waited, if the host knows, and otherwise the limit. The host
+        knows it in the interpreter, where a limit counts polls, and a poll takes longer on a busy machine.
         """
         return self.timeout_s if self._begun_at is None else max(self.timeout_s, time.monotonic() - self._begun_at)
 
     def failed(self) -> bool:
-        """Whether the workspace may not be used until it is reset. Costs well under a microsecond."""
+        """Returns whether the workspace may not be used until it is reset. Costs well under a microsecond."""
         return self._state.value != 0 or bool(self._cause)
 
     def check(self) -> None:
-        """Raise the failure, if any: at first as DitronTimeout or DitronDiverged, later as DitronPoisoned."""
+        """Raises the failure, if there is one: at first as DitronTimeout or DitronDiverged, later as DitronPoisoned."""
         error = self.error()
         if self._cause:
             raise DitronPoisoned(group_name=self._group.name, cause=self._cause)
         if error is not None:
             self._cause = str(error)
-            # A copy: the traceback of a raised one would keep its callers' tensors for as long as we keep the error.
+            # Raise a copy: the traceback of a raised error would keep its callers' tensors as long as we keep the
+            # error.
             raise type(error)(**error.fields)
 
     def fail(self, cause: BaseException) -> None:
-        """Note an exception, raised elsewhere, that left this rank's calls out of step with the other ranks'."""
+        """Notes an exception, raised elsewhere, after which this rank's calls are out of step with those of the other
+        ranks.
+        """
         if not self._cause:
             self._cause = f"{type(cause).__name__}: {cause}"
 
     def error(self) -> DitronError | None:
-        """What a kernel found, as an error, or None. The record is read once; names come from the group's store."""
+        """Returns what a kernel found, as an error, or None. The record is read once; names come from the group's
+        store.
+        """
         with self._lock:
             if self._error is None and self._state.value != 0:
                 self._error = self._describe(self.record.tolist())
             return self._error
 
     def clear(self) -> None:
-        """Forget the failure; no kernel of the workspace is running."""
+        """Forgets the failure. No kernel of the workspace may be running."""
         with self._lock:
             self.record.zero_()
             self._error = None
@@ -106,7 +113,7 @@ class Health:
         seen = f"use {seen_epoch}, by '{peer_site}'"
         if chunk == words.CREDIT_ROW.value:
             chunk = f"credit of slot {slot}"
-            # Given by the next call, whose site the word names.
+            # The next call would have given it, and the word names the site of that call.
             expected = f"its next call after use {expected_epoch} of the slot"
             seen = f"the one after use {seen_epoch}, '{peer_site}'"
         elif chunk == words.REVOKED_ROW.value:
@@ -139,7 +146,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, health: Health) -> None:
-        """Report `health` from now on, for as long as something else keeps it alive."""
+        """Reports on `health` from now on, as long as something else keeps it alive."""
         with self._lock:
             self._watched.add(health)
             if self._thread is None:
@@ -148,7 +155,7 @@ class Watchdog:
                 atexit.register(self.close)
 
     def close(self) -> None:
-        """End the thread, before the memory that it reads goes."""
+        """Ends the thread, before the memory that it reads is freed."""
         thread = self._thread
         self._stop.set()
         if thread is not None:

@@ -1,8 +1,10 @@
-"""The workspace of a process group on a device: what a call of a Task node gets, and in which order calls run.
+"""The workspace of a process group on a device: the memory and words that a call of a Task node gets, and the order of
+calls.
 
-One workspace serves all sites of its group. Calls take its slots in turn; which slot a call takes follows from the
-number of calls before it, equal on all ranks, and the slot's epoch lives on the device. The host adds what a kernel
-cannot do: it makes the slots large enough, orders calls of different streams, and raises what an earlier kernel found.
+One workspace serves all sites of its group. Calls take its slots in turn. The slot of a call follows from the number of
+calls before it, which is equal on all ranks, and the slot's epoch is in device memory. The host does what a kernel
+cannot do: it makes the slots large enough, orders calls on different streams, and raises errors that an earlier kernel
+found.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ T = TypeVar("T")
 
 
 class SharedWorkspace:
-    """What all options of one (group, device) share: memory, sites, health, call order and call count.
+    """The state that all options of one (group, device) share: memory, sites, health, call order and call count.
 
-    `name` is the same on all ranks and used only once. `timeouts`: the limits, in seconds, that calls come with.
-    `largest`: what the ranks told each other, (own size, largest size) by what it is of. `at_release`: called once,
-    with the workspace, when it is released.
+    `name` is the same on all ranks and used only once. `timeouts`: the limits, in seconds, that calls have. `largest`:
+    the sizes that the ranks told each other, as (own size, largest size) by subject. `at_release`: called once, with
+    the workspace, when it is released.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class SharedWorkspace:
     def begin(
         self, site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float
     ) -> tuple[Generation, int, int]:
-        """Take the next slot for one use; see Workspace.call. (its ring, the slot, the number of `site`)."""
+        """Takes the next slot for one use (see Workspace.call). Returns (its ring, the slot, the number of `site`)."""
         if self._in_call:
-            # An exception, such as an interrupt, came where nobody could note it: the peers are a call ahead or behind.
+            # An exception, such as an interrupt, came where it could not be noted, so the peers are a call ahead or
+            # behind.
             self.health.fail(RuntimeError("a call before this one neither ended nor failed"))
         if self.health.failed():
             self.health.check()
@@ -95,19 +98,21 @@ class SharedWorkspace:
         return generation, slot, number
 
     def fail(self, cause: BaseException) -> None:
-        """Note an exception in the use that began last, which left this rank's calls out of step with the others'."""
+        """Notes an exception in the use that began last, after which this rank's calls are out of step with those of
+        the others.
+        """
         self._in_call = False
         self.health.fail(cause)
 
     def end(self) -> None:
-        """The use that began last is on its stream."""
+        """Ends the use that began last, whose work is on its stream."""
         self._in_call = False
         self.order.leave()
         if self.health.failed():
             self.health.check()
 
     def is_first(self, text: str) -> bool:
-        """Whether this is asked for the first time about a site with certain sizes, since the last reset.
+        """Returns whether this is asked for the first time about a site with certain sizes, since the last reset.
 
         All ranks ask at the same calls, if `text` holds nothing that they do not share.
         """
@@ -116,7 +121,8 @@ class SharedWorkspace:
         return first
 
     def make_first_ring(self, limit: int, timeout_s: float) -> None:
-        """Find out whether the ranks can map each other's memory; where not, the capabilities say so from now on."""
+        """Finds out whether the ranks can map each other's memory. If they cannot, the capabilities say so from now on.
+        """
         if slot_layout.heap_bytes(FIRST_SLOT_BYTES) > limit:
             return
         try:
@@ -125,9 +131,9 @@ class SharedWorkspace:
             self.capabilities = self.capabilities.without_peer_access(f"the workspace {exc.fields['problem']}")
 
     def grow(self, site: str, nbytes: int, limit: int, timeout_s: float) -> Generation:
-        """Make slots of at least `nbytes`. Collective.
+        """Makes slots of at least `nbytes`. Collective.
 
-        Raises DitronCaptureError, WorkspaceError (on all ranks alike), DitronHandshakeError and DitronDiverged.
+        Raises DitronCaptureError, WorkspaceError (on all ranks), DitronHandshakeError and DitronDiverged.
         """
         assert not self.released, "a workspace is got anew for every call, not kept"
         if not self.capabilities.tile_available:
@@ -155,10 +161,10 @@ class SharedWorkspace:
 
     def _add_generation(self, slot_bytes: int, timeout_s: float, why: str) -> Generation:
         self.synchronize()
-        # What a kernel found just now: the next ring must not hide it.
+        # Raise an error that a kernel found just now, because the next ring must not hide it.
         if self.health.failed():
             self.health.check()
-        # Made once and used in any mode: an inference tensor could not be reset outside inference mode.
+        # The ring is made once and used in any mode. An inference tensor could not be reset outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             generation = make_generation(self.session, self.device, slot_bytes, timeout_s, why)
             generation.zero(self.health.record)
@@ -167,22 +173,22 @@ class SharedWorkspace:
         # A peer may write into the new heap as soon as it goes on: only after every rank has zeroed its own.
         captured = [old.name for old in self.generations if old.captured]
         by_rank = self.session.all_gather(f"begin to use the memory for {why}", captured, timeout_s)
-        # All keep what a graph of any of them holds, so that all count the same for the next growth.
+        # All ranks keep a ring that a graph of any rank holds, so that all count the same for the next growth.
         names = {name for names in by_rank for name in names}
         self.generations = [old for old in self.generations if old.name in names] + [generation]
         self._choose_anew()
         return generation
 
     def held(self) -> int:
-        """Bytes of the rings that calls may use: equal on all ranks."""
+        """The bytes of the rings that calls may use, which are equal on all ranks."""
         return sum(slot_layout.heap_bytes(generation.slot_bytes) for generation in self.generations)
 
     def footprint(self, nbytes: int, limit: int) -> int:
-        """Bytes that the group takes while it has slots for calls of `nbytes`, to be compared with `limit`: equal on
-        all ranks.
+        """Returns the bytes that the group takes while it has slots for calls of `nbytes`, to be compared with `limit`.
+        They are equal on all ranks.
 
-        Where the slots have to grow for it, the rings that are there count too: they are, until the new one is made,
-        and those that a captured graph holds stay.
+        If the slots have to grow, the existing rings count too: they exist until the new ring is made, and rings that a
+        captured graph holds stay.
         """
         fits = bool(self.generations) and nbytes <= self.generations[-1].slot_bytes
         found = ring_bytes(nbytes) + (0 if fits else self.held())
@@ -190,21 +196,23 @@ class SharedWorkspace:
         return found
 
     def _choose_anew(self) -> None:
-        """Forget what calls have chosen, on all ranks at the same growth, if another answer of `footprint` would now be
-        another choice: one rank may come to ask it again alone.
+        """Forgets what calls have chosen, on all ranks at the same growth, if `footprint` would now lead to another
+        choice. Otherwise one rank might ask again alone.
         """
         before = dict(self._exceeds)
         for nbytes, limit in before:
             self.footprint(nbytes, limit)
         if self._exceeds != before:
-            # Other objects with the same sizes: nobody has to agree again, but nothing that was prepared holds.
+            # Make new objects with the same sizes: the ranks need not agree again, but prepared calls become invalid.
             self.largest = {what: (own, most) for what, (own, most) in self.largest.items()}
             self._sites_seen = set()
 
     def restart(self, session: Session, rings: set[str]) -> None:
-        """Back to zero, with the `rings` that all ranks have; no kernel of any rank is running."""
+        """Sets everything back to zero, and keeps the `rings` that all ranks have. No kernel of any rank may be
+        running.
+        """
         kept = [generation for generation in self.generations if generation.name in rings]
-        # A graph may still hold a ring that other ranks do not have: its memory stays, no call takes it.
+        # A graph may still hold a ring that other ranks do not have. Its memory stays, but no call takes it.
         self.lost += [generation for generation in self.generations if generation.captured and generation not in kept]
         self.generations = kept
         self.session = session
@@ -223,7 +231,7 @@ class SharedWorkspace:
         self.health.clear()
 
     def release(self) -> None:
-        """Free the memory. Peers that still map this rank's heap keep theirs."""
+        """Frees the memory. Peers that still map this rank's heap keep their mappings."""
         self.released = True
         self.generations = []
         self.lost = []
@@ -233,12 +241,12 @@ class SharedWorkspace:
             callback(self)
 
     def synchronize(self) -> None:
-        """Wait until no kernel of this rank runs any more: bounded, since their waits are."""
+        """Waits until no kernel of this rank runs any more. This is bounded, because the waits of kernels are."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def nbytes(self) -> int:
-        """Bytes of symmetric memory that this rank holds."""
+        """The bytes of symmetric memory that this rank holds."""
         return self.held() + sum(slot_layout.heap_bytes(generation.slot_bytes) for generation in self.lost)
 
 
@@ -255,7 +263,7 @@ class Workspace:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all ranks of the group can do."""
+        """The capabilities of the group."""
         return self._shared.capabilities
 
     @property
@@ -277,22 +285,26 @@ class Workspace:
 
     @property
     def table(self) -> str:
-        """The text of the table of measured choices that all ranks use: rank 0's."""
+        """The text of the table of measured choices that all ranks use, which is rank 0's."""
         return self._shared.table
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory that this rank holds for the group, kept rings of captured graphs included."""
+        """The bytes of symmetric memory that this rank holds for the group, including rings that are kept for captured
+        graphs.
+        """
         return self._shared.nbytes()
 
     def footprint(self, nbytes: int) -> int:
-        """Bytes that calls of `nbytes` need of the option 'ditron.workspace_limit', with what the group holds."""
+        """Returns the bytes that count against the option 'ditron.workspace_limit' for calls of `nbytes`, including
+        what the group holds.
+        """
         return self._shared.footprint(nbytes, self.options.workspace_limit)
 
     def largest(self, what: str, size: int) -> int:
-        """The largest `size` on any rank, for sizes that only this rank's weights have, such as uneven shards, when the
-        ranks agreed on it: at the first use of `what`, a text equal on all ranks, which is collective. A size that has
-        changed since changes nothing: it may have changed on this rank alone.
+        """Returns the largest `size` on any rank, for sizes that may differ between ranks, such as uneven shards. The
+        ranks agree on it at the first use of `what`, a text that is equal on all ranks; this use is collective. A later
+        change of the size has no effect, because it may have changed on this rank alone.
         """
         known = self.agreed(what)
         if known is None:
@@ -306,32 +318,34 @@ class Workspace:
         return known[1]
 
     def agreed(self, what: str) -> tuple[int, int] | None:
-        """(own size, largest size) of `what`, as the ranks agreed last; another object after every agreement."""
+        """Returns (own size, largest size) of `what`, as the ranks last agreed. It is a new object after every
+        agreement.
+        """
         return self._shared.largest.get(what)
 
     def is_current(self) -> bool:
-        """Whether `workspaces.get` would still return it: neither was it released, nor its group replaced.
+        """Returns whether `workspaces.get` would still return it: neither was it released, nor its group replaced.
 
         Raises RuntimeError when there is no group of its name any more.
         """
         return not self._shared.released and self._shared.group.is_current()
 
     def check(self) -> None:
-        """Raise what an earlier kernel found wrong, as the next call would."""
+        """Raises the error that an earlier kernel found, as the next call would."""
         if self._shared.health.failed():
             self._shared.health.check()
 
     @property
     def shared(self) -> SharedWorkspace:
-        """What it has in common with the group's workspaces for other options."""
+        """The state that this workspace shares with the group's workspaces for other options."""
         return self._shared
 
     def call(self, site: str, nbytes: int) -> Call:
         """One use of a slot with at least `nbytes` of data, for one kernel launch: `with ws.call(...) as call: launch`.
 
-        All ranks make the same calls in the same order. Entering raises DitronTimeout or DitronDiverged when an earlier
-        kernel failed, DitronPoisoned until the reset after that, DitronCaptureError and WorkspaceError when the slots
-        are too small and cannot grow. An exception inside the block leaves the workspace in need of a reset.
+        All ranks make the same calls in the same order. Entering raises DitronTimeout or DitronDiverged if an earlier
+        kernel failed, and then DitronPoisoned until the reset. It raises DitronCaptureError and WorkspaceError if the
+        slots are too small and cannot grow. After an exception inside the block the workspace needs a reset.
         """
         return Call(self._shared, (site, nbytes, self.options.workspace_limit, self.timeout_s, self.first_timeout_s))
 
@@ -339,7 +353,7 @@ class Workspace:
 class Call:
     """One use of one slot, valid inside its `with` block.
 
-    slot: which one to use. site: the site's number in flag words. generation: the ring that has the slot, and the words
+    slot: the slot to use. site: the site's number in flag words. generation: the ring that has the slot, and the words
     of the protocol. stream: handle of the current stream.
     """
 
@@ -379,23 +393,26 @@ class Call:
         return self.generation.slot_bytes
 
     def data(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
-        """The data of the slot in the heap of `rank`, flat. Others' may be read, under the protocol, never written."""
+        """Returns the data of the slot in the heap of `rank`, flat. Data of other ranks may be read, under the
+        protocol, but never written.
+        """
         return self.generation.data(self.slot, rank, dtype)
 
     def kept(self, owner: Hashable, make: Callable[[Call], T]) -> T:
-        """What `make` works out from this call's slot and site, and nothing else of it; `owner` gets it again in later
-        calls with the same ones, as long as the ring is there.
+        """Returns what `make` computes from this call's slot and site alone. `owner` gets the same object again in
+        later calls with the same slot and site, as long as the ring exists.
         """
         key = owner, self.slot, self.site
         found: T | None = self.generation.kept.get(key)
         if found is None:
-            # Made once and used in any mode, as the ring itself.
+            # The tensor is made once and used in any mode, like the ring itself.
             with torch.inference_mode(False), torch.no_grad():
                 found = self.generation.keep(key, make(self))
         return found
 
     def fork(self) -> Lane:
-        """The workspace's second stream, for transfers beside the work on the current one; see device/lanes.py."""
+        """Returns a lane: further streams, for transfers beside the work on the current stream (see device/lanes.py).
+        """
         return self._shared.lane
 
     def __exit__(

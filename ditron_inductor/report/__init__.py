@@ -1,1 +1,1 @@
-"""What a user can read of what was done: explain, the records behind it, and the summary."""
+"""Reports for users of what was done: explain, the records behind it, and the summary."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ditron_inductor.task.plan import PlanRequest
 
 LEFT_ALONE = "-"
-# A report is neither an error nor in need of a summary line.
+# A report must not raise, and needs no summary line.
 UNASKED = {"ditron.strict": False, "ditron.summary": False}
 
 
@@ -34,15 +34,16 @@ UNASKED = {"ditron.strict": False, "ditron.summary": False}
 class ExplainedSite:
     """One collective of one compiled graph.
 
-    direction: ``forward``, ``backward`` or ``graph`` where the compiler does not say.
+    direction: ``forward``, ``backward``, or ``graph`` if the compiler does not say.
     record: what the passes saw and did, see ``SiteRecord``.
-    strategy: what runs here, or ``-`` for a collective that was left alone.
-    predicted_us: the cost model's microseconds for one call by this strategy, None where it has none.
-    reason: why this strategy, or why the collective was left alone.
+    strategy: the strategy that runs here, or ``-`` for a collective that was left alone.
+    predicted_us: the cost model's microseconds for one call by this strategy, None if it has none.
+    reason: why this strategy was chosen, or why the collective was left alone.
     source: what decided, see ``task.plan.Choice``; empty for a collective that was left alone.
-    predictions: the cost model's microseconds by strategy. measured: those that were timed on request, by strategy, the
-    maximum over ranks; None where nothing was timed. tried_us: those that a trial of the first calls ended with, empty
-    without one. request: what the plan was asked, None where nothing ran.
+    predictions: the cost model's microseconds by strategy.
+    measured: the measured microseconds by strategy, the maximum over ranks; None if nothing was timed.
+    request: the question that the plan was asked, None if nothing ran.
+    tried_us: the microseconds by strategy that a trial of the first calls ended with; empty without a trial.
     """
 
     direction: str
@@ -77,7 +78,7 @@ class ExplainedSite:
 
 @dataclass(frozen=True)
 class Report:
-    """All collective sites of a function's graphs, in graph order; ``text()``, or ``str()``, prints them as a table,
+    """All collective sites of a function's graphs, in graph order. ``text()``, or ``str()``, prints them as a table,
     and below it what stopped those that were left alone.
     """
 
@@ -116,7 +117,7 @@ class Report:
         missing = "".join(f"\nno time: {note}" for note in notes)
         summary = f"{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
         records = [site.record for site in self.left_alone]
-        stopped = [stopped_text(one.node, one.line, one.reason_code, one.culprit) for one in records]
+        stopped = [stopped_text(record.node, record.line, record.reason_code, record.culprit) for record in records]
         alone = "\n".join(["\nleft alone:", *stopped]) if stopped else ""
         return f"{table}{missing}{alone}\n{summary}"
 
@@ -132,11 +133,11 @@ def explain(
     """``explain(fn)(*args, **kwargs)`` compiles and runs ``fn`` once with Ditron and reports on its collectives.
 
     It is collective: all ranks of the groups in ``fn`` have to call it. ``mode`` and ``options`` are those of
-    ``torch.compile``, but ``ditron.strict`` is off. The compiler's caches are off too, since a hit has no reasons to
-    show. Where the outputs need gradients and ``backward`` is true, the backward pass runs too, without touching any
-    ``.grad``. The state of the random generators is restored; other side effects of ``fn`` are those of one run.
-    ``measure`` times the strategies that can run at each site, one call alone on random data of the site's shapes,
-    inside a CUDA graph if ``mode`` uses them.
+    ``torch.compile``, but ``ditron.strict`` is off. The compiler's caches are off too, because a graph from a cache has
+    no reasons to show. If the outputs need gradients and ``backward`` is true, the backward pass runs too, without
+    changing any ``.grad``. The state of the random generators is restored; other side effects of ``fn`` are those of
+    one run. With ``measure`` the strategies that can run at each site are timed: one call at a time, on random data of
+    the site's shapes, inside a CUDA graph if ``mode`` uses them.
     """
     parsed, _ = Options.parse(options)
 
@@ -156,7 +157,7 @@ def explain(
 
 
 def fresh_backend(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """Ditron as a backend of its own: Dynamo would answer from an earlier compilation with an equal one."""
+    """Returns Ditron as a new backend object. With an equal backend Dynamo would reuse an earlier compilation."""
 
     def fresh(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
         from ditron_inductor.backend import ditron
@@ -167,9 +168,9 @@ def fresh_backend(mode: str | None, options: Mapping[str, Any] | None) -> Callab
 
 
 def measured_report(report: Report, *, graph: bool, rounds: int | None = None, chosen: bool = False) -> Report:
-    """The report with every site timed that has run; sites of one shape share a measurement. Collective.
+    """Returns the report with times for every site that has run; sites of one shape share a measurement. Collective.
 
-    chosen: only `library` and the strategy that runs, not all that could.
+    chosen: time only `library` and the strategy that runs, not all strategies that could run.
     """
     import torch
 
@@ -190,7 +191,7 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None, c
             continue
         node = replace(call[0], site="", policy=Policy())  # type: ignore[type-var]
         strategies = tuple(dict.fromkeys(("library", site.strategy))) if chosen else ("library", *possible(request))
-        # Equal on all ranks even where their weights are not.
+        # The name is equal on all ranks, even if their weights are not.
         key = (record.group_name, replace(request, site=""), node, strategies)
         if key not in known:
             shape = SiteShape(node, call[1], getattr(torch, record.dtype))
@@ -222,7 +223,7 @@ def _timings(
 
 
 def uses_graphs(mode: str | None) -> bool:
-    """Whether a mode of ``torch.compile`` runs the model inside CUDA graphs."""
+    """Returns whether a mode of ``torch.compile`` runs the model inside CUDA graphs."""
     import torch._inductor
 
     modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
@@ -237,7 +238,7 @@ def build_report(graphs: Sequence[GraphRecord], options: Options) -> Report:
 
 @contextlib.contextmanager
 def without_caches() -> Iterator[None]:
-    """Compile anew inside the block: a cache hit runs no pass, and so has nothing to tell."""
+    """Turns caches off inside the block. A cache hit runs no pass, so it has nothing to report."""
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
@@ -306,7 +307,7 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
 
 
 def cut_from_graph(inputs: Any) -> Any:
-    """The same inputs as leaves, so that the backward run ends at them and leaves the caller's graph alone."""
+    """Returns the same inputs as leaves, so that a backward run ends at them and does not touch the caller's graph."""
     import torch
     from torch.utils import _pytree
 
@@ -319,7 +320,7 @@ def cut_from_graph(inputs: Any) -> Any:
 
 
 def run_backward(outputs: Any) -> None:
-    """Gradients of all outputs that have them, to every leaf below; they are computed and dropped."""
+    """Computes the gradients of all outputs that have them, for every leaf, and drops them."""
     import torch
     from torch.utils import _pytree
 

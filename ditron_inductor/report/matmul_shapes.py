@@ -1,4 +1,4 @@
-"""Shapes that are measured: given on a command line, or those of the layers of a model."""
+"""The shapes that are measured: given on a command line, or those of the layers of a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
-"""Rows that are measured by default: decoding, and prefill of a few sizes."""
+"""The numbers of rows that are measured by default: for decoding, and for prefill of a few sizes."""
 WHOLE_ROWS = (MatmulAllReduce.kind, MatmulAllGather.kind)
-"""Ops whose rows all ranks have, any number of them."""
+"""Ops whose rows are all on every rank, so that any number of them is possible."""
 # Fewer rows are not gathered or scattered in sequence parallelism.
 LEAST_SCATTERED = 128
 
@@ -26,7 +26,7 @@ class MatmulShape:
 
 
 def divides(op: str, m: int, world_size: int) -> bool:
-    """Whether what the ranks have parts of divides over them."""
+    """Returns whether what the ranks have parts of divides over them."""
     return op in WHOLE_ROWS or m % world_size == 0
 
 
@@ -44,7 +44,7 @@ class LayerWidths:
         """(N, K) of one rank's matmul; `part` is one of `PARTS`.
 
         All-gathers feed the projections of attention (queries, keys and values in one) and of the feed-forward (gate
-        and up in one); the matmuls behind these are reduced. What is gathered behind a matmul are the logits, whatever
+        and up in one). The matmuls behind these are reduced. A gather behind a matmul is that of the logits, whatever
         the part.
         """
         if op == MatmulAllGather.kind:
@@ -62,7 +62,7 @@ MODELS: dict[str, LayerWidths] = {
     "qwen3-32b": LayerWidths(5120, 8192, 1024, 25600, 151936),
     "llama-405b": LayerWidths(16384, 16384, 1024, 53248, 128256),
 }
-"""By name, in the order in which benchmarks measure them."""
+"""The layers of models by name, in the order in which benchmarks measure them."""
 
 
 def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_size: int) -> list[MatmulShape]:

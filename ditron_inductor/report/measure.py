@@ -1,7 +1,7 @@
 """Times the strategies of one site on all ranks of its group: what `tune` writes down and `explain` shows on request.
 
-Collective. The operands are random, several sets of them in turns so that no weight stays in a cache; the first result
-of each strategy is compared with that of `library`, since a wrong result must not win.
+It is collective. The operands are random, with several sets in turns, so that no weight stays in a cache. The first
+result of each strategy is compared with that of `library`, because a wrong result must not win.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class SiteShape:
 
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
-        """The simplest call whose matmul is [m, k] @ [k, n]. ValueError where m rows do not divide over the ranks."""
+        """Returns the simplest call whose matmul is [m, k] @ [k, n]. Raises ValueError if m rows do not divide among
+        the ranks.
+        """
         return SiteShape(*NODES[op].plain(m, n, k, world_size), dtype)
 
     @property
@@ -79,8 +81,8 @@ def measure(
     workspace_limit: int,
     timeout_s: float,
 ) -> Timings:
-    """Time `strategies`, all that there are without any, at `shape`, inside a CUDA graph if `graph`. All ranks of the
-    group give the same arguments.
+    """Times `strategies` (all of the kind's, if none are given) at `shape`, inside a CUDA graph if `graph`. All ranks
+    of the group give the same arguments.
     """
     strategies = strategies or shape.node.strategies
     clock = Clock(device, groups.find(group_name))
@@ -123,7 +125,7 @@ def _calls(
     workspace_limit: int,
     timeout_s: float,
 ) -> dict[str, Callable[[int], torch.Tensor]]:
-    """One function per strategy that calls the op on the i-th operands and returns its first output."""
+    """Returns one function per strategy, which calls the op on the i-th operands and returns its first output."""
     sizes = [size for given in shape.shapes.values() for size in (given if isinstance(given, list) else [given])]
     nbytes = sum(math.prod(size) for size in sizes) * shape.dtype.itemsize
     copies = max(1, min(MAX_ROTATED, math.ceil(ROTATED_BYTES / max(nbytes, 1))))
@@ -132,7 +134,7 @@ def _calls(
     def draw(name: str, size: tuple[int, ...]) -> torch.Tensor:
         if name not in WEIGHTS:
             return torch.randn(size, generator=generator, device=device).to(shape.dtype)
-        # With contiguous K, as nn.Linear holds it.
+        # Make the weight with contiguous K, as nn.Linear holds it.
         deep, wide = size
         weight = torch.randn(wide, deep, generator=generator, device=device).to(shape.dtype)
         return weight.div_(math.sqrt(max(shape.sizes.k, 1))).t()
@@ -148,14 +150,16 @@ def _calls(
     def call(strategy: str) -> Callable[[int], torch.Tensor]:
         policy = Policy(strategy, workspace_limit, timeout_s)
         node = replace(shape.node, group_name=group_name, site=f"measure/0:{shape.node.kind}", policy=policy)
-        op, arguments = schema.overload(node.kind), [schema.arguments(node, **one) for one in drawn]
+        op, arguments = schema.overload(node.kind), [schema.arguments(node, **operands) for operands in drawn]
         return lambda i: op(*arguments[i % copies])[0]
 
     return {strategy: call(strategy) for strategy in strategies}
 
 
 def attempt(act: Callable[[], Result], device: torch.device) -> tuple[Result | None, str]:
-    """The result and no problem, or None and what went wrong: whatever it is, the ranks have to talk about it."""
+    """Returns the result and no problem, or None and what went wrong. Errors of any kind are caught, because the ranks
+    have to tell each other.
+    """
     try:
         result = act()
         if device.type == "cuda":
@@ -168,7 +172,9 @@ def attempt(act: Callable[[], Result], device: torch.device) -> tuple[Result | N
 
 
 def _settle(clock: Clock, name: str, problem: str, notes: list[str], group_name: str) -> bool:
-    """Whether no rank has a problem. Else one is noted, and after a failure half way the group made usable again."""
+    """Returns whether no rank has a problem. Else one is noted, and after a failure half way the group made usable
+    again.
+    """
     problems = [text for text in clock.agree(problem) if text]
     if not problems:
         return True
@@ -179,9 +185,9 @@ def _settle(clock: Clock, name: str, problem: str, notes: list[str], group_name:
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
-    """What is wrong with a result, or nothing."""
+    """Returns what is wrong with a result; empty if nothing is."""
     scale = float(wanted.float().abs().max())
     error = float((got.float() - wanted.float()).abs().max()) / max(scale, 1e-30)
-    # A NaN compares as small with everything; it has to lose.
+    # Comparisons with NaN are false, so a NaN has to be counted as a failure.
     right = error <= TOLERANCE.get(wanted.dtype, 0.0)
     return "" if right else f"its result differs from library's by {error:.1e} of the largest value"

@@ -1,8 +1,8 @@
 """Interleaved timing of calls on all ranks of a group, for `tune` and `explain`.
 
-A chip's clock moves by tens of per cent with its power state, so only calls that were timed in turns compare. Before
-each sample the ranks leave a collective together, and one call that is not timed gives the host the head start that it
-has in a running model. Where a call takes the host longer than the device, it is the host's time that is measured.
+A chip's clock changes by tens of per cent with its power state, so only calls that were timed in turns can be compared.
+Before each sample the ranks leave a collective together, and one call that is not timed gives the host the head start
+that it has in a running model. If a call takes the host longer than the device, the host's time is measured.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Clock:
         return start.elapsed_time(end) * 1e3 / calls
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each value the largest on any rank; collective."""
+        """Returns for each value the largest on any rank. Collective."""
         packed = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
         return [float(value) for value in packed.tolist()]
@@ -65,7 +65,9 @@ class Clock:
 
 
 def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
-    """`calls` calls in one CUDA graph, as a call that replays it and returns the result on the 0-th operands."""
+    """Captures `calls` calls in one CUDA graph. Returns a call that replays it and returns the result for the 0-th
+    operands.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -76,7 +78,7 @@ def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
     graph = torch.cuda.CUDAGraph()
     # The threads of NCCL query events meanwhile; only this thread's calls must be legal in a capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        # Downwards, so that nothing that comes later in the graph uses this result's memory.
+        # Count downwards, so that nothing later in the graph uses the memory of the 0-th result.
         for index in reversed(range(calls)):
             result = call(index)
 
@@ -88,7 +90,7 @@ def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
 
 
 def interleaved(clock: Clock, calls: Mapping[str, Call], rounds: int = ROUNDS) -> dict[str, float]:
-    """Microseconds of each call, taken in turns in a new order each round: the largest median of any rank.
+    """Returns the microseconds of each call, taken in turns in a new order each round: the largest median of any rank.
 
     Collective: all ranks hold the same calls in the same order, and get the same times.
     """

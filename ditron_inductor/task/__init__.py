@@ -1,4 +1,4 @@
-"""Task level: what one fused node of the graph is, costs, and by which strategy it runs.
+"""The Task level says what one fused node of the graph is, what it costs, and by which strategy it runs.
 
 * `nodes`: one frozen dataclass per node kind, with `verify()` and one stable text form
 * `ops`: the `torch.library` op of each kind, its schema and its fake implementation

@@ -1,17 +1,17 @@
-"""When a matmul is worth padded operands: a rule of sizes, dtype and strides, with no clock and no device in it.
+"""A rule that says when a matmul is worth padded operands. It uses sizes, dtype and strides, no clock and no device.
 
-A library's fast kernels read and write rows 16 bytes at a time. A matrix whose rows begin elsewhere, because its width
-is no multiple of 8 elements (4 in fp32), goes to slower kernels: the fewer bytes all its rows are aligned to, the
-slower. A copy with padded rows costs its bytes and a launch.
+A library's fast kernels read and write rows 16 bytes at a time. If the width of a matrix is not a multiple of 8
+elements (4 in fp32), its rows do not begin at multiples of 16 bytes, and the library uses slower kernels: the fewer
+bytes all rows are aligned to, the slower. A copy with padded rows costs its bytes and a launch.
 
 The rule compares two times of one product,
 
     as it is       max(flops / (speed * reached), bytes / bandwidth)
     with padding   max(flops / (speed * reached then), bytes / bandwidth) + bytes copied / bandwidth + launches * launch
 
-and pads where the second one is shorter by `margin`. Its constants are those of one machine, on purpose: what is
-decided by the sizes alone is decided alike on all ranks, in all runs, and before and behind a cache. They are fitted to
-`python -m benchmarks.ops.unaligned`, which prints what they should be.
+and pads if the second time is shorter by `margin`. Its constants are those of one machine, on purpose: a decision by
+sizes alone is the same on all ranks, in all runs, and in front of a cache and behind it. They are fitted to `python -m
+benchmarks.ops.unaligned`, which prints what they should be.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ALIGNED_BYTES = 16
 TENSOR_FLOAT_32 = "tf32"
 
 Speed = torch.dtype | str
-"""What a product is computed in: the dtype of its operands, or `TENSOR_FLOAT_32`."""
+"""The kind of arithmetic of a product: the dtype of its operands, or `TENSOR_FLOAT_32`."""
 
 
 @dataclass(frozen=True)
 class ProductWork:
     """One product, or a batch of them, and what its padding would copy.
 
-    flops: 2 * batch * M * N * K. moved_bytes: of its operands and its result, once. operand_bytes, result_bytes: a
-    power of two up to `ALIGNED_BYTES`, to which all rows of both operands, and of the result, are aligned.
-    copied_bytes: what padding reads and writes that is neither read nor written without it. launches: of such copies.
-    padded_result_bytes: as result_bytes, with padding.
+    flops: 2 * batch * M * N * K. moved_bytes: the bytes of its operands and its result, each counted once.
+    operand_bytes, result_bytes: a power of two up to `ALIGNED_BYTES`, to which all rows of both operands, and of the
+    result, are aligned. copied_bytes: the bytes that are read and written only because of the padding. launches: the
+    number of such copies. padded_result_bytes: result_bytes with padding.
     """
 
     speed: Speed
@@ -57,9 +57,9 @@ def _frozen(values: dict[object, float]) -> Mapping[object, float]:
 class Rule:
     """The constants of the rule, for a GPU of the class of an H200.
 
-    flops_per_s: by dtype, what a large aligned product reaches. operand: the part of it that is reached with operands
-    whose rows are aligned to so many bytes; result: the same for the result alone. fp32 without TensorFloat-32 has no
-    kernels that need alignment: `plain` is its part.
+    flops_per_s: by dtype, the rate of a large aligned product. operand: by the bytes to which the rows of the operands
+    are aligned, the part of this rate that is reached; result: the same for the result alone. fp32 without
+    TensorFloat-32 has no kernels that need alignment: `plain` is its part.
     """
 
     flops_per_s: Mapping[object, float] = field(
@@ -82,35 +82,36 @@ class Rule:
         return as_it_is, self.result[work.padded_result_bytes]
 
     def seconds(self, work: ProductWork) -> tuple[float, float]:
-        """(as it is, with padding), as above."""
+        """The predicted seconds of a product: (as it is, with padding)."""
         read, compute = work.moved_bytes / self.bytes_per_s, work.flops / self.flops_per_s[work.speed]
         copies = work.copied_bytes / self.bytes_per_s + work.launches * self.launch_s
         as_it_is, padded = self.reached(work)
         return max(compute / as_it_is, read), max(compute / padded, read) + copies
 
     def pays(self, work: ProductWork) -> bool:
-        """Whether the product is faster with padding, by the margin."""
+        """Returns whether the product is faster with padding, by the margin."""
         as_it_is, padded = self.seconds(work)
         return as_it_is > padded * self.margin
 
 
 RULE = Rule()
-"""What the pipeline pads by."""
+"""The rule by which the pipeline pads."""
 
 
 def speed_of(dtype: torch.dtype) -> Speed:
-    """What products of operands of this dtype are computed in, by torch's settings, which are part of cache keys."""
+    """Returns the kind of arithmetic for operands of this dtype, by torch's settings, which are a part of cache keys.
+    """
     allowed = torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
     return TENSOR_FLOAT_32 if dtype == torch.float32 and allowed else dtype
 
 
 def multiple(dtype: torch.dtype) -> int:
-    """Elements of `ALIGNED_BYTES`."""
+    """Returns how many elements of a dtype `ALIGNED_BYTES` holds."""
     return ALIGNED_BYTES // dtype.itemsize
 
 
 def missing(size: int, dtype: torch.dtype) -> int:
-    """Elements up to the next aligned size."""
+    """Returns how many elements are missing up to the next aligned size."""
     return -size % multiple(dtype)
 
 

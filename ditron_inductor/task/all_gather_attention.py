@@ -1,23 +1,24 @@
-"""Attention to keys and values that are sharded along the sequence: the two node kinds, and which keys a row sees.
+"""The two node kinds of attention to keys and values that are sharded along the sequence, and the masks of their rows.
 
-The keys and values of all ranks stand one after the other in rank order. What a row of the queries sees of them is
-one of `MASKS`; for those that move with it the rank is found at run time, so it is never part of a graph:
+The keys and values of all ranks follow each other in rank order. A mask says which of them a row of the queries sees;
+its kind is one of `MASKS`. For a mask that moves with the rank, the rank is found at run time, so it is never a part of
+a graph:
 
     full            every key
-    causal          key j of all where j <= offset + i, i the row's number on its rank: aten's `is_causal`, or a tensor
-                    in this rank's graph that holds the offset
+    causal          key j of all if j <= offset + i, where i is the row's number on its rank: aten's `is_causal`, or a
+                    tensor in this rank's graph that holds the offset
     zigzag_keys     causal, where rank r holds the keys of the chunks r and 2 W - 1 - r of the sequence's 2 W, and its
                     rows stand where a tensor in its graph says
-    causal_offset   key j of all where j <= rank * queries + i: sequence sharded in rank order
-    zigzag          as `zigzag_keys`, where the rows stand at the rank's keys: the same work on all
+    causal_offset   key j of all if j <= rank * queries + i: the sequence is sharded in rank order
+    zigzag          like `zigzag_keys`, where the rows stand at the rank's keys: all ranks have the same work
     given           every key, as far as the ranks know of each other; a tensor, the bias, says the rest
 
-All but `full` and `given` may have a window: of the keys that a row would see it sees the last ones, so many as the
-window is long, the key at its own position among them.
+All kinds but `full` and `given` may have a window. Of the keys that a row would see it then sees only the last ones, as
+many as the window is long; the key at its own position is one of them.
 
-A bias is broadcast to [B, Hq, Sq, W * S], the keys of all ranks in rank order. One of floats is added to the scaled
-scores, behind the soft cap; one of bool hides where it is False, as -inf does. Every rank has its own, and reads it
-alone: no transfer follows from what is in it.
+A bias is broadcast to [B, Hq, Sq, W * S], the keys of all ranks in rank order. A bias of floats is added to the scaled
+scores, behind the soft cap. A bias of bool hides keys where it is False, as -inf does. Every rank has its own bias, and
+reads it alone: its values decide nothing about transfers.
 """
 
 from __future__ import annotations
@@ -38,26 +39,27 @@ from ditron_inductor.task.policy import Policy, check, verify_common
 T = TypeVar("T")
 MASKS: tuple[str, ...] = ("full", "causal", "zigzag_keys", "causal_offset", "zigzag", "given")
 ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
-"""Those for which a rank's queries are at the positions of its keys."""
+"""The kinds of masks for which a rank's queries are at the positions of its keys."""
 PLACED: tuple[str, ...] = ("causal", "zigzag_keys")
-"""Those for which every rank's graph has its own numbers of where its rows stand."""
+"""The kinds of masks for which the graph of each rank has its own numbers for the positions of its rows."""
 GIVEN = "given"
 UNPLACED: tuple[str, ...] = ("full", GIVEN)
-"""Those that show every row every key: nothing is known of where rows stand."""
+"""The kinds of masks that show every row every key, so nothing is known of the positions of rows."""
 MAX_HEAD_DIM = 256
-"""Elements of a head at most: what our kernel and the library's fast ones take. Of more, all scores lie in memory."""
+"""The most elements of a head that our kernel and the library's fast kernels take. With more, all scores lie in memory.
+"""
 JUMP = re.compile(r"([1-9]\d*)([+-][1-9]\d*)")
 LONGEST_WINDOW = 2**63 - 1
-"""What an op can be given. There are no positions beyond, so a longer one is as good."""
+"""The largest number that an op accepts. There are no positions beyond it, so a longer window makes no difference."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What rows see: see the module. window: the keys of a row at most, 0 for no limit.
+    """What rows see; the module lists the kinds. window: the most keys that a row sees, 0 for no limit.
 
-    offset, jumps: of the kinds in PLACED. Row i stands at offset + i, and farther from some rows on: jumps `8+24` says
-    by 24 from row 8 on; several follow each other, after a blank. They are this rank's alone; nothing that the ranks
-    have to agree on may follow from them.
+    offset, jumps: the positions of rows, for the kinds in PLACED. Row i stands at offset + i, plus the jumps in front
+    of it: `8+24` adds 24 from row 8 on, and several jumps are separated by blanks. They belong to this rank alone.
+    Nothing that the ranks have to agree on may depend on them.
     """
 
     kind: str
@@ -76,20 +78,20 @@ class Mask:
         check(not self.jumps or (placed and known), kind, "jumps", self.jumps, f"`8+24 ..`, for {', '.join(PLACED)}")
 
     def within(self, places: int) -> Mask:
-        """The same mask for rows that stand at positions below `places`: without a window that hides nothing there."""
+        """Returns the same mask for rows at positions below `places`, without a window if it hides nothing there."""
         return self if self.window < places else replace(self, window=0)
 
     @property
     def name(self) -> str:
-        """What is the same on all ranks, as text."""
+        """The part of the mask that is the same on all ranks, as text."""
         return f"{self.kind}, window={self.window}" if self.window else self.kind
 
     def row_jumps(self) -> list[tuple[int, int]]:
-        """(from which row on, by how much)."""
+        """The jumps of the rows' positions, as (from which row on, by how much)."""
         return [(int(row), int(jump)) for row, jump in JUMP.findall(self.jumps)]
 
     def positions(self, rank: int, world_size: int, queries: int) -> list[Segment]:
-        """Where the queries of a rank stand."""
+        """Returns the positions of a rank's queries."""
         if self.kind == "zigzag":
             return _zigzag(rank, world_size, queries)
         if self.kind == "causal_offset":
@@ -101,13 +103,13 @@ class Mask:
         ]
 
     def key_positions(self, source: int, world_size: int, keys: int) -> list[Segment]:
-        """Where the keys of a rank stand."""
+        """Returns the positions of a rank's keys."""
         if self.kind in ("zigzag", "zigzag_keys"):
             return _zigzag(source, world_size, keys)
         return [Segment(0, keys, source * keys)]
 
     def place(self, rank: int, world_size: int, queries: int, keys: int) -> int | None:
-        """The rank whose keys of the zig-zag order stand where the queries of this one do."""
+        """Returns the rank whose keys, in the zig-zag order, are at the positions of this rank's queries."""
         if self.kind == "zigzag":
             return rank
         if self.kind != "zigzag_keys" or queries != keys or queries == 0:
@@ -121,7 +123,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Segment:
-    """So many rows, or keys, of a rank from `first` on: they stand at the position `start` and those behind it."""
+    """`count` rows, or keys, of a rank from `first` on, which stand at the positions from `start` on."""
 
     first: int
     count: int
@@ -135,21 +137,21 @@ def _zigzag(rank: int, world_size: int, length: int) -> list[Segment]:
 
 
 def _joined(segments: list[Segment]) -> list[Segment]:
-    """Without edges where nothing jumps."""
+    """Returns the segments with neighbours joined where no position is skipped."""
     found = segments[:1]
-    for one in segments[1:]:
+    for segment in segments[1:]:
         last = found[-1]
-        if one.start == last.start + last.count:
-            found[-1] = replace(last, count=last.count + one.count)
+        if segment.start == last.start + last.count:
+            found[-1] = replace(last, count=last.count + segment.count)
         else:
-            found.append(one)
+            found.append(segment)
     return found
 
 
 @dataclass(frozen=True)
 class _AttentionNode(Node):
-    """What the two nodes have in common. scale: of the products of queries and keys, before the softmax. softcap: 0, or
-    what the scores s become is softcap * tanh(s / softcap).
+    """The fields that the two attention nodes share. scale: the factor of the products of queries and keys, before the
+    softmax. softcap: if it is not 0, the scores s become softcap * tanh(s / softcap).
     """
 
     kind: ClassVar[str]
@@ -168,16 +170,17 @@ class _AttentionNode(Node):
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def split(self, operands: Sequence[T]) -> Sequence[T]:
-        """As they are, the bias last."""
+        """Returns the operands in their order, the bias last."""
         return operands
 
     @property
     def attention_pattern(self) -> str:
-        """What its rows see, and what becomes of the scores."""
+        """What the rows see, and what is done to the scores, as text."""
         return f"{self.mask.name}, softcap={self.softcap:g}" if self.softcap else self.mask.name
 
     def attention_sizes(self, q: Shape, k: Shape) -> Sizes:
-        """The sizes of a matmul with as many operations; q [B, Hq, Sq, D], k [B, Hkv, S, D] of one rank."""
+        """Returns the sizes of a matmul with as many operations, for q [B, Hq, Sq, D] and k [B, Hkv, S, D] of one rank.
+        """
         B, heads, queries, D = q
         m, n, depth = attention_sizes(self.mask, self.world_size, B, heads, queries, D, k[1], k[2])
         return Sizes(m, n, depth, "n", tuple(k))
@@ -188,11 +191,12 @@ class _AttentionNode(Node):
 
 @dataclass(frozen=True)
 class AllGatherAttention(_AttentionNode):
-    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of its sums.
+    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of the softmax's
+    sums.
 
     q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and
-    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32. A row that sees nothing has 0 and -inf. With the
-    mask `given` a bias is added behind the cap: see the module.
+    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32. For a row that sees nothing, out is 0 and lse is
+    -inf. With the mask `given` a bias is added behind the cap (see the module).
     """
 
     kind: ClassVar[str] = "all_gather_attention"
@@ -223,17 +227,18 @@ class AllGatherAttention(_AttentionNode):
 
 @dataclass(frozen=True)
 class AttentionReduceScatter(_AttentionNode):
-    """The backward of `AllGatherAttention`: grad_q, and of grad_k and grad_v, summed over the ranks, this rank's part.
+    """The backward of `AllGatherAttention`: grad_q, and this rank's part of grad_k and of grad_v, summed over the
+    ranks.
 
-    From grad_out, q, out [B, Hq, Sq, D], the gathered k and v [B, Hkv, W*S, D] and lse; grad_k and grad_v are
-    [B, Hkv, S, D]. Of a bias there is no gradient.
+    Its operands are grad_out, q and out [B, Hq, Sq, D], the gathered k and v [B, Hkv, W*S, D] and lse. It returns
+    grad_k and grad_v as [B, Hkv, S, D]. A bias gets no gradient.
     """
 
     kind: ClassVar[str] = "attention_reduce_scatter"
     exchange: ClassVar[Exchange | None] = SCATTERED_GRADIENTS
     computes: ClassVar[str] = "attention_backward"
     host_us: ClassVar[Mapping[str, float]] = {"library": 300.0}
-    # By `chunked` it was slower, and there is no kernel of ours that does all of it: docs/deleted.md.
+    # `chunked` was slower (docs/deleted.md), and no kernel of ours computes all of it.
     strategies: ClassVar[tuple[str, ...]] = ("library",)
 
     @property
@@ -257,10 +262,10 @@ class AttentionReduceScatter(_AttentionNode):
 
 @dataclass(frozen=True)
 class Block:
-    """Rows first_row .. last_row of the queries and the keys first_key .. last_key of rank `source`, ends excluded:
-    all of them see each other, or (causal) row i sees keys up to i, counted from the block's corner. Causal blocks
-    are square. lower: None, or row i sees keys from i + lower on, counted from there, every row at least one; there
-    are no more rows than keys then, as windows of FlashAttention want it.
+    """Rows first_row .. last_row of the queries, and keys first_key .. last_key of rank `source`, ends excluded. All
+    rows see all keys, or (causal) row i sees keys up to i, counted from the block's corner. Causal blocks are square.
+    If lower is not None, row i sees only keys from i + lower on, counted from the corner, and every row sees at least
+    one key. There are then no more rows than keys, as windows of FlashAttention require.
     """
 
     source: int
@@ -281,14 +286,14 @@ class Block:
 
     @property
     def pairs(self) -> float:
-        """Of a row and a key that it sees."""
+        """The number of pairs of a row and a key that it sees."""
         found = self.rows * (self.rows + 1) / 2 if self.causal else float(self.rows * self.keys)
         hidden = 0 if self.lower is None else self.rows - 1 + self.lower
         return found - hidden * (hidden + 1) / 2
 
 
 def mask_problem(mask: Mask, queries: int, keys: int) -> str:
-    """Why `queries` rows and `keys` keys of a rank cannot have this mask, or an empty string."""
+    """Returns why `queries` rows and `keys` keys of a rank cannot have this mask; empty if they can."""
     if mask.kind in ALIGNED and queries != keys:
         return f"the mask '{mask.kind}' needs as many queries as keys on a rank, not {queries} and {keys}"
     if mask.kind in ("zigzag", "zigzag_keys") and keys % 2:
@@ -297,7 +302,8 @@ def mask_problem(mask: Mask, queries: int, keys: int) -> str:
 
 
 def blocks(mask: Mask, rank: int, world_size: int, queries: int, keys: int) -> list[Block]:
-    """What this rank's queries see, source by source: its own keys first, then those of rank - 1, rank - 2, ..."""
+    """Returns what this rank's queries see, source by source: its own keys first, then those of rank - 1, rank - 2, ...
+    """
     found = []
     for step in range(world_size):
         found += [block for block in _of_source(mask, rank, (rank - step) % world_size, world_size, queries, keys)]
@@ -309,7 +315,7 @@ def _of_source(mask: Mask, rank: int, source: int, world_size: int, queries: int
     if mask.kind in UNPLACED:
         yield Block(source, 0, queries, 0, keys)
     elif place is not None and not 0 < mask.window < world_size * keys:
-        # As few as there can be.
+        # These cases need the fewest blocks.
         if source == place:
             # The second chunk sees all of the first.
             yield Block(source, 0, queries, 0, keys, causal=True)
@@ -324,8 +330,8 @@ def _of_source(mask: Mask, rank: int, source: int, world_size: int, queries: int
 
 
 def _between(source: int, rows: Segment, keys: Segment, window: int) -> Iterator[Block]:
-    """Causal blocks of these rows and keys."""
-    # Row i stands as many keys behind the first one.
+    """Yields the causal blocks of these rows and keys."""
+    # Row i is this many keys behind the first key.
     ahead = rows.start - keys.start
     begin, end = (min(max(edge - ahead, 0), rows.count) for edge in (0, keys.count))
     own = ahead + begin
@@ -340,7 +346,9 @@ def _between(source: int, rows: Segment, keys: Segment, window: int) -> Iterator
 def _behind(
     source: int, rows: Segment, keys: Segment, begin: int, end: int, count: int, window: int
 ) -> Iterator[Block]:
-    """Rows begin .. end and the first `count` keys, all in front of them, as far as the window reaches."""
+    """Yields the blocks of rows begin .. end and the first `count` keys, which are all in front of them, as far as the
+    window reaches.
+    """
     # The first key that row 0 sees.
     edge = rows.start - keys.start + 1 - window
     first = max(edge + begin, 0)
@@ -358,26 +366,28 @@ def _behind(
 
 
 def visible_part(mask: Mask, world_size: int, queries: int, keys: int) -> float:
-    """Of the pairs of a row and a key, those that see each other, on the rank with most of them."""
+    """Returns the part of all pairs of a row and a key in which the row sees the key, on the rank with most such pairs.
+    """
     everything = world_size * queries * keys
     if everything == 0:
         return 1.0
     if mask.kind == "causal":
-        # The ranks have to agree: as for one whose last row stands at the last key.
+        # The ranks have to agree, so count as for a rank whose last row is at the last key.
         mask = replace(mask, offset=max(world_size * keys - queries, 0), jumps="")
     elif mask.kind == "zigzag_keys":
         if queries != keys:
             return 1.0
         mask = Mask("zigzag", mask.window)
-    pairs = [sum(one.pairs for one in blocks(mask, rank, world_size, queries, keys)) for rank in range(world_size)]
+    pairs = [sum(block.pairs for block in blocks(mask, rank, world_size, queries, keys)) for rank in range(world_size)]
     return max(pairs) / everything
 
 
 def attention_sizes(
     mask: Mask, world_size: int, batch: int, heads: int, queries: int, head_dim: int, key_heads: int, keys: int
 ) -> tuple[int, int, int]:
-    """(m, n, k) of the matmul that has as many operations, and gathers as much: `keys` of W ranks, m, with so many
-    columns of keys and values, k, each of which n rows of queries see: those of all heads of one key head.
+    """Returns (m, n, k) of a matmul with as many operations and as much to gather. m counts the keys of all W ranks, k
+    the columns of their keys and values, and n the rows of queries that see each key: those of all heads that share a
+    key head.
     """
     seen = visible_part(mask, world_size, queries, keys)
     return world_size * batch * keys, math.ceil(seen * queries * heads / max(key_heads, 1)), 2 * key_heads * head_dim

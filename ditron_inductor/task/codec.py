@@ -4,10 +4,10 @@ A field is written as `name=value`, and fields are separated by one blank each, 
 
     gather_dim=1 world_size=4 group_name=tp site=be5e4ea9/0:all_gather_matmul num_weights=2 epilogue='silu(mm0) * mm1'
 
-A value that equals the field's default is left out. A flag (`bool`) is its name alone where it is set, and is left out
-where it is not. Strings are bare where that is unambiguous and quoted as in Python otherwise; a tuple of names is
-joined by `+`, and `()` if it is empty; a structure is its own text in parentheses. The fields of a structure that is
-marked by `inlined` stand among those of the node.
+A value that equals the field's default is left out. A flag (`bool`) is written as its name alone if it is set, and left
+out if it is not. Strings are bare where that is unambiguous and quoted as in Python otherwise; a tuple of names is
+joined by `+`, and `()` if it is empty; a structure is its own text in parentheses. If a field is marked by `inlined`,
+the fields of its structure are written among those of the node.
 
 Equal nodes have equal texts, `decode(type(node), encode(node)) == node`, and no other text stands for that node:
 `encode(decode(kind, text)) == text`, or `decode` raises.
@@ -38,9 +38,9 @@ INLINED: Mapping[str, bool] = {"inlined": True}
 class _Field(NamedTuple):
     """A field that a text may name.
 
-    kind: its type where it is not None: bool, int, float, str, tuple, or a frozen dataclass. default: what it is where
-    the text does not name it, MISSING if the text has to. inside: (the field, the class) of the inlined structure that
-    declares it, or None.
+    kind: its type if it is not None: bool, int, float, str, tuple, or a frozen dataclass. default: its value if the
+    text does not name it; MISSING if the text has to name it. inside: (the field, the class) of the inlined structure
+    that declares it, or None.
     """
 
     kind: Any
@@ -55,8 +55,8 @@ def encode(value: Any) -> str:
 
 
 def decode(cls: type[T], text: str) -> T:
-    """The dataclass of this text, the same object every time. Raises ValueError where the text is not one of `encode`,
-    naming the class, and the field if it is one that is wrong.
+    """Returns the dataclass of this text, the same object every time. Raises ValueError if `encode` would not write
+    this text; the error names the class, and the field if a field is wrong.
     """
     # mypy takes classes for unhashable: they have an `__hash__` of their instances.
     made: Any = cls
@@ -85,7 +85,7 @@ def _declared(cls: Any) -> dict[str, _Field]:
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         (kind,) = (option for option in options if option is not types.NoneType)
         if field.metadata == INLINED:
-            own = {name: one._replace(inside=(field.name, kind)) for name, one in _declared(kind).items()}
+            own = {name: declared._replace(inside=(field.name, kind)) for name, declared in _declared(kind).items()}
         else:
             # A flag that is not set is not written either, whatever its default.
             default = False if kind is bool else field.default
@@ -107,7 +107,7 @@ def _parts(value: Any) -> Iterator[str]:
 
 
 def _written(kind: Any, item: Any) -> str:
-    # By the declared type: a 1 in a field of floats is a 1.0, which it equals, and so is a -0.0 a 0.0.
+    # Write by the declared type: in a field of floats 1 is written as 1.0, which it equals, and -0.0 as 0.0.
     if kind is int:
         return repr(operator.index(item))
     if kind is float:
@@ -115,7 +115,7 @@ def _written(kind: Any, item: Any) -> str:
     if kind is str:
         return item if BARE.fullmatch(item) and item.isprintable() else repr(item)
     if kind is tuple:
-        return "+".join(_written(str, one) for one in item) or "()"
+        return "+".join(_written(str, element) for element in item) or "()"
     assert type(item) is kind, f"{item!r} is no {kind.__name__}"
     return f"({encode(item)})"
 

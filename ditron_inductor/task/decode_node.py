@@ -19,8 +19,8 @@ T = TypeVar("T")
 class FlashDecode(Node):
     """out = attention of one query per sequence over the tokens of all ranks, bit-identical on every rank.
 
-    q and out are [B, Hq, D]; each rank holds some tokens of every sequence: caches [B, S, Hkv, D], or (paged) blocks
-    [blocks, tokens, Hkv, D]. Scores are q . k * scale, then (softcap > 0) softcap * tanh(scores / softcap).
+    q and out are [B, Hq, D]. Each rank holds some tokens of every sequence, in caches [B, S, Hkv, D] or (paged) blocks
+    [blocks, tokens, Hkv, D]. Scores are q . k * scale; if softcap > 0, they become softcap * tanh(scores / softcap).
     """
 
     kind: ClassVar[str] = "flash_decode"

@@ -24,7 +24,7 @@ FLOAT32 = Dtype("float32", "fp32", 4)
 
 @dataclass(frozen=True)
 class Precision:
-    """How a product is computed: the dtypes of its operands, of its result, and of the sum in registers.
+    """The dtypes of a product: those of its operands, of its result, and of the sum in registers.
 
     flops: the field of `cost.Hardware` that holds the rate of such a product.
     """
@@ -46,7 +46,9 @@ ACTIVATIONS: tuple[Dtype, ...] = tuple(dict.fromkeys(row.result for row in PRECI
 
 
 def precision(operand: str) -> Precision | None:
-    """The row for operands of a dtype whose product has the same dtype, by its name in torch; None if there is none."""
+    """Returns the row of the table for operands whose product has the same dtype, given the dtype's name in torch; None
+    if there is no such row.
+    """
     for row in PRECISIONS:
         if row.operand.name == row.result.name == operand:
             return row

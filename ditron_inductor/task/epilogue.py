@@ -1,26 +1,28 @@
-"""Epilogues: what is computed from the products of a node, element by element, kept as text in the op's arguments.
+"""Epilogues are pointwise expressions of the products of a node, kept as text in the op's arguments.
 
     "cast(silu(mm0), bf16) * mm1; mm0; mm1"
 
-Each part between semicolons is one output of the node, [rows, N], in the node's dtype, or in `T` where the whole part
-is `cast(.., T)`. Of a reduction the first part may be what each rank makes of its own product before it is reduced:
+Each part between semicolons is one output of the node, [rows, N]. Its dtype is the node's, or `T` if the whole part is
+`cast(.., T)`. In the epilogue of a reduction the first part may say what each rank computes from its own product before
+it is reduced:
 
     "pre: mm0 * column(x0); full(x1) + mm0"
 
-There mm0 is that product, all rows of it, and the result has the node's dtype. Operands:
+In this part mm0 is the rank's product, with all its rows, and the result has the node's dtype. The operands are:
 
-    mm0, mm1, ..                          the product with weight 0, 1, .., rounded to the node's dtype; of a reduction
-                                          mm0, the reduced sum (before the reduction: the sum of this rank's products)
-    full(x0)                              extra tensor 0, an element for each element of the output
-    row(x0), column(x0), scalar(x0)       N elements, the same in every row; one for each row; one
+    mm0, mm1, ..                          the product with weight 0, 1, .., rounded to the node's dtype; in a reduction
+                                          mm0 is the reduced sum (before the reduction: the sum of this rank's products)
+    full(x0)                              extra tensor 0, with an element for each element of the output
+    row(x0), column(x0), scalar(x0)       extra tensor 0, with N elements, the same in every row; with one element for
+                                          each row; with one element
     0.5                                   a number
 
 Everything is computed in fp32 and rounded to the output's dtype at its end; `cast(e, bf16)` rounds in between, where
-eager rounds. Products of several weights in one part, or in parts that share a product, need equal widths: they are
-computed together, see `groups`.
+eager rounds. Products of several weights in one part, or in parts that share a product, need equal widths, because they
+are computed together (see `groups`).
 
-The text is parsed through a whitelist of Python's own syntax tree, never evaluated. `text()` is the only form of an
-epilogue: `parse(e.text()) == e`.
+The text is parsed through a whitelist of Python's own syntax tree, and is never evaluated. `text()` is the only form of
+an epilogue: `parse(e.text()) == e`.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult
 PRE = "pre:"
 MAX_TEXT = 8192
 MAX_DEPTH = 128
-"""Of an expression: what works on it calls itself for each part of a part."""
+"""The deepest nesting of an expression. Functions that work on expressions are recursive."""
 MAX_DIGITS = 6
-"""Of the index of a product or an extra tensor."""
+"""The most digits of the index of a product or an extra tensor."""
 SHOWN = 200
-"""Characters of a refused text that an error shows."""
+"""The most characters of a refused text that an error shows."""
 MAX_TOGETHER = 2
-"""Products that are computed in one tile: more accumulators have no room in a program's registers."""
+"""The most products that are computed in one tile. More accumulators do not fit into a program's registers."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ class OutputGroup:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """One expression for each output of a node. pre: of what is reduced, None where that is the product."""
+    """One expression for each output of a node. pre: the expression that is reduced, None if the product itself is
+    reduced.
+    """
 
     outputs: tuple[Expression, ...]
     pre: Expression | None = None
@@ -120,7 +124,7 @@ class Epilogue:
 
     @property
     def behind(self) -> Epilogue | None:
-        """What is made of a reduced sum; None where that is the output."""
+        """The part that is computed from a reduced sum; None if the sum is the output."""
         return None if self.outputs == (ProductTerm(0),) else Epilogue(self.outputs)
 
     def groups(self) -> tuple[OutputGroup, ...]:
@@ -128,49 +132,52 @@ class Epilogue:
         sets: list[set[int]] = []
         for output in self.outputs:
             used = set(products(output))
-            together = [one for one in sets if one & used]
-            sets = [one for one in sets if one not in together] + [used.union(*together)]
+            together = [group for group in sets if group & used]
+            sets = [group for group in sets if group not in together] + [used.union(*together)]
         return tuple(
             OutputGroup(
-                tuple(sorted(one)),
-                tuple(i for i, output in enumerate(self.outputs) if one & set(products(output))),
+                tuple(sorted(group)),
+                tuple(i for i, output in enumerate(self.outputs) if group & set(products(output))),
             )
-            for one in sorted(sets, key=min)
+            for group in sorted(sets, key=min)
         )
 
     def extras(self) -> tuple[Extra, ...]:
         """The extra tensors, by index."""
         found = {*extras_of(self.outputs), *extras_of(() if self.pre is None else (self.pre,))}
-        return tuple(sorted(found, key=lambda one: (one.index, one.kind)))
+        return tuple(sorted(found, key=lambda extra: (extra.index, extra.kind)))
 
     def dtypes(self) -> tuple[str, ...]:
         """The dtype of every output; "" for the node's own."""
         return tuple(output.dtype if isinstance(output, Cast) else "" for output in self.outputs)
 
     def passes(self, dtype: str, *, biases: bool = True) -> int:
-        """How many tensors [rows, N] are read and written where the products of a node of `dtype` are made first, with
-        their `biases`, and the outputs of them by another kernel.
+        """Returns how many tensors [rows, N] are read and written if a node of `dtype` first computes its products with
+        their `biases`, and another kernel computes the outputs from them.
         """
         folded = self.folded(dtype)[0] if biases else self
         return sum(folded._passes(group) for group in folded.groups())
 
     def _passes(self, group: OutputGroup) -> int:
         made = [self.outputs[i] for i in group.outputs if not isinstance(self.outputs[i], ProductTerm)]
-        read = {one for output in made for one in walk(output) if isinstance(one, ProductTerm)}
-        full = {one for output in made for one in walk(output) if isinstance(one, Extra) and one.kind == "full"}
+        read = {term for output in made for term in walk(output) if isinstance(term, ProductTerm)}
+        full = {term for output in made for term in walk(output) if isinstance(term, Extra) and term.kind == "full"}
         return len(read) + len(full) + len(made)
 
     def folded(self, dtype: str) -> tuple[Epilogue, dict[int, int]]:
-        """The epilogue of products that have their biases already, in a node of `dtype`, and the extra tensors that are
-        biases, by product: rows that are added wherever the product is used, to be rounded to `dtype` at once.
+        """Separates the biases: returns the epilogue of products that have their biases already, in a node of `dtype`,
+        and the extra tensors that are biases, by product. A bias is a row that is added wherever the product is used,
+        with the sum rounded to `dtype` at once.
         """
-        uses = Counter(one.index for output in self.outputs for one in walk(output) if isinstance(one, ProductTerm))
-        sums = Counter(one for output in self.outputs for one in _biased(output, dtype, rounded=True))
+        uses = Counter(term.index for output in self.outputs for term in walk(output) if isinstance(term, ProductTerm))
+        sums = Counter(term for output in self.outputs for term in _biased(output, dtype, rounded=True))
         biases = {product: row for (product, row), count in sums.items() if count == uses[product]}
         return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
 
     def verify(self, num_weights: int, num_extras: int, *, reduces: bool = False) -> None:
-        """Raises `InvalidEpilogue` unless it fits a node with so many weights and extra tensors; reduces: it does."""
+        """Raises `InvalidEpilogue` unless the epilogue fits a node with so many weights and extra tensors. reduces: the
+        node is a reduction.
+        """
         if self.pre is not None:
             self._verify_pre(reduces)
         _check(bool(self.outputs), self.text(), "has no output")
@@ -178,7 +185,7 @@ class Epilogue:
             _check(bool(products(output)), self.text(), f"has an output without a product: {text(output)}")
         used = {index for output in self.outputs for index in products(output)}
         _check(used == set(range(num_weights)), self.text(), f"uses the products {sorted(used)} of {num_weights}")
-        indices = [one.index for one in self.extras()]
+        indices = [extra.index for extra in self.extras()]
         _check(indices == list(range(num_extras)), self.text(), f"uses the extra tensors {indices} of {num_extras}")
         most = max(len(group.products) for group in self.groups())
         _check(most <= MAX_TOGETHER, self.text(), f"combines {most} products, more than {MAX_TOGETHER}")
@@ -187,8 +194,8 @@ class Epilogue:
         assert self.pre is not None
         _check(reduces, self.text(), "has a part before the reduction, but nothing is reduced")
         _check(products(self.pre) == {0}, self.text(), f"reduces something else than a product: {text(self.pre)}")
-        # Rows of the product are others than rows of a scattered sum.
-        both = {one.index for one in extras_of(self.outputs)} & {one.index for one in extras_of((self.pre,))}
+        # The rows of the product are not those of a scattered sum.
+        both = {extra.index for extra in extras_of(self.outputs)} & {extra.index for extra in extras_of((self.pre,))}
         _check(not both, self.text(), f"uses the extra tensors {sorted(both)} before and behind the reduction")
 
 
@@ -235,11 +242,13 @@ def walk(expression: Expression) -> Iterator[Expression]:
 
 def extras_of(expressions: Iterable[Expression]) -> Iterator[Extra]:
     """The extra tensors in expressions."""
-    return (one for expression in expressions for one in walk(expression) if isinstance(one, Extra))
+    return (term for expression in expressions for term in walk(expression) if isinstance(term, Extra))
 
 
 def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tuple[int, int]]:
-    """(product, row) of the sums of both in an expression that are rounded to `dtype` at once; `rounded`: it is."""
+    """Yields (product, row) for each sum of the two in an expression that is rounded to `dtype` at once. rounded: the
+    expression itself is.
+    """
     match expression:
         case Binary("+", ProductTerm(product), Extra("row", row)):
             if rounded or dtype == "fp32":
@@ -269,11 +278,11 @@ def _unbiased(expression: Expression, biases: dict[int, int], dtype: str) -> Exp
 
 def products(expression: Expression) -> frozenset[int]:
     """The indices of the products in an expression."""
-    return frozenset(one.index for one in walk(expression) if isinstance(one, ProductTerm))
+    return frozenset(term.index for term in walk(expression) if isinstance(term, ProductTerm))
 
 
 def _level(expression: Expression) -> int:
-    """How tightly an expression binds."""
+    """Returns how tightly an expression binds."""
     if not isinstance(expression, Binary):
         return 3
     return 1 if expression.operator in "+-" else 2
@@ -313,8 +322,8 @@ class _Reader:
                 return Binary(OPERATORS[type(operator)], *operands)
             case ast.Call(func=ast.Name(id=kind), args=[ast.Name(id=name)], keywords=[]) if kind in KINDS:
                 return Extra(kind, self.index(name, "x"))
-            case ast.Call(func=ast.Name(id="cast"), args=[one, ast.Name(id=dtype)], keywords=[]) if dtype in DTYPES:
-                return Cast(self.read(one, depth + 1), dtype)
+            case ast.Call(func=ast.Name(id="cast"), args=[value, ast.Name(id=dtype)], keywords=[]) if dtype in DTYPES:
+                return Cast(self.read(value, depth + 1), dtype)
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
                 return Function(name, self.read(argument, depth + 1))
         raise self.refused(ast.get_source_segment(self.part, node) or self.part)
@@ -335,5 +344,5 @@ class _Reader:
 
 
 def _short(text: str) -> str:
-    """A text as it is, or how it begins if nobody would read all of it."""
+    """Returns a text, cut to its beginning if it is long."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."

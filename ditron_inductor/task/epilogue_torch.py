@@ -1,4 +1,4 @@
-"""An epilogue evaluated by torch, op by op: what runs on the CPU, and what tests compare the kernels with."""
+"""An epilogue evaluated by torch, op by op. This runs on the CPU, and tests compare the kernels with it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def out_dtypes(epilogue: Epilogue, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def evaluate(epilogue: Epilogue, products: Sequence[Tensor], extras: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, each [rows, N]. products: by weight, [rows, N_i] in the node's dtype; extras: of any shape with the
-    elements that their kinds say.
+    """Returns the outputs, each [rows, N]. products: by weight, [rows, N_i] in the node's dtype. extras: of any shape
+    with as many elements as their kinds need.
 
-    Products in fp64 give the outputs in fp64, with nothing rounded in between: the exact values, for tests.
+    Products in fp64 give outputs in fp64 with no rounding in between, which are the exact values for tests.
     """
     exact = products[0].dtype == torch.float64
     known: dict[Expression, Tensor] = {}

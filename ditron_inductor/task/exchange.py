@@ -1,4 +1,4 @@
-"""The collectives of node kinds: what travels, how much of it a rank receives, and how fast.
+"""The collectives of node kinds: what is sent, how much of it a rank receives, and at which rate.
 
 A kind declares one `Exchange`. Wire facts, records, the cost model and the tax report read it; none of them knows the
 names of kinds.
@@ -16,10 +16,10 @@ from ditron_inductor.task.problem import Problem
 class Exchange:
     """What a node sends between the ranks.
 
-    wire: the collective of the library that sends as much. of: what travels: the `operand` [m, k], the `product`
-    [m, n], or the `parts` of an attention. is_whole: whether [m, n] is what each rank contributes; else it is what all
-    ranks contribute, and a rank receives the parts of its peers. rate: the field of `cost.Hardware` that holds the rate
-    of the links. rounds: how often every element travels.
+    wire: the collective of the library that sends the same number of bytes. of: what is sent: the `operand` [m, k], the
+    `product` [m, n], or the `parts` of an attention. is_whole: each rank contributes all of [m, n]; otherwise all ranks
+    together contribute it, and a rank receives the parts of its peers. rate: the field of `cost.Hardware` that holds
+    the rate of the links. rounds: how often every element is sent.
     """
 
     wire: str
@@ -29,7 +29,9 @@ class Exchange:
     is_whole: bool = False
 
     def received_bytes(self, problem: Problem) -> int:
-        """What one rank receives from its peers in one call. Parts are fp32, with a log-sum-exp for each row."""
+        """Returns the bytes that one rank receives from its peers in one call. Parts are fp32, with a log-sum-exp for
+        each row.
+        """
         m, n, k = problem.m, problem.n, problem.k
         if self.of == "operand":
             nbytes = m * k * problem.operand_bytes
@@ -46,7 +48,7 @@ GATHERED_OPERAND = Exchange("all_gather", "operand", "gather_bytes_per_s")
 EXCHANGED_OPERAND = Exchange("all_to_all", "operand", "scatter_bytes_per_s")
 SCATTERED_PRODUCT = Exchange("reduce_scatter", "product", "scatter_bytes_per_s")
 REDUCED_PRODUCT = Exchange("all_reduce", "product", "all_reduce_bytes_per_s", rounds=2)
-# Whole products arrive as fast as those of an all-reduce.
+# Whole products arrive at the rate of an all-reduce.
 GATHERED_PRODUCT = Exchange("all_gather", "product", "all_reduce_bytes_per_s", is_whole=True)
 EXCHANGED_PRODUCT = Exchange("all_to_all", "product", "scatter_bytes_per_s")
 SCATTERED_GRADIENTS = Exchange("reduce_scatter", "operand", "scatter_bytes_per_s")

@@ -1,4 +1,4 @@
-"""flash_decode: its operands, its meaning in plain collectives, and what is said of its cost.
+"""flash_decode: its operands, and what it computes, in plain collectives.
 
 `flash_decode: q, k, v, lengths, (block_table) -> out, token`
     q [B, Hq, D], the same on all ranks; out [B, Hq, D] contiguous, of its dtype, bit-identical on every rank.
@@ -29,7 +29,7 @@ OP = "flash_decode"
 def check_operands(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor | None
 ) -> None:
-    """Raises InvalidOperands naming the tensor that does not fit."""
+    """Checks the operands. Raises InvalidOperands, which names the tensor that does not fit."""
     _check(q.dim() == 3, "q", q, "[B, Hq, D]")
     B, Hq, D = q.shape
     expected = f"{'[B' if block_table is None else '[blocks'}, tokens, Hkv, D] with D = {D}"
@@ -65,15 +65,16 @@ def local_attention(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part: (o [B, Hq, D], lse [B, Hq], natural), in fp32 or the wider dtype of q; without tokens 0, -inf.
+    """Returns this rank's part: o [B, Hq, D] and the natural log-sum-exp lse [B, Hq], in fp32 or the wider dtype of q.
+    Without tokens they are 0 and -inf.
 
-    By torch alone: it copies the cache.
+    It uses torch alone, and copies the cache.
     """
     B, Hq, D = q.shape
     if block_table is not None:
         tokens = k.shape[1] * block_table.shape[1]
         used = torch.arange(tokens, device=q.device).view(1, -1, k.shape[1])[..., 0] < lengths[:, None]
-        # What a table holds behind a sequence's blocks is anything.
+        # Behind a sequence's blocks a table may hold any numbers.
         blocks = torch.where(used, block_table, 0).long()
         k, v = (cache[blocks].reshape(B, tokens, *cache.shape[2:]) for cache in (k, v))
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -91,7 +92,9 @@ def local_attention(
 
 
 def merge(os: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The attention [B, Hq, D] over the tokens of all parts, added up in their order; 0 where none has any."""
+    """Returns the attention [B, Hq, D] over the tokens of all parts, added up in their order; 0 where no part has
+    tokens.
+    """
     most = torch.stack(list(lses)).amax(0)
     known = torch.where(most == -math.inf, 0.0, most)
     total = torch.zeros_like(most)
@@ -115,12 +118,12 @@ def flash_decode(
     world_size: int,
     group_name: str,
 ) -> torch.Tensor:
-    """[B, Hq, D] in plain collectives; see the module."""
+    """Returns the attention [B, Hq, D], computed by plain collectives (see the module)."""
     o, lse = local_attention(q, k, v, lengths, block_table, scale=scale, softcap=softcap)
     part = torch.cat([o.reshape(-1), lse.reshape(-1)])
     parts = part.new_empty(world_size, part.numel())
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     communicate(dist.all_gather_into_tensor, parts.view(-1), part, group=group)
-    os = [one[: o.numel()].view(o.shape) for one in parts]
-    lses = [one[o.numel() :].view(lse.shape) for one in parts]
+    os = [buffer[: o.numel()].view(o.shape) for buffer in parts]
+    lses = [buffer[o.numel() :].view(lse.shape) for buffer in parts]
     return merge(os, lses).to(q.dtype)

@@ -31,13 +31,13 @@ REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
 MAX_PRODUCTS = 8
 """The most products that a node adds up: each of them is a loop of its own in a kernel."""
 MOST_SHOWN = 80
-"""Characters of an epilogue in a pattern; the text of the node has all of it."""
+"""The most characters of an epilogue that a pattern shows; the text of the node has all of it."""
 MOST_PROJECTED_ROWS = 64
 """The most rows of the tensor of `Projections`: as many as one tile of its kernel has."""
 
 
 class WithEpilogue(Node):
-    """A node whose outputs are products, or what an epilogue makes of them."""
+    """A node whose outputs are products, or what an epilogue computes from them."""
 
     kind: ClassVar[str]
     reduces: ClassVar[bool] = False
@@ -46,12 +46,12 @@ class WithEpilogue(Node):
 
     @property
     def num_operands(self) -> int:
-        """How many products an epilogue can name: of a reduction one, the reduced sum."""
+        """The number of products that an epilogue can name. In a reduction this is one, the reduced sum."""
         return 1
 
     @property
     def parsed(self) -> Epilogue | None:
-        """The epilogue, or None where the outputs are the products. Raises `InvalidTaskNode`."""
+        """The epilogue, or None if the outputs are the products. Raises `InvalidTaskNode`."""
         if not self.epilogue:
             return None
         try:
@@ -63,12 +63,12 @@ class WithEpilogue(Node):
 
     @property
     def num_outputs(self) -> int:
-        """Without the gathered tensor and the token."""
+        """The number of outputs, without the gathered tensor and the token."""
         parsed = self.parsed
         return self.num_operands if parsed is None else len(parsed.outputs)
 
     def verify_epilogue(self) -> None:
-        """Raises `InvalidTaskNode`."""
+        """Checks the epilogue. Raises `InvalidTaskNode`."""
         check(self.num_operands >= 1, self.kind, "num_weights", self.num_operands, "at least one weight")
         unused = 0 if self.parsed is not None else self.num_extras
         check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
@@ -78,7 +78,7 @@ class WithEpilogue(Node):
         return (("extras", self.num_extras),) if self.num_extras else ()
 
     def made(self, products: Sequence[Shape]) -> list[Output]:
-        """What the epilogue makes of products of these shapes, or the products without one."""
+        """Returns what the epilogue computes from products of these shapes; without an epilogue, the products."""
         parsed = self.parsed
         if parsed is None:
             return [Output(tuple(shape)) for shape in products]
@@ -87,7 +87,7 @@ class WithEpilogue(Node):
 
     @property
     def behind_pattern(self) -> str:
-        """What is made of the products, or of their sum."""
+        """What is computed from the products, or from their sum, as text."""
         behind = None if self.parsed is None else self.parsed.behind
         outputs = () if behind is None else behind.outputs
         text = "; ".join(expression_text(output) for output in outputs if not isinstance(output, ProductTerm))
@@ -95,13 +95,14 @@ class WithEpilogue(Node):
 
 
 class SummedMatmul(Node):
-    """A node that communicates sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias a row [N].
+    """A node that communicates sum_i a_i @ b_i + bias. a_i is [.., K_i], with shapes that differ only in K_i; b_i is
+    [K_i, N], and bias is a row [N].
 
-    Its operands are `a`, `b`, `bias` where there is one, and the extra tensors of an epilogue.
+    Its operands are `a`, `b`, `bias` if there is one, and the extra tensors of an epilogue.
     """
 
     plain_fields: ClassVar[Mapping[str, Any]]
-    """Those of the simplest node that have no default, but for the fields that all kinds have."""
+    """The values that the simplest node has in fields without a default, except the fields that all kinds have."""
     num_products: int
     has_bias: bool
     world_size: int
@@ -109,14 +110,14 @@ class SummedMatmul(Node):
     policy: Policy
 
     def extra_slots(self) -> Slots:
-        """The operands behind those of the products."""
+        """The slots behind those of the products."""
         return ()
 
     def slots(self) -> Slots:
         return (*product_slots(self.num_products, self.has_bias), *self.extra_slots())
 
     def verify_sum(self) -> None:
-        """Raises `InvalidTaskNode`."""
+        """Checks the fields of the sum. Raises `InvalidTaskNode`."""
         within = 1 <= self.num_products <= MAX_PRODUCTS
         expected = f"at least one matmul, and at most {MAX_PRODUCTS}"
         check(within, self.kind, "num_products", self.num_products, expected)
@@ -124,7 +125,7 @@ class SummedMatmul(Node):
 
     @classmethod
     def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
-        # A dataclass as every kind is: what mypy knows of this base are its annotations.
+        # Every kind is a dataclass, but mypy knows only the annotations of this base.
         made: Any = cls
         node: SummedMatmul = made(**cls.plain_fields, world_size=world_size, group_name="", site="", policy=Policy())
         shapes = {"a": [(m, k)], "b": [(k, n)]}
@@ -133,7 +134,7 @@ class SummedMatmul(Node):
         return node, shapes
 
     def cut(self, shapes: Shapes) -> list[tuple[Any, Any]]:
-        """(the size on one rank, the size of the sum) of the dimension that is scattered, if one is."""
+        """If a dimension is scattered, (its size on one rank, its size in the sum)."""
         whole = self.sum_shape(shapes)
         pairs = zip(self.exchanged(whole), whole, strict=True)
         return [(size, of_sum) for size, of_sum in pairs if of_sum > size]
@@ -146,11 +147,11 @@ class SummedMatmul(Node):
         return (*shapes["a"][0][:-1], shapes["b"][0][1])
 
     def exchanged(self, shape: Shape) -> Shape:
-        """The shape of what a rank has of the sums of all ranks, each of this shape."""
+        """Returns the shape of a rank's result, from the shape of each rank's sum."""
         raise NotImplementedError
 
     def made(self, products: Sequence[Shape]) -> list[Output]:
-        """What the node makes of products of these shapes."""
+        """Returns what the node computes from products of these shapes."""
         return [Output(tuple(shape)) for shape in products]
 
     def sizes(self, shapes: Shapes) -> Sizes:
@@ -162,7 +163,7 @@ class SummedMatmul(Node):
 
     @property
     def sum_pattern(self) -> str:
-        """The matmuls, and what is computed of their sum before it is communicated."""
+        """The matmuls, and what is computed from their sum before it is communicated, as text."""
         matmuls = "matmul" if self.num_products == 1 else f"sum of {self.num_products} matmuls"
         parsed = self.parsed if isinstance(self, WithEpilogue) else None
         before = "" if parsed is None or parsed.pre is None else f" -> {expression_text(parsed.pre)}"
@@ -171,7 +172,8 @@ class SummedMatmul(Node):
 
 @dataclass(frozen=True)
 class Projections(WithEpilogue):
-    """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site.
+    """out_i = x @ weight_i, for every weight i, or what an epilogue computes from these. Nothing is communicated, so
+    this is no site.
 
     x is [M, K], each out_i [M, N_i].
     """
@@ -210,11 +212,11 @@ class Projections(WithEpilogue):
 class AllGatherMatmul(WithEpilogue):
     """out_i = all_gather(shard, gather_dim) @ weight_i, for every weight i; one gather feeds them all.
 
-    shard is [.., S, .., K] with S at `gather_dim`, never the last dimension; the gathered tensor is [.., W*S,
-    .., K] and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
+    shard is [.., S, .., K] with S at `gather_dim`, never the last dimension; the gathered tensor is [.., W*S, .., K]
+    and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
 
-    With an epilogue, the text of task/epilogue.py, the outputs are what it makes of these products and of `num_extras`
-    more tensors. With a prologue the shard is what that makes of the first operand.
+    With an epilogue (see task/epilogue.py) the outputs are computed from these products and `num_extras` more tensors.
+    With a prologue the shard is computed from the first operand.
     """
 
     kind: ClassVar[str] = "all_gather_matmul"
@@ -273,7 +275,7 @@ class AllGatherMatmul(WithEpilogue):
         return found + ([] if self.prologue is None else norm_outputs(self.prologue.returned, shapes["shard"]))
 
     def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T], Sequence[T], Sequence[T | None]]:
-        """(shard, weights, extra tensors, those of the norm in front: see `SHARD_EXTRAS`)."""
+        """Returns (shard, weights, extra tensors, tensors of the norm in front, see `SHARD_EXTRAS`)."""
         weights = 1 + self.num_weights
         extras = weights + self.num_extras
         given: Sequence[T | None] = ()
@@ -293,11 +295,11 @@ class AllGatherMatmul(WithEpilogue):
 class MatmulReduceScatter(WithEpilogue, SummedMatmul):
     """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
 
-    a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. bias,
-    where there is one, is a row [N], or of matrices a column [W*S, 1]; every rank adds its own before the reduction.
+    a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. A bias
+    is a row [N], or for matrices a column [W*S, 1]; every rank adds its own bias before the reduction.
 
-    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors;
-    with a part `pre:` what is reduced is what that makes of the sum of products.
+    With an epilogue the outputs are computed from `mm0`, which is out after rounding, and `num_extras` more tensors. A
+    part `pre:` is computed from the sum of products, and its result is reduced.
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
@@ -339,11 +341,12 @@ class MatmulReduceScatter(WithEpilogue, SummedMatmul):
 class MatmulAllReduce(WithEpilogue, SummedMatmul):
     """out = all_reduce(sum_i a_i @ b_i + bias), bit-identical on every rank.
 
-    a_i is [.., K_i], b_i is [K_i, N], out is [.., N]. bias, where there is one, is a row [N]; every rank adds its own
-    before the reduction.
+    a_i is [.., K_i], b_i is [K_i, N], out is [.., N]. A bias is a row [N]; every rank adds its own bias before the
+    reduction.
 
-    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors:
-    bit-identical wherever these are. With a part `pre:` what is reduced is what that makes of the sum of products.
+    With an epilogue the outputs are computed from `mm0`, which is out after rounding, and `num_extras` more tensors.
+    They are bit-identical if these tensors are. A part `pre:` is computed from the sum of products, and its result is
+    reduced.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce"
@@ -385,10 +388,10 @@ class MatmulAllReduce(WithEpilogue, SummedMatmul):
 
 @dataclass(frozen=True)
 class MatmulAllGather(SummedMatmul):
-    """out = all_gather(sum_i a_i @ b_i + bias, gather_dim): what all ranks compute, in rank order, along `gather_dim`.
+    """out = all_gather(sum_i a_i @ b_i + bias, gather_dim): the sums of all ranks, in rank order, along `gather_dim`.
 
-    a_i is [.., K_i], b_i is [K_i, N], bias is a row [N] where there is one; the sum [.., N] has the same shape on every
-    rank, and `gather_dim` is any of its dimensions.
+    a_i is [.., K_i], b_i is [K_i, N], and a bias is a row [N]. The sum [.., N] has the same shape on every rank, and
+    `gather_dim` is any of its dimensions.
     """
 
     kind: ClassVar[str] = "matmul_all_gather"
@@ -396,7 +399,7 @@ class MatmulAllGather(SummedMatmul):
     plain_fields: ClassVar[Mapping[str, Any]] = {"gather_dim": 1}
     exchange: ClassVar[Exchange | None] = GATHERED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "tile": 42.0}
-    # By `chunked` it was never the fastest: docs/deleted.md.
+    # `chunked` was never the fastest (docs/deleted.md).
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
     gather_dim: int
     world_size: int
@@ -424,10 +427,10 @@ class MatmulAllGather(SummedMatmul):
 
 @dataclass(frozen=True)
 class MatmulAllToAll(SummedMatmul):
-    """out = all_to_all(sum_i a_i @ b_i + bias): of every rank's product, in rank order, this rank's columns.
+    """out = all_to_all(sum_i a_i @ b_i + bias): this rank's columns of every rank's product, in rank order.
 
-    a_i [.., S, .., K_i] with S at `gather_dim`, never the last dimension, b_i [K_i, N], bias a row [N] where there is
-    one, N = parts * W * C; out is [.., W*S, .., parts * C].
+    a_i is [.., S, .., K_i] with S at `gather_dim`, which is never the last dimension. b_i is [K_i, N], and a bias is a
+    row [N], with N = parts * W * C. out is [.., W*S, .., parts * C].
     """
 
     kind: ClassVar[str] = "matmul_all_to_all"
@@ -462,10 +465,12 @@ class MatmulAllToAll(SummedMatmul):
 
 @dataclass(frozen=True)
 class AllToAllMatmul(Node):
-    """out = received @ weight, received = all_to_all(x): of every rank's x, in rank order as columns, this rank's rows.
+    """out = received @ weight, received = all_to_all(x): this rank's rows of every rank's x, side by side in rank
+    order.
 
-    x [.., W*S, .., parts * C] with W*S at `scatter_dim`, never the last dimension; received [.., S, .., K] with K =
-    parts * W * C, weight [K, N], out [rows, N] with all dimensions of received but the last one flattened into rows.
+    x is [.., W*S, .., parts * C] with W*S at `scatter_dim`, which is never the last dimension. received is [.., S, ..,
+    K] with K = parts * W * C, and weight is [K, N]. out is [rows, N], with all dimensions of received but the last one
+    flattened into rows.
     """
 
     kind: ClassVar[str] = "all_to_all_matmul"
@@ -523,12 +528,12 @@ def product_slots(num_products: int, has_bias: bool, bias: str = "bias") -> Slot
 def split_products(
     num_products: int, has_bias: bool, operands: Sequence[T]
 ) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
-    """(first operands, second ones, bias, what stands behind them) of a sum of products."""
+    """Returns (first operands, second operands, bias, the operands behind them) of a sum of products."""
     products = 2 * num_products
     bias = operands[products] if has_bias else None
     return operands[:num_products], operands[num_products:products], bias, operands[products + has_bias :]
 
 
 def verify_reduce_op(kind: str, reduce_op: str) -> None:
-    """Raises `InvalidTaskNode`."""
+    """Checks that the op is sum or avg. Raises `InvalidTaskNode`."""
     check(reduce_op in REDUCE_OPS, kind, "reduce_op", reduce_op, f"one of {', '.join(REDUCE_OPS)}")

@@ -1,4 +1,4 @@
-"""How far the cost model is from what was measured: `python -m ditron_inductor tune --model-error` prints it."""
+"""The error of the cost model against measured times, which `python -m ditron_inductor tune --model-error` prints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ditron_inductor.task.table import MEASURED, Entry
 class ModelError:
     """The error of one op by one strategy over `count` measurements, relative to the measured time.
 
-    mean, median, worst: of its absolute value; bias: the median with its sign, above 0 where the model is too slow.
-    worst_at: the sizes of the worst one.
+    mean, median, worst: those of its absolute value. bias: the median with its sign, above 0 if the model predicts too
+    long times. worst_at: the sizes at which the error is worst.
     """
 
     op: str
@@ -31,19 +31,21 @@ class ModelError:
 
 
 def problem_of(entry: Entry) -> Problem:
-    """What the model is asked about an entry, whose dtype is one of the table of dtypes."""
+    """Returns the problem that the model is asked about for an entry, whose dtype is one of the table of dtypes."""
     of_products = precision(entry.dtype)
     assert of_products is not None, f"no kernel of ours takes {entry.dtype}"
     return Problem(entry.op, entry.m, entry.n, entry.k, of_products, entry.world, captured=bool(entry.graph))
 
 
 def relative_error(entry: Entry, strategy: str, on: cost.Hardware) -> float:
-    """(predicted - measured) / measured."""
+    """Returns (predicted - measured) / measured."""
     return cost.predict(problem_of(entry), on)[strategy] / entry.us[strategy] - 1.0
 
 
 def model_error(entries: Iterable[Entry]) -> list[ModelError]:
-    """One line per op and strategy that was measured on a GPU that the model knows, ops in their order, see `cost`."""
+    """Returns one line per op and strategy that was measured on a GPU that the model knows, ops in their order (see
+    `cost`).
+    """
     known = [entry for entry in entries if precision(entry.dtype) and cost.hardware(entry.gpu) is not cost.UNKNOWN]
     rows = []
     for op in dict.fromkeys(entry.op for entry in known):

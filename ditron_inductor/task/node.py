@@ -1,7 +1,7 @@
-"""What the declarations of all node kinds have in common: their text, and the operands of their calls.
+"""The base class of the declarations of all node kinds: their text, and the operands of their calls.
 
 Every kind is called by one schema, `ditron.<kind>(Tensor[] operands, str node, Tensor? token) -> Tensor[]`. The text of
-the node says which of the operands is which: `slots()` names them in their order.
+the node says which operand is which: `slots()` names them in their order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from ditron_inductor.task.exchange import Exchange
 
 T = TypeVar("T")
 Slots = tuple[tuple[str, int | None], ...]
-"""Operands by name, in the order of a call: None says that there is one tensor, a number that there is a list of so
-many tensors."""
+"""The names of the operands, in the order of a call. None stands for a single tensor, and a number for a list of so
+many tensors.
+"""
 Shape = Sequence[Any]
 """Sizes, numbers or symbols."""
 Shapes = Mapping[str, Any]
@@ -25,11 +26,11 @@ Shapes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The product [m, k] @ [k, n] that one rank computes. Attention and norms have sizes that stand for one.
+    """The product [m, k] @ [k, n] that one rank computes. Attention and norms have the sizes of an equivalent product.
 
-    m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights, and k is that of all
-    products which are added up. local: which of n and k only this rank need have; the other two are equal on all ranks.
-    wire: the sizes that all ranks must have alike, by which peers name the site.
+    m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights, and k the contracted
+    widths of all products that are added up. local: the one of n and k that may differ between ranks; the other sizes
+    are equal on all ranks. wire: the sizes that all ranks must share, by which peers name the site.
     """
 
     m: Any
@@ -41,10 +42,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a call returns, contiguous but for `sequence_first`.
+    """A tensor that a call returns. It is contiguous unless `sequence_first`.
 
-    dtype: a short name of dtypes.py; another name, or none, stands for the dtype of the first operand. sequence_first:
-    whether [B, heads, sequence, D] has the memory of a contiguous [B, sequence, heads, D].
+    dtype: a short name of dtypes.py; any other text means the dtype of the first operand. sequence_first: whether [B,
+    heads, sequence, D] has the memory of a contiguous [B, sequence, heads, D].
     """
 
     shape: tuple[Any, ...]
@@ -66,10 +67,10 @@ class Node:
     host_us: ClassVar[Mapping[str, float]] = {}
     planned_as: ClassVar[str] = ""
     strategies: ClassVar[tuple[str, ...]] = ("library", "chunked", "tile")
-    """Those that the kind has. Where one is forced that it lacks, the last of them runs."""
+    """The strategies that the kind has. If another one is forced, the last of these runs."""
 
     def verify(self) -> None:
-        """Raises `InvalidTaskNode` for a wrong field, naming it."""
+        """Checks the fields. Raises `InvalidTaskNode`, which names the wrong field."""
         raise NotImplementedError
 
     def slots(self) -> Slots:
@@ -81,40 +82,41 @@ class Node:
         raise NotImplementedError
 
     def outputs(self, shapes: Shapes) -> list[Output]:
-        """What a call returns, the token excepted, from the shapes of its operands."""
+        """Returns the shapes and dtypes of what a call returns, without the token, from the shapes of its operands."""
         raise NotImplementedError
 
     @classmethod
     def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
-        """The simplest call whose product on one rank is [m, k] @ [k, n]: its node, in the group "", and the shapes of
-        its operands. Raises ValueError where m rows do not divide over the ranks.
+        """Returns the simplest call whose product on one rank is [m, k] @ [k, n]: its node, in the group "", and the
+        shapes of its operands. Raises ValueError if m rows do not divide among the ranks.
         """
         raise NotImplementedError
 
     def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
-        """The call that is timed for this one, without what costs all strategies the same; None for a kind that is not
-        timed alone.
+        """Returns the call that is timed in place of this one, without the parts that cost all strategies the same;
+        None for a kind that is not timed alone.
         """
         return None
 
     @property
     def pattern(self) -> str:
-        """What of the user's program the node stands for, in one line for a reader."""
+        """The part of the user's program that the node replaces, in one line for a reader."""
         raise NotImplementedError
 
     @property
     def num_tensors(self) -> int:
-        """How many operands a call has, those in lists counted one by one."""
+        """The number of operands of a call, counting each tensor of a list."""
         return sum(1 if count is None else count for _, count in self.slots())
 
     def text(self) -> str:
-        """One line, the same for equal nodes, see codec.py."""
+        """Returns the node as one line of text, which is the same for equal nodes (see codec.py)."""
         return encode(self)
 
     def flat(self, given: Mapping[str, Any]) -> list[Any]:
-        """The operands of a call, in its order. given: by name, None or missing where a slot does not exist.
+        """Returns the operands of a call in its order. given: the operands by name; None or missing if a slot does not
+        exist.
 
-        Raises AssertionError where the node and the operands do not fit.
+        Raises AssertionError if the node and the operands do not fit.
         """
         names = [name for name, _ in self.slots()]
         left = [name for name, value in given.items() if name not in names and not _is_nothing(value)]
@@ -147,7 +149,7 @@ class Node:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether this is no operand: None, or no tensor in a list."""
+    """Returns whether this is no operand: None, or no tensor in a list."""
     return value is None or (isinstance(value, (list, tuple)) and not value)
 
 

@@ -52,18 +52,18 @@ KINDS: tuple[str, ...] = (
     MatmulAllReduce.kind,
     MatmulAllGather.kind,
 )
-"""The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
+"""The kinds that fuse a collective with matmuls alone. Tables and benchmarks of matmuls know these."""
 NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
 ULYSSES_KINDS: tuple[str, ...] = (MatmulAllToAll.kind, AllToAllMatmul.kind)
 ATTENTION_KINDS: tuple[str, ...] = (AllGatherAttention.kind, AttentionReduceScatter.kind)
 PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, *ATTENTION_KINDS)
-"""Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
+"""The kinds that have times of their own in tables. A norm behind a matmul costs all strategies the same."""
 TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
-"""All of them."""
+"""All kinds of Task nodes."""
 DELETED_KINDS: dict[str, str] = {
     "all_gather_contract": "deleted, as it was no faster than the library: 0.995 of its speed, the mean of 12 rows",
 }
-"""Kinds that there were, and what became of them, for whoever still asks for one; see docs/deleted.md."""
+"""Kinds that were deleted, with the reason, for users who still ask for one (see docs/deleted.md)."""
 NODES: dict[str, type[Node]] = {
     node.kind: node
     for node in (
@@ -81,6 +81,8 @@ NODES: dict[str, type[Node]] = {
         Projections,
     )
 }
-"""The declarations by kind: of all Task nodes, and of `projections`, which is no site."""
+"""The declarations by kind: those of all Task nodes, and of `projections`, which is no site."""
 COMPILED_BY_US = "ditron_compiled_by_us"
-"""Key of a graph node's `meta`: our passes are part of what compiles it, hence of the key under which it is cached."""
+"""The key in a graph node's `meta` which says that our passes take part in its compilation, so that they are a part of
+the key under which its code is cached.
+"""

@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReductionWithNorm(Node):
-    """What the two nodes with a norm have in common.
+    """The fields that the two nodes with a norm share.
 
-    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added;
-    then there may be none behind (`NO_NORM`), nor an output of it. saved: which of `SAVED` are outputs too; `other` is
-    the same norm of the same rows, with a weight and a shift of its own.
+    extras: the operands that are present, of `EXTRAS`. post: a norm of the reduced rows alone, before the residual is
+    added. With it there may be no norm behind (`NO_NORM`), and then no output of such a norm. saved: further outputs,
+    of `SAVED`. The output `other` is the same norm of the same rows, with another weight and shift.
     """
 
     kind: ClassVar[str]
@@ -51,7 +51,7 @@ class ReductionWithNorm(Node):
             check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
         for name, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
             verify_names(self.kind, name, names, known)
-            no_post = self.post is not None or not any(one.startswith("post_") for one in names)
+            no_post = self.post is not None or not any(operand.startswith("post_") for operand in names)
             check(no_post, self.kind, name, names, "without names of a norm before the residual, as there is none")
         given = {"other_weight", "other_shift"} & {*self.extras}
         no_other = not given or "other" in self.saved
@@ -79,16 +79,17 @@ class AllReduceRmsNorm(ReductionWithNorm):
     """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) + residual, normed = norm(total);
     all bit-identical on every rank.
 
-    x and these outputs are [.., N], the residual has as many elements, biases, weights and shifts have N. Every sum,
-    and the result of `post`, is rounded to the dtype of x. What else is saved is fp32: mean and rstd, 1 / sqrt(variance
-    + eps), [.., 1], and scaled, [.., N], see `Norm`; with `post_` in front those of `post`.
+    x and these outputs are [.., N]. The residual has as many elements; biases, weights and shifts have N. Every sum,
+    and the result of `post`, is rounded to the dtype of x. The other saved outputs are fp32: mean and rstd = 1 /
+    sqrt(variance + eps) are [.., 1], and scaled is [.., N] (see `Norm`). Names that begin with `post_` are those of
+    `post`.
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
     exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
     computes: ClassVar[str] = "norm"
     host_us: ClassVar[Mapping[str, float]] = {"library": 60.0, "tile": 36.0}
-    # What is reduced as it is has no product to be cut.
+    # A reduction without a matmul has no product that could be cut.
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
 
     @property
@@ -106,15 +107,16 @@ class AllReduceRmsNorm(ReductionWithNorm):
         return norm_outputs(self.returned, shapes["x"])
 
     def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T | None]]:
-        """(x, the other tensors: see `EXTRAS`)."""
+        """Returns (x, the other tensors, see `EXTRAS`)."""
         return operands[0], by_names(EXTRAS, self.extras, operands[1:])
 
 
 @dataclass(frozen=True)
 class MatmulAllReduceRmsNorm(ReductionWithNorm):
-    """As `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias: what `MatmulAllReduce` reduces. has_bias: whether
-    there is that row, which every rank adds before the reduction. num_extras, epilogue: of an epilogue that has a part
-    before the reduction only.
+    """Like `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias, the sum that `MatmulAllReduce` reduces.
+
+    has_bias: whether there is a product_bias, a row that every rank adds before the reduction. num_extras, epilogue:
+    those of an epilogue that has only a part before the reduction.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce_rms_norm"
@@ -148,7 +150,7 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
     def split(
         self, operands: Sequence[T]
     ) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T | None], Sequence[T]]:
-        """(first operands, second ones, their bias, those of the norm: see `EXTRAS`, extra tensors)."""
+        """Returns (first operands, second operands, their bias, tensors of the norm, see `EXTRAS`, extra tensors)."""
         a, b, bias, behind = split_products(self.num_products, self.has_bias, operands)
         count = len(self.extras)
         return a, b, bias, by_names(EXTRAS, self.extras, behind[:count]), behind[count:]

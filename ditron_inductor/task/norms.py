@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation of rows [.., N], computed in fp32: scaled = (x - mean) / sqrt(variance + eps), as a `layer` norm
-    does, or x / sqrt(mean of x * x + eps) (`rms`); then scaled * weight + shift.
+    """A normalisation of rows [.., N], computed in fp32. In a `layer` norm scaled = (x - mean) / sqrt(variance + eps),
+    and in an `rms` norm scaled = x / sqrt(mean of x * x + eps). The result is scaled * weight + shift.
 
     plus_one: the weight counts as 1 + weight. round_first: scaled is rounded to the dtype of x first, as in Llama. The
-    form `none` stands for no norm at all, behind a reduction whose rows have one of their own, `post`.
+    form `none` means that there is no norm behind a reduction, but only `post`, the norm of the reduced rows.
     """
 
     form: str = "rms"
@@ -36,27 +36,29 @@ class Norm:
 NO_NORM = "none"
 NORMS: tuple[str, ...] = ("rms", "layer", NO_NORM)
 MOST_NORM_COLUMNS = 16384
-"""Of rows that are normalised in the registers of one program."""
+"""The most elements of a row that is normalised in the registers of one program."""
 EXTRAS: tuple[str, ...] = (
     *("bias", "second_bias", "post_weight", "post_shift", "residual", "weight", "shift", "other_weight", "other_shift"),
 )
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
 SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled", "other")
-"""What it may return too, for a backward, or as the norm with the other weight and shift; in the order of its outputs.
+"""Further outputs that a node with a norm may have, in their order: what a backward saves, and the norm with the other
+weight and shift.
 """
 AS_SUM: tuple[str, ...] = ("normed", "total", "reduced", "other")
-"""Of its outputs, those with the shape and the dtype of the sum."""
+"""The outputs that have the shape and the dtype of the sum."""
 SHARD_EXTRAS: tuple[str, ...] = ("residual", "weight", "shift")
 SHARD_SAVED: tuple[str, ...] = ("mean", "rstd", "scaled")
-"""Those of `EXTRAS` and of `SAVED` that the norm in front of a gather may have."""
+"""The outputs of `SAVED` that the norm in front of a gather may have."""
 
 
 @dataclass(frozen=True)
 class ShardNorm:
-    """What makes the shard of a gather of x: total = x + residual, rounded to the dtype of x, and shard = norm(total).
+    """The norm that computes the shard of a gather from x: total = x + residual, rounded to the dtype of x, and shard =
+    norm(total).
 
-    extras: which of `SHARD_EXTRAS` there are; with a residual the total is an output too. saved: which of `SHARD_SAVED`
-    are outputs, as of a reduction with a norm.
+    extras: the operands that are present, of `SHARD_EXTRAS`. With a residual the total is an output too. saved: the
+    outputs of `SHARD_SAVED`, as for a reduction with a norm.
     """
 
     norm: Norm
@@ -66,7 +68,7 @@ class ShardNorm:
 
     @property
     def returned(self) -> tuple[str, ...]:
-        """The names of the node's outputs that are not made of the gathered tensor."""
+        """The names of the node's outputs that are not computed from the gathered tensor."""
         return (*("total",) * ("residual" in self.extras), *self.saved)
 
     def verify(self, kind: str) -> None:
@@ -82,14 +84,14 @@ def norm_returns(norm: Norm, saved: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def norm_form(name: str, shape: Shape) -> tuple[tuple[Any, ...], str]:
-    """The shape and the dtype of the output of this name, of a sum of this shape [.., N]; see `Output`."""
+    """Returns the shape and the dtype of the output of this name, for a sum of this shape [.., N] (see `Output`)."""
     if name in AS_SUM:
         return tuple(shape), ""
     return tuple(shape) if name == "scaled" else (*shape[:-1], 1), FLOAT32.short
 
 
 def norm_outputs(names: Sequence[str], shape: Shape) -> list[Output]:
-    """The outputs of these names, of a sum of this shape [.., N]."""
+    """Returns the outputs of these names, for a sum of this shape [.., N]."""
     return [Output(*norm_form(name, shape)) for name in names]
 
 

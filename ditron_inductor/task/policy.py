@@ -1,4 +1,4 @@
-"""What every node of the Task level has: its policy, and the checks of the fields that all kinds share."""
+"""The policy that every node of the Task level has, and the checks of the fields that all kinds share."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from ditron_inductor.errors import InvalidTaskNode
 
 KEY_MARK = "@"
-"""Behind it stands, in a site's name, the key of its graph, which only this rank's graphs need share."""
+"""In a site's name the key of its graph stands behind this mark. Only the graphs of this rank have to share the key."""
 STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
 
 
 def shared_site(site: str) -> str:
-    """The part of a site's name that all ranks have alike."""
+    """Returns the part of a site's name that is the same on all ranks."""
     return site.partition(KEY_MARK)[0]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What every site carries at run time.
+    """The options that every site carries at run time.
 
     Attributes:
         strategy: `auto`, or the strategy that the user forced.

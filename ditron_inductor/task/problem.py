@@ -1,4 +1,4 @@
-"""What one call of a site computes and moves, as the plan and the cost model see it."""
+"""The sizes of one call of a site, by which the plan and the cost model know what it computes and moves."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Problem:
     Attributes:
         kind: the node kind whose strategies are compared.
         m, n, k: m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights. These are
-            the most that the host knows of: memory is laid out for them.
+            the largest sizes that the host knows; memory is laid out for them.
         precision: the dtypes of operands and results.
         captured: whether the call is inside a CUDA graph, where the host's time does not count.
-        epilogue_bytes: what a kernel of its own would read and write for the epilogue; 0 without one. pre_bytes: the
-            same for the part of the epilogue before the reduction.
-        library_speed: the speed of the library's kernel that this attention needs, in that of its fastest kernel.
-        more_products: matmuls that `chunked` makes in a call beyond those of one weight, in plain ones.
+        epilogue_bytes: the bytes that a kernel of its own would read and write for the epilogue; 0 without an epilogue.
+        pre_bytes: the same for the part of the epilogue before the reduction.
+        library_speed: the speed of the library's kernel that this attention needs, relative to its fastest kernel.
+        more_products: the number of matmuls that `chunked` computes beyond those of one weight, in plain matmuls.
         in_band: whether `chunked` ends with a norm kernel that sends in band.
-        pair_bytes: what an epilogue of two products reads of them and writes, these products included where they are
-            outputs; 0 without such an epilogue.
+        pair_bytes: the bytes that an epilogue of two products reads of them and writes, including these products if
+            they are outputs; 0 without such an epilogue.
         bias_bytes: the bytes of a bias of attention.
-        expected_m: how many of the m rows are expected, where only the device counts them, as it does for routed
-            tokens; None where the host knows that there are m. Times are predicted for these.
+        expected_m: the expected number of the m rows, if only the device counts them, as it does for routed tokens;
+            None if the host knows that there are m. Times are predicted for this number.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Problem:
     expected_m: int | None = None
 
     def as_expected(self) -> Problem:
-        """The problem with as many rows as are expected."""
+        """Returns the problem with the expected number of rows."""
         return self if self.expected_m is None else replace(self, m=self.expected_m, expected_m=None)
 
     @property
@@ -56,20 +56,20 @@ class Problem:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of an element of what is multiplied."""
+        """The bytes of an element of the operands."""
         return self.precision.operand.itemsize
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of an element of the product."""
+        """The bytes of an element of the product."""
         return self.precision.result.itemsize
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a strategy wants: bytes of symmetric memory that the group takes if it runs here.
+    """The bytes of symmetric memory that the group takes if a strategy runs here.
 
-    reason: why it cannot run at all, empty where it can.
+    reason: why the strategy cannot run at all; empty if it can.
     """
 
     nbytes: int = 0
@@ -77,4 +77,4 @@ class Requirement:
 
 
 NOTHING = Requirement()
-"""What a strategy wants that is not asked about."""
+"""The requirement of a strategy that is not asked about."""

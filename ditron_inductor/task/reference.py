@@ -1,8 +1,8 @@
-"""The fusions in plain collectives and library matmuls, out of place: the strategy `library`, and what
-tests compare with.
+"""The fusions in plain collectives and library matmuls, out of place. This is the strategy `library`, and tests compare
+the kernels with it.
 
-Each function launches its collective and its matmul one after the other on the current stream, with no
-workspace of ours. They work for tensors with any number of dimensions, any process group and any backend.
+Each function launches its collective and its matmul one after the other on the current stream, without a workspace. It
+works for tensors with any number of dimensions, any process group and any backend.
 
 The collectives are the synchronous ones of `torch.distributed`: on NCCL they run on the current stream itself, while
 functional collectives go to a stream of their own, which costs two events for the host and, inside a CUDA graph, 4 us.
@@ -23,7 +23,7 @@ from ditron_inductor.task.nodes import EXTRAS, NO_NORM, SHARD_EXTRAS, Norm, Shar
 from ditron_inductor.task.watch import communicate
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
-"""A function of rows, weights and extra tensors: products with an epilogue."""
+"""A function of rows, weights and extra tensors that returns products with an epilogue."""
 
 
 def all_gather(shard: torch.Tensor, *, gather_dim: int, world_size: int, group_name: str) -> torch.Tensor:
@@ -71,8 +71,8 @@ def all_gather_matmul(
     return_gathered: bool,
     multiply: Multiply | None = None,
 ) -> list[torch.Tensor]:
-    """[gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See `ops` for
-    the shapes. multiply: what the outputs are made by, of the rows, where they are not the products.
+    """Returns [gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See `ops` for
+    the shapes. multiply: computes the outputs from the rows, if they are not the products.
     """
     gathered = all_gather(shard, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
     rows = gathered.flatten(0, -2)
@@ -85,14 +85,14 @@ def all_gather_matmul(
 def sum_of_products(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias [N], or [M, 1] beside matrices;
-    [.., N], contiguous.
+    """Returns sum_i a_i @ b_i + bias, [.., N], contiguous. a_i is [.., K_i], with shapes that differ only in K_i; b_i
+    is [K_i, N]. bias is [N], or [M, 1] for matrices.
 
-    In one buffer: every matmul but the first adds to it, and rounds.
+    It uses one buffer: every matmul but the first adds to the buffer, and rounds.
     """
     if bias is None and len(a) == 1:
         return torch.matmul(a[0], b[0])
-    rows = [one.flatten(0, -2) for one in a]
+    rows = [tensor.flatten(0, -2) for tensor in a]
     total = rows[0] @ b[0] if bias is None else torch.addmm(bias, rows[0], b[0])
     for left, right in zip(rows[1:], b[1:], strict=True):
         total.addmm_(left, right)
@@ -149,7 +149,9 @@ def add_norm(
     post: Norm | None = None,
     saved: Sequence[str] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """(normed if there is a norm, total, what is saved) of rows that have been reduced; extras: see `nodes.EXTRAS`."""
+    """Returns (normed if there is a norm, total, what is saved) for rows that have been reduced. extras: see
+    `nodes.EXTRAS`.
+    """
     given = dict(zip(EXTRAS, extras, strict=True))
     values = {"reduced": reduced}
     total = reduced
@@ -172,7 +174,7 @@ def add_norm(
 def norm_shard(
     x: torch.Tensor, extras: Sequence[torch.Tensor | None], prologue: ShardNorm
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """(norm(x + residual), what the prologue returns); extras: see `nodes.SHARD_EXTRAS`."""
+    """Returns (norm(x + residual), what the prologue returns). extras: see `nodes.SHARD_EXTRAS`."""
     given = dict(zip(SHARD_EXTRAS, extras, strict=True))
     all_extras = [given.get(name) for name in EXTRAS]
     shard, total, *saved = add_norm(x, all_extras, prologue.norm, None, prologue.saved)
@@ -210,7 +212,7 @@ def all_reduce_rms_norm(
     post: Norm | None = None,
     saved: Sequence[str] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """(normed, total, and what is saved) of all_reduce(x). See `ops` for the shapes."""
+    """Returns (normed, total, and what is saved) for all_reduce(x). See `ops` for the shapes."""
     own = x.clone(memory_format=torch.contiguous_format)
     reduced = all_reduce_(own, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
     return add_norm(reduced, extras, norm, post, saved)
@@ -277,14 +279,14 @@ def all_to_all_matmul(
     group_name: str,
     return_received: bool,
 ) -> list[torch.Tensor]:
-    """[received @ weight], followed by what was received if asked for. See `ops` for the shapes."""
+    """Returns [received @ weight], followed by what was received if asked for. See `ops` for the shapes."""
     received = exchange_rows(x, scatter_dim=scatter_dim, parts=parts, world_size=world_size, group_name=group_name)
     outputs = [received.flatten(0, -2) @ weight]
     return [*outputs, received] if return_received else outputs
 
 
 def _all_to_all(runs: torch.Tensor, group_name: str) -> torch.Tensor:
-    """What all ranks have for this one, in rank order: runs [W, ..], one for each rank, as [W, ..]."""
+    """Returns what all ranks have for this rank, in rank order: runs [W, ..], one for each rank, becomes [W, ..]."""
     sent = runs.contiguous()
     received = torch.empty_like(sent)
     communicate(dist.all_to_all_single, received, sent, group=_group(group_name))
@@ -300,5 +302,5 @@ def _reduce_op(name: str, native: bool) -> Any:
 
 
 def _averages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's backend averages by itself; gloo does not, and gets a sum and a division."""
+    """Returns whether the group's backend averages by itself; gloo does not, and gets a sum and a division."""
     return bool(group._get_backend(device).name() == "nccl")

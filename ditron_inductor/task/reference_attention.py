@@ -1,4 +1,4 @@
-"""Attention in plain operations, with its mask written out: what tests and the CPU device compute, and compare with."""
+"""Attention in plain operations, with its mask written out. Tests compare with it, and the CPU device runs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def visible(
     device: torch.device,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """bool [queries, W * keys], which keys every row sees, or each of `rows`; None where it sees all."""
+    """Returns which keys every row sees, or each of `rows`, as bool [queries, W * keys]; None if all rows see all keys.
+    """
     if mask.kind in UNPLACED:
         return None
     row = torch.arange(queries, device=device) if rows is None else rows
@@ -46,8 +47,8 @@ def attend(
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in fp32, or in the operands' dtype if that is wider. seen: bool [queries, keys], or None for all.
-    bias: broadcastable to [B, Hq, queries, keys], added to the scores if it is of floats, else what is seen.
+    """Returns (out, lse) in fp32, or in the operands' dtype if that is wider. seen: bool [queries, keys], or None for
+    all. bias: broadcastable to [B, Hq, queries, keys]; floats are added to the scores, and bools say what is seen.
     """
     p, _, lse, rows = _probabilities(q, k, None, seen, scale, softcap, bias)
     return (p @ v.unsqueeze(2).to(p.dtype)).reshape(rows), lse
@@ -66,7 +67,8 @@ def attend_backward(
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(grad_q, grad_k, grad_v), as `attend`. out, lse: of all keys, of which k and v may be a part."""
+    """Returns (grad_q, grad_k, grad_v) of `attend`. out and lse are those of all keys, of which k and v may be a part.
+    """
     p, capped, _, rows = _probabilities(q, k, lse, seen, scale, softcap, bias)
     grouped = p.shape[:-1]
     wide = p.dtype
@@ -81,7 +83,7 @@ def attend_backward(
 
 
 def added(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a bias adds to the scores, in this dtype: of bool, -inf where it is False."""
+    """Returns what a bias adds to the scores, in this dtype. A bias of bool adds -inf where it is False."""
     if bias.dtype != torch.bool:
         return bias.to(dtype)
     return torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill_(~bias, -math.inf)
@@ -107,7 +109,7 @@ def _probabilities(
         scores = capped * softcap
     if bias is not None:
         whole = added(bias, wide).expand(B, heads, queries, k.shape[2]).unflatten(1, grouped.shape[1:3])
-        # Filled once more, as autograd makes NaN of a sum of -inf, and of what is filled 0.
+        # Fill once more: autograd makes NaN of a sum of -inf, and 0 of what is filled.
         scores = (scores + whole).masked_fill(whole == -math.inf, -math.inf)
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
@@ -115,7 +117,7 @@ def _probabilities(
         # A row that sees nothing has no weights.
         base = torch.where(lse == -math.inf, 0.0, lse)
         return torch.exp(scores - base.to(wide).reshape(*scores.shape[:-1], 1)), capped, lse, q.shape
-    # Not by the logarithm of the sum: beside a large bias nothing is left of it.
+    # Do not subtract the logarithm of the sum, which has no digits left beside a large bias.
     most = scores.detach().amax(-1, keepdim=True) if k.shape[2] else scores.new_zeros(*scores.shape[:-1], 1)
     most = torch.where(most == -math.inf, 0.0, most)
     weights = torch.exp(scores - most)

@@ -1,9 +1,9 @@
 """Benchmark results as a table of measured choices.
 
 `benchmarks/results/gemm_collectives.csv` has one row per contestant and shape. The strategies of a shape are its
-contestants `ditron:library`, `ditron:chunked` and `ditron:tile`; where `ditron:library` did not take part, `nccl`
-stands for it, the same library calls. The rows of the plan itself and of other libraries are for people.
-`attention.csv` has the pair around an attention, whose M counts the tokens of all ranks.
+contestants `ditron:library`, `ditron:chunked` and `ditron:tile`. If `ditron:library` did not take part, `nccl` replaces
+it, which makes the same library calls. The rows of the plan itself and of other libraries are for people.
+`attention.csv` has the two kinds around an attention, whose M counts the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SIZES = {"M", "N", "K"}
 
 
 def read_results(text: str, source: str = "the results") -> list[Entry]:
-    """The entries that a results file holds: the shapes of which `library` and another strategy were measured.
+    """Returns the entries of a results file: the shapes at which `library` and another strategy were measured.
 
-    Only times of the run that measured `library` last are used: times of different runs do not compare. Rows whose
-    `shape` has more keys than M, N and K are variants that a plan cannot tell apart, and left out.
-    Raises InvalidTable naming `source`, the line and what is wrong there.
+    Only times of the last run that measured `library` are used, because times of different runs cannot be compared.
+    Rows whose `shape` has more keys than M, N and K are variants that a plan cannot distinguish; they are left out.
+    Raises InvalidTable, which names `source`, the line and what is wrong there.
     """
     reader = csv.DictReader(io.StringIO(text, newline=None), restval="")
     shapes: dict[tuple[str, ...], dict[str, tuple[int, Mapping[str, str]]]] = {}
@@ -67,7 +67,7 @@ def _entries(shapes: Iterable[Mapping[str, tuple[int, Mapping[str, str]]]], sour
             }
             sizes = dict(part.split("=", 1) for part in library["shape"].split(";"))
             if library["op"] == AllReduceRmsNorm.kind:
-                # Of rows [M, N] that nobody multiplies.
+                # Kinds of rows [M, N] that are not multiplied.
                 sizes.setdefault("K", "1")
             if len(times) < 2 or set(sizes) != _SIZES:
                 continue

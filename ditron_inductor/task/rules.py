@@ -1,7 +1,8 @@
-"""What is legal of the operands of each node kind: rules as data, in the order in which they are asked.
+"""The rules for the operands of each node kind, as data, in the order in which they are checked.
 
-A rule is a condition, perhaps a symbolic one, and what is wrong where it does not hold. `RULES` has them
-by class of declaration: a call obeys those of all classes that its node is an instance of, the most general ones first.
+A rule is a condition, which may be symbolic, and the text of the error if it does not hold. `RULES` has the rules by
+class of declaration. A call obeys the rules of all classes that its node is an instance of, the most general class
+first.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OP
 Given = Mapping[str, Any]
 """The fake tensors of a call's operands by name: a tensor, or a list of them."""
 Rules = Iterator[tuple[Any, str]]
-"""(a condition that has to hold, or be unknown, or several of which one has to; what is wrong where none does)."""
+"""Pairs of a condition and a text. The condition has to hold or be unknown; of several conditions one has to. The text
+says what is wrong if this is not so.
+"""
 
 
 def rules_of(node: Node, given: Given) -> Rules:
-    """All rules for a call of a node with these operands."""
+    """Returns all rules for a call of a node with these operands."""
     for declared in reversed(type(node).__mro__):
         if declared in RULES:
             yield from RULES[declared](node, given)
 
 
 def _every_operand(node: Node, given: Given) -> Rules:
-    tensors = [one for value in given.values() for one in (value if isinstance(value, list) else [value])]
+    tensors = [tensor for value in given.values() for tensor in (value if isinstance(value, list) else [value])]
     for value in tensors:
         yield value.device == tensors[0].device, f"mixes {tensors[0].device} and {value.device}"
 
@@ -58,7 +61,7 @@ def _same_dtype(values: list[torch.Tensor]) -> Rules:
 
 
 def _matmul(rows: list[torch.Tensor], weights: list[torch.Tensor]) -> Rules:
-    """Rows and weights that kernels take."""
+    """Yields the rules for rows and weights that kernels take."""
     first = rows[0]
     yield first.ndim >= 2, f"has a first operand with {first.ndim} dimensions, not 2 or more"
     yield first.dtype in OPERAND_DTYPES, f"has dtype {first.dtype}, which no kernel takes"
@@ -68,13 +71,13 @@ def _matmul(rows: list[torch.Tensor], weights: list[torch.Tensor]) -> Rules:
 
 
 def _fit(rows: list[torch.Tensor], weights: list[torch.Tensor], factor: int = 1) -> Rules:
-    """The weights are [K, N_i] for rows [.., K / factor]."""
+    """Yields the rules that the weights are [K, N_i] for rows [.., K / factor]."""
     for left, weight in zip(rows, weights, strict=True):
         yield weight.shape[0] == left.shape[-1] * factor, "multiplies shapes that do not fit"
 
 
 def _summed(node: SummedMatmul, given: Given) -> Rules:
-    """What is added together has one shape, but for a bias, which is a row of it."""
+    """Yields the rules of a sum: all terms have one shape, except a bias, which is a row of it."""
     rows, weights = given["a"], given["b"]
     yield from _matmul(rows, weights)
     yield from _sum(rows, weights, given.get("bias"), takes_column=isinstance(node, MatmulReduceScatter))
@@ -164,8 +167,8 @@ def _sum_reduced(node: MatmulAllReduceRmsNorm, given: Given) -> Rules:
 
 
 def _epilogue(node: WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0) -> Rules:
-    """Widths of products that are combined, and the sizes of the extra tensors beside so many `rows`; `whole`: of what
-    is reduced.
+    """Yields the rules for the widths of products that are combined, and for the sizes of the extra tensors beside so
+    many `rows`. whole: the number of rows that are reduced.
     """
     epilogue = node.parsed
     if epilogue is None:
@@ -185,7 +188,7 @@ def _epilogue(node: WithEpilogue, given: Given, rows: Any, widths: list[Any], wh
 
 
 def _norm_operands(norm: ReductionWithNorm | ShardNorm, given: Given, first: torch.Tensor, columns: Any) -> Rules:
-    """The tensors of a norm over rows of so many columns."""
+    """Yields the rules for the tensors of a norm over rows of so many columns."""
     for name in norm.extras:
         value = given[name]
         if name == "residual":
@@ -223,7 +226,7 @@ def _attended_backward(node: AttentionReduceScatter, given: Given) -> Rules:
 
 
 def _attention(given: Given, names: tuple[str, ...]) -> Rules:
-    """Queries, keys and values that fit together."""
+    """Yields the rules that queries, keys and values fit together."""
     q, k, *others = (given[name] for name in names)
     for value in (q, k, *others):
         yield value.ndim == 4, f"has an operand with {value.ndim} dimensions, not 4"
@@ -238,7 +241,9 @@ def _attention(given: Given, names: tuple[str, ...]) -> Rules:
 
 
 def _scores(node: AllGatherAttention | AttentionReduceScatter, given: Given, keys: Any) -> Rules:
-    """keys: of one rank. A bias can be broadcast to the scores of all keys; whether there is one, the mask says."""
+    """Yields the rules for a bias: it can be broadcast to the scores of all keys, and it is present if and only if the
+    mask says so. keys: the number of one rank's keys.
+    """
     q = given["q"]
     if node.mask.kind in ALIGNED:
         yield q.shape[2] == keys, f"has the mask '{node.mask.kind}', but not as many queries as keys"

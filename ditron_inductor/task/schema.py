@@ -2,43 +2,44 @@
 
     ditron.<kind>(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 
-`node` is the text of the node (codec.py), which holds all that a site needs at run time; the operands are those that
-the node's `slots()` name, in that order. `define()` declares the ops; the implementations are bound by
-`ditron_inductor.lowering.register`. In words, by kind:
+`node` is the text of the node (codec.py), which holds everything that a site needs at run time. The node's `slots()`
+name the operands, in their order. `define()` declares the ops; `ditron_inductor.lowering.register` binds the
+implementations. These are the operands and outputs of each kind:
 
 `all_gather_matmul: shard, weights, (extras), <of nodes.SHARD_EXTRAS> -> out_0, .., (gathered,) <saved>, token`
     shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.
-    out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened. With an epilogue the
-    outputs are those that its text names, made of the products and of the extra tensors (see task/epilogue.py).
-    gathered [.., W*S, .., K], contiguous, present if and only if return_gathered. With a prologue the first operand is
-    x, and the shard is norm(total), total = x + residual, with the weight and the shift, as in `all_reduce_rms_norm`;
-    total is returned where there is a residual, then what the prologue saves.
+    out_i [rows, N_i] contiguous, where rows are all dimensions of the gathered tensor but the last, flattened. With an
+    epilogue its text defines the outputs, which are computed from the products and the extra tensors (see
+    task/epilogue.py). gathered [.., W*S, .., K], contiguous, present if and only if return_gathered. With a prologue
+    the first operand is x, and the shard is norm(total), total = x + residual, with the weight and the shift, as in
+    `all_reduce_rms_norm`; total is returned if there is a residual, and then what the prologue saves.
 `matmul_reduce_scatter: a, b, (bias), (extras) -> out, .., token`
-    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias a
-    row [N], or of matrices a column [W*S, 1], added on every rank before the reduction; out [.., S, .., N] contiguous.
-    With an epilogue the outputs are those that its text names, made of out as `mm0` and of the extra tensors, each in
-    its shape.
+    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), with shapes that differ only in K_i;
+    b_i [K_i, N]; bias a row [N], or for matrices a column [W*S, 1], added on every rank before the reduction; out
+    [.., S, .., N] contiguous. With an epilogue its text defines the outputs, which are computed from out as `mm0` and
+    the extra tensors, each in the shape of out.
 `matmul_all_reduce: a, b, (bias), (extras) -> out, .., token`
-    a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N]; out [.., N] contiguous, bit-identical on every rank.
-    Epilogues as above.
+    a_i [.., K_i], with shapes that differ only in K_i; b_i [K_i, N]; bias [N]; out [.., N] contiguous, bit-identical on
+    every rank. Epilogues are those of `matmul_reduce_scatter`.
 `all_reduce_rms_norm: x, <names of nodes.EXTRAS> -> normed, total, <saved>, token`
-    x [.., N]. The residual has as many elements, in any shape whose rows are N long; the others have N elements.
-    total = post(all_reduce(x) + bias + second_bias) + residual and normed = norm(total): shape and dtype of x,
-    contiguous, bit-identical on every rank. See `nodes.Norm`; without a norm (`none`) there is no normed. What is saved
-    is contiguous; mean and rstd are fp32 [.., 1], scaled is fp32; other is norm(total) with other_weight and
-    other_shift.
+    x [.., N]. The residual has as many elements, in any shape whose rows are N long; the other extras have N elements.
+    total = post(all_reduce(x) + bias + second_bias) + residual and normed = norm(total) have the shape and dtype of x,
+    are contiguous, and are bit-identical on every rank. See `nodes.Norm`; without a norm (`none`) there is no normed.
+    Saved outputs are contiguous; mean and rstd are fp32 [.., 1], scaled is fp32; other is norm(total) with other_weight
+    and other_shift.
 `matmul_all_reduce_rms_norm: a, b, (product_bias), <names of nodes.EXTRAS>, (extras) -> normed, total, <saved>, token`
-    The same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` makes of that, as `matmul_all_reduce`.
+    The same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` computes from it, with the operands of
+    `matmul_all_reduce`.
 `matmul_all_gather: a, b, (bias) -> out, token`
-    a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N]; out is the sum [.., N] with gather_dim W times as long,
-    contiguous.
+    a_i [.., K_i], with shapes that differ only in K_i; b_i [K_i, N]; bias [N]; out is the sum [.., N] with gather_dim W
+    times as long, contiguous.
 `matmul_all_to_all: a, b, (bias) -> out, token`
-    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), alike but for K_i; b_i [K_i, N] with N a
-    multiple of parts * W; bias [N]; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
+    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), with shapes that differ only in K_i;
+    b_i [K_i, N] with N a multiple of parts * W; bias [N]; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
 `all_to_all_matmul: x, weight -> out, (received,) token`
     x [.., W*S, .., C] with W*S at scatter_dim (never the last dimension), C a multiple of parts; weight [W*C, N]; out
-    [rows, N] contiguous, rows = received's dimensions but the last, flattened. received [.., S, .., W*C], contiguous,
-    present if and only if return_received. See task/ulysses.py.
+    [rows, N] contiguous, where rows are all dimensions of received but the last, flattened. received [.., S, .., W*C],
+    contiguous, present if and only if return_received. See task/ulysses.py.
 `flash_decode: q, k, v, lengths, (block_table) -> out, token`
     See task/flash_decode.py.
 `all_gather_attention: q, k, v, (bias) -> out, lse, (gathered_k, gathered_v,) token`
@@ -47,28 +48,30 @@ the node's `slots()` name, in that order. `define()` declares the ops; the imple
     contiguous [B, W*S, Hkv, D], present if and only if return_gathered. bias: broadcastable to [B, Hq, Sq, W*S], of
     bool or floats, present if and only if the mask is `given`. Masks: see task/all_gather_attention.py.
 `attention_reduce_scatter: grad_out, q, k, v, out, lse, (bias) -> grad_q, grad_k, grad_v, token`
-    its backward, from the gathered k and v [B, Hkv, W*S, D]; grad_q [B, Hq, Sq, D] and this rank's part of the sums
-    over the ranks, grad_k and grad_v [B, Hkv, S, D], with the memory of a contiguous [B, S, H, D].
+    The backward of `all_gather_attention`, from the gathered k and v [B, Hkv, W*S, D]. grad_q is [B, Hq, Sq, D].
+    grad_k and grad_v [B, Hkv, S, D] are this rank's part of the sums over the ranks. All have the memory of a
+    contiguous [B, S, H, D].
 `projections: x, weights, (extras) -> out_0, ..`
-    x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue makes of them.
-    No site and no token: nothing is communicated.
+    x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue computes from
+    these. There is no site and no token, because nothing is communicated.
 
-A token is `uint8[1]` and never read: it is only a dependency, which keeps the sites of a group in graph order
-through every reordering of the compiler. The first site of a chain gets None. Other ops:
+A token is `uint8[1]` and is never read. It is only a dependency, which keeps the sites of a group in graph order
+through every reordering of the compiler. The first site of a chain gets None. There are further ops:
 
 `after(x, token) -> x`
-    an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
+    an alias of x that is ordered after token. It puts a collective that was not fused into the order of its group.
 `after_(x, token)`
-    the same for a collective that writes into x: x itself, declared as written, so that its memory has one owner.
+    the same for a collective that writes into x. The result is x itself, which is declared as written, so that its
+    memory has one owner.
 `token_of(x) -> token`
     a token ordered after the op that made x.
 `meet(key)`
     marks a graph whose ranks compare it when it first runs, see device/meetings.py. It computes nothing.
 `own_chunk(x, dim, world_size, group_name) -> chunk`
-    this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
+    a copy of this rank's chunk of the world_size equal chunks of x along dim; the rank is found at run time.
 `replicated(x, same, group_name, site, names, constants) -> x`
-    an alias of x; now and then the ranks compare samples of `same` and the `constants`, and raise where they differ.
-    names: where the program reads each of `same`. Both are texts with a line for each.
+    an alias of x. Now and then the ranks compare samples of the tensors `same` and the `constants`, and raise if they
+    differ. names: where the program reads each of `same`. names and constants are texts with one line for each.
 """
 
 from __future__ import annotations
@@ -136,7 +139,7 @@ def arguments(node: Node, token: Any = None, **given: Any) -> tuple[list[Any], s
 
 
 def call(node: Node, token: torch.Tensor | None = None, **given: Any) -> list[torch.Tensor]:
-    """What the op of a node returns for operands by name."""
+    """Calls the op of a node with operands given by name, and returns its results."""
     results: list[torch.Tensor] = overload(node.kind)(*arguments(node, token, **given))
     return results
 
@@ -180,28 +183,32 @@ def new_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def do_nothing(x: torch.Tensor, token: torch.Tensor) -> None:
-    """`after_`: only its place among the ops that use x matters."""
+    """Implements `after_`, which matters only by its place among the ops that use x."""
 
 
 def meet_nobody(key: str) -> None:
-    """`meet`: the meeting of a graph is in the code that Inductor writes, see codegen/meeting_kernel.py."""
+    """Implements `meet`, which does nothing: the meeting of a graph is in the code that Inductor writes (see
+    codegen/meeting_kernel.py).
+    """
 
 
 def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
     """The shapes of operands by name, as the declarations take them."""
     return {
-        name: [one.shape for one in value] if isinstance(value, list) else value.shape
+        name: [tensor.shape for tensor in value] if isinstance(value, list) else value.shape
         for name, value in operands.items()
     }
 
 
 def memory(like: torch.Tensor, outputs: Sequence[Output]) -> list[torch.Tensor]:
-    """New tensors for these outputs, on the device of the first operand, and of its dtype where they name none."""
+    """Returns new tensors for these outputs, on the device of the first operand. An output that names no dtype gets
+    that of the first operand.
+    """
     return [_empty(like, output, TORCH_DTYPES.get(output.dtype, like.dtype)) for output in outputs]
 
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:
-    """Memory for the output of this name of a norm, of a sum of this shape [.., N], beside x."""
+    """Returns memory on the device of x for the output of a norm with this name, for a sum of this shape [.., N]."""
     sizes, dtype = norm_form(name, shape)
     return x.new_empty(sizes, dtype=TORCH_DTYPES.get(dtype))
 

@@ -1,12 +1,13 @@
-"""Whether row-wise work between all-reduces is faster sharded: a pure function of sizes and shipped numbers.
+"""Predicts whether row-wise work between all-reduces is faster sharded, by a pure function of sizes and shipped
+numbers.
 
     replicated = each product with its all-reduce + each matmul of a result             + row-wise passes
     sharded    = each product with its reduce-scatter + each gather with its matmuls    + row-wise passes / W
 
-each by the fastest strategy that the cost model predicts; where one kernel reduces and normalises (up to
-`cost.SMALL_BYTES`), without the launch of the norm, and without writing and reading the sum in between. A gather
-without matmuls is the library's collective, and so is a reduction without a product. With few rows the second round of
-launches and signals costs more than it saves.
+Each term is that of the fastest strategy that the cost model predicts. If one kernel reduces and normalises (up to
+`cost.SMALL_BYTES`), the launch of the norm is not counted, and neither is the writing and reading of the sum in
+between. A gather without matmuls counts as the library's collective, and so does a reduction without a product. With
+few rows the second round of launches and signals costs more than it saves.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulR
 from ditron_inductor.task.problem import Problem
 
 GAIN = 0.98
-"""The sharded form has to be predicted below this part of the replicated one, matmuls included, on every known GPU."""
+"""The sharded form is chosen if its predicted time, matmuls included, is below this part of the replicated form's on
+every known GPU.
+"""
 NORM_LAUNCH = 0.7
-"""Of a launch, what a norm in the kernel of its reduction takes less than one behind it: 2.1 us of 3 are measured (the
-median of `ditron:split` less `ditron` in benchmarks/results/norm.csv, 12 shapes of up to 1 MB).
+"""The part of a launch that a norm in the kernel of its reduction saves over a norm behind it. 2.1 us of 3 us are
+measured (the median of `ditron:split` minus `ditron` in benchmarks/results/norm.csv, 12 shapes of up to 1 MB).
 """
 PASSES = 3
-"""Tensors that row-wise work reads and writes for one reduction: its result, and the residual twice."""
+"""The number of tensors that row-wise work reads and writes for one reduction: its result, and the residual twice."""
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """[m, k] @ [k, n], reduced over the ranks; k is 0 where what is reduced is no matmul.
+    """The product [m, k] @ [k, n], reduced over the ranks. k is 0 if what is reduced is not a matmul.
 
     has_norm: the replicated form has one node for it and the norm behind it.
     """
@@ -60,29 +63,32 @@ class RegionWork:
 
 
 def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
-    """Microseconds of the replicated and of the sharded form."""
+    """Returns the predicted microseconds of the replicated and of the sharded form."""
     replicated = sharded = 0.0
-    for one in work.reduced:
-        replicated += _best_us(work, MatmulAllReduce.kind, one.n, one.k, one.k > 0, on) - _norm_gain_us(work, one, on)
-        sharded += _best_us(work, MatmulReduceScatter.kind, one.n, one.k, one.k > 0, on)
+    for reduced in work.reduced:
+        whole = _best_us(work, MatmulAllReduce.kind, reduced.n, reduced.k, reduced.k > 0, on)
+        replicated += whole - _norm_gain_us(work, reduced, on)
+        sharded += _best_us(work, MatmulReduceScatter.kind, reduced.n, reduced.k, reduced.k > 0, on)
     for each in work.gathered:
         if each.n:
             replicated += cost.product_us(_problem(work, AllGatherMatmul.kind, each.n, each.k), on)
         sharded += _best_us(work, AllGatherMatmul.kind, each.n, each.k, each.n > 0, on)
-    elements = sum(PASSES * work.m * one.n for one in work.reduced) + sum(work.m * each.k for each in work.gathered)
+    elements = sum(PASSES * work.m * reduced.n for reduced in work.reduced)
+    elements += sum(work.m * each.k for each in work.gathered)
     row_wise = elements * work.precision.result.itemsize / on.memory_bytes_per_s * cost.MICRO
     return replicated + row_wise, sharded + row_wise / work.world_size
 
 
 def pays(work: RegionWork) -> bool:
-    """Whether the sharded form is predicted to gain on every GPU that is known: all ranks come to one answer."""
+    """Returns whether the sharded form is predicted to gain on every GPU that is known: all ranks come to one answer.
+    """
     return all(sharded <= GAIN * replicated for replicated, sharded in (predict(work, on) for on in cost.KNOWN))
 
 
-def _norm_gain_us(work: RegionWork, one: Reduced, on: cost.Hardware) -> float:
-    """What one node for a reduction and its norm takes less than two kernels."""
-    nbytes = work.m * one.n * work.precision.result.itemsize
-    if not one.has_norm or nbytes > cost.SMALL_BYTES:
+def _norm_gain_us(work: RegionWork, reduced: Reduced, on: cost.Hardware) -> float:
+    """Returns the microseconds that one node for a reduction and its norm saves over two kernels."""
+    nbytes = work.m * reduced.n * work.precision.result.itemsize
+    if not reduced.has_norm or nbytes > cost.SMALL_BYTES:
         return 0.0
     return NORM_LAUNCH * on.launch_us + 2 * nbytes / on.memory_bytes_per_s * cost.MICRO
 

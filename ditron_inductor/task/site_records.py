@@ -1,4 +1,4 @@
-"""What one compiled graph did with its collectives: the records that `explain` prints.
+"""Records of what a compiled graph did with its collectives, which `explain` prints.
 
 The pipeline appends one `GraphRecord` per compiled graph to the sink that was open when the backend was called
 (`collect_sites`). Without an open sink nothing is recorded. A cache hit runs no pass and therefore records nothing.
@@ -34,14 +34,14 @@ class NodeRecord:
 class SiteRecord:
     """One collective site of one graph, fused or left alone, in graph order.
 
-    `kind` is the Task kind (`all_gather_matmul`, ...) when fused, else the collective's own name
-    (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the product that one rank computes, [m, k] @ [k,
-    n] (for several weights n is their sum, for several products that are added up k is); for a dynamic size the
-    compiler's hint; None where a size is not known (a site left alone, an unbacked symbol). `bytes_moved` is what one
-    rank receives from its peers in one call. `task` is the node of a fused site, and `operands` are the shapes of its
-    operands on this rank by name, a list where there are several of one name; None where a size is not known. `line` is
-     the user's line as in `NodeRecord`; `culprit` the node that kept a site from being fused, the collective
-    itself where the reason is its own.
+    `kind` is the Task kind (`all_gather_matmul`, ...) of a fused site, and otherwise the collective's own name
+    (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the product that one rank computes, [m, k] @ [k, n].
+    With several weights n is their sum; if several products are added up, k is theirs. For a dynamic size they hold the
+    compiler's hint, and None if a size is not known (a site left alone, an unbacked symbol). `bytes_moved` is what one
+    rank receives from its peers in one call. `task` is the node of a fused site. `operands` are the shapes of its
+    operands on this rank by name, with a list if there are several of one name; None if a size is not known. `line` is
+    the user's line as in `NodeRecord`. `culprit` is the node that prevented the fusion, or the collective itself if the
+    reason is its own.
     """
 
     site: str

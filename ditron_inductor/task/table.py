@@ -1,14 +1,15 @@
 """Measured times of the strategies, as a table that people can read and ranks can exchange as text.
 
 A table is a CSV with one line per matmul and mode, columns `COLUMNS`; lines that begin with `#` are comments. `gpu`:
-the driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`; k is 1 where
-nothing is multiplied. `graph`: 1 where it was timed inside a CUDA graph. Times are microseconds of one call, the
-maximum over ranks of each rank's median, empty where a strategy could not run. All times of a line come from one
-interleaved run; only their ratios are used.
+the driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`; k is 1 if nothing
+is multiplied. `graph`: 1 if it was timed inside a CUDA graph. Times are microseconds of one call, the maximum over
+ranks of each rank's median; they are empty if a strategy could not run. All times of a line come from one interleaved
+run, and only their ratios are used.
 
 `Table.lookup` finds a shape that was measured, else one from its bucket or close to it:
 
-* rows: half-octaves. m is in bucket round(2 log2 m); the last one, 16384 rows, is open. A bucket's m are served alike.
+* rows: half-octaves. m is in bucket round(2 log2 m). The last bucket, 16384 rows, is open. All m of a bucket get the
+  same answer.
 * weights: the measured n and k nearest to those asked for, each within a factor of sqrt(2).
 * between two measured buckets of one weight the ratio to `library` is interpolated if they are at most two octaves
   apart; up to four octaves apart the worse of the two counts; outside of all, the nearest one within an octave.
@@ -35,17 +36,19 @@ INTERPOLATED_BUCKETS = 4
 BRIDGED_BUCKETS = 8
 OUTER_BUCKETS = 2
 LEAST_US, MOST_US = 0.01, 1e12
-"""Times that a table can hold: those that are written with two decimals, and whose ratios are numbers."""
+"""The smallest and the largest time that a table can hold. Times are written with two decimals, and their ratios have
+to be finite.
+"""
 MOST_WHOLE = 1 << 62
 SHOWN = 80
-"""Characters of a cell that an error shows."""
+"""The most characters of a cell that an error shows."""
 FOLDER = Path(__file__).parent / "tables"
 """The tables that ship with the package: one file per GPU."""
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One line of a table, see the module. Raises ValueError naming the field that is out of range."""
+    """One line of a table (see the module). Raises ValueError, which names the field that is out of range."""
 
     gpu: str
     world: int
@@ -82,18 +85,18 @@ class Entry:
 
     @property
     def us(self) -> dict[str, float]:
-        """Microseconds by strategy, of those that ran."""
+        """The microseconds by strategy, for those that ran."""
         times = {"library": self.library_us, "chunked": self.chunked_us, "tile": self.tile_us}
         return {name: us for name, us in times.items() if us is not None}
 
     @property
     def family(self) -> tuple[str, int, str, str]:
-        """What has to be equal for this entry to say anything about a call."""
+        """The values that have to be equal for this entry to say anything about a call."""
         return self.gpu, self.world, self.dtype, self.op
 
     @property
     def key(self) -> tuple[str, int, str, str, int, int, int, int]:
-        """What makes a newer entry replace an older one."""
+        """The values by which a newer entry replaces an older one."""
         return *self.family, self.m, self.n, self.k, self.graph
 
 
@@ -106,8 +109,8 @@ _TIMES = tuple(f"{name}_us" for name in MEASURED)
 class Measured:
     """What a table says about a shape.
 
-    ratio: time of each strategy in that of `library`. library_us: that time, if this shape, and no neighbour, was
-    measured (`exact`); else None. text: what was measured, for people.
+    ratio: the time of each strategy divided by that of `library`. library_us: the time of `library` if this shape
+    itself was measured (`exact`), and None if only a neighbour was. text: what was measured, for people.
     """
 
     ratio: Mapping[str, float]
@@ -120,8 +123,8 @@ class Measured:
 
 
 class Table:
-    """Entries with distinct keys, in a fixed order. unused: what the text that it was read from holds of kinds and of
-    strategies that there are not, and on how many lines.
+    """Entries with distinct keys, in a fixed order. unused: the kinds and strategies in its text that do not exist,
+    with the number of lines.
     """
 
     def __init__(self, entries: Iterable[Entry] = (), unused: Mapping[str, int] | None = None) -> None:
@@ -134,10 +137,10 @@ class Table:
 
     @staticmethod
     def parse(text: str, source: str = "the table") -> Table:
-        """The table that `text` holds; of two lines with one key the later counts. Lines of kinds that were deleted are
-        left out, and so are times of strategies that a kind lacks.
+        """Returns the table that `text` holds. Of two lines with one key the later one counts. Lines of deleted kinds
+        are left out, and so are times of strategies that a kind does not have.
 
-        Raises InvalidTable naming `source`, the line and what is wrong there.
+        Raises InvalidTable, which names `source`, the line and what is wrong there.
         """
         entries = []
         unused: Counter[str] = Counter()
@@ -183,9 +186,9 @@ class Table:
     def lookup(
         self, *, gpu: str, world: int, dtype: str, op: str, m: int, n: int, k: int, graph: bool
     ) -> Measured | None:
-        """What is known about a matmul of these sizes (all at least 1), None where nothing close was measured.
+        """Returns what is known about a matmul of these sizes (all at least 1); None if nothing close was measured.
 
-        graph: inside CUDA graphs. What was measured in the other mode counts only where nothing was in this one.
+        graph: inside CUDA graphs. Times of the other mode count only if there are none of this mode.
         """
         weights = self._families.get((gpu, world, dtype, op), {})
         for entry in _of_mode([entry for entry in weights.get((n, k), []) if entry.m == m], graph):
@@ -206,7 +209,7 @@ def bucket(m: int) -> int:
 
 @functools.cache
 def shipped() -> Table:
-    """All tables that ship with the package."""
+    """Returns all tables that ship with the package."""
     return Table(
         entry for path in sorted(FOLDER.glob("*.csv")) for entry in Table.parse(path.read_text(), path.name).entries
     )
@@ -244,8 +247,8 @@ def _curves(entries: list[Entry], asked: int) -> dict[str, float]:
 def _at(curve: Mapping[int, float], asked: int) -> float | None:
     if asked in curve:
         return curve[asked]
-    below = max((one for one in curve if one < asked), default=None)
-    above = min((one for one in curve if one > asked), default=None)
+    below = max((size for size in curve if size < asked), default=None)
+    above = min((size for size in curve if size > asked), default=None)
     if below is None or above is None:
         end = above if below is None else below
         return curve[end] if end is not None and abs(asked - end) <= OUTER_BUCKETS else None

@@ -24,17 +24,17 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {dtype.short: _of(dtype.name) for dtyp
 NAMES: Mapping[torch.dtype, str] = {dtype: short for short, dtype in TORCH_DTYPES.items()}
 """Their names in the text of an epilogue."""
 OPERAND_DTYPES: tuple[torch.dtype, ...] = tuple(dict.fromkeys(_of(row.operand.name) for row in PRECISIONS))
-"""What a kernel of ours multiplies."""
+"""The dtypes that kernels of ours multiply."""
 ACTIVATION_DTYPES: tuple[torch.dtype, ...] = tuple(TORCH_DTYPES.values())
-"""What a kernel of ours returns, adds, normalises or attends to."""
+"""The dtypes that kernels of ours return, add, normalise or attend to."""
 BIAS_DTYPES: tuple[torch.dtype, ...] = (torch.bool, *ACTIVATION_DTYPES)
-"""What an attention may add to its scores, or show them by."""
+"""The dtypes of a bias or a mask of attention."""
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
-    """How a product of operands of this dtype is computed, with a result of the same dtype.
+    """Returns the precision of a product of operands of this dtype, with a result of the same dtype.
 
-    Where no kernel of ours computes such a product, what is returned is not in the table.
+    If no kernel of ours computes such a product, the precision is not in the table.
     """
     name = name_of(dtype)
     other = Dtype(name, name, dtype.itemsize)

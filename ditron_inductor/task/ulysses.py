@@ -18,14 +18,16 @@ from typing import Any
 
 
 def gathered_shape(shape: Sequence[Any], columns: Any, gather_dim: int, world_size: int) -> list[Any]:
-    """Of what a `MatmulAllToAll` returns: shape, of a_i, and columns, N; sizes may be symbolic."""
+    """Returns the shape of the result of a `MatmulAllToAll`, from the shape of a_i and the number of columns N. Sizes
+    may be symbolic.
+    """
     result = [*shape[:-1], columns // world_size]
     result[gather_dim] = result[gather_dim] * world_size
     return result
 
 
 def received_shape(shape: Sequence[Any], scatter_dim: int, world_size: int) -> list[Any]:
-    """Of what an `AllToAllMatmul` multiplies; shape: of x. Sizes may be symbolic."""
+    """Returns the shape of what an `AllToAllMatmul` multiplies, from the shape of x. Sizes may be symbolic."""
     result = [*shape[:-1], shape[-1] * world_size]
     result[scatter_dim] = result[scatter_dim] // world_size
     return result

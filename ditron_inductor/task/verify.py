@@ -27,7 +27,9 @@ def task_calls(graph: fx.Graph) -> list[tuple[fx.Node, TaskNode]]:
 
 
 def verify_graph(graph: fx.Graph) -> None:
-    """Raises `InvalidTaskNode` for a wrong field, `GraphVerificationError` for a wrong call or a wrong chain."""
+    """Checks all Task nodes of a graph. Raises `InvalidTaskNode` for a wrong field, and `GraphVerificationError` for a
+    wrong call or a wrong chain.
+    """
     calls = task_calls(graph)
     for call, task in calls:
         task.verify()
@@ -47,7 +49,7 @@ def verify_graph(graph: fx.Graph) -> None:
 def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     """Shapes, dtypes and devices of the tensors, as far as they are known: unknown sizes are not an error."""
     given: Given = {
-        name: [_value(call, one) for one in value] if isinstance(value, list) else _value(call, value)
+        name: [_value(call, element) for element in value] if isinstance(value, list) else _value(call, value)
         for name, value in task.named(schema.operands_of(call)).items()
     }
     for condition, problem in rules_of(task, given):
@@ -87,7 +89,7 @@ def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
 
 def _of(operand: Any) -> Any:
     """The fake tensor of an operand, or those of a list."""
-    return [one.meta["val"] for one in operand] if isinstance(operand, list) else operand.meta["val"]
+    return [tensor.meta["val"] for tensor in operand] if isinstance(operand, list) else operand.meta["val"]
 
 
 def _value(call: fx.Node, argument: object) -> torch.Tensor:
@@ -98,7 +100,7 @@ def _value(call: fx.Node, argument: object) -> torch.Tensor:
 
 
 def _possible(condition: Any) -> bool:
-    """Whether a (symbolic) condition may hold: False only if it is certain not to."""
+    """Returns whether a (symbolic) condition may hold: False only if it is certain not to."""
     negated: Any = (not condition) if isinstance(condition, bool) else torch.sym_not(condition)
     return not statically_known_true(negated)
 

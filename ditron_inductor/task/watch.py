@@ -1,4 +1,6 @@
-"""Who watches the calls of Task nodes and the collectives of `library`: the tax report while it measures."""
+"""An observer of the calls of Task nodes and of the collectives of `library`: the tax report sets one while it
+measures.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from ditron_inductor.task.plan import Choice, PlanRequest
 
 
 class Observer(Protocol):
-    """What is told of the calls. It may run on another thread than the one that set it: that of the backward pass."""
+    """An object that is told of the calls. It may run on another thread than the one that set it, such as that of the
+    backward pass.
+    """
 
     def call(
         self, run: Callable[..., Any], group_name: str, request: PlanRequest, choice: Choice
     ) -> Callable[..., Any]:
-        """What to run instead of `run`, the call of a site by the strategy of `choice`."""
+        """Returns the function to run instead of `run`, which is the call of a site by the strategy of `choice`."""
 
     def collective(self, launch: Callable[[], Any]) -> None:
         """Do `launch`, a blocking collective of the call that is running."""
@@ -39,7 +43,7 @@ class Watch:
 
 
 watch = Watch()
-"""That of this process."""
+"""The observer of this process."""
 
 
 def communicate(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

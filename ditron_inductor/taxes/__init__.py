@@ -1,4 +1,5 @@
-"""What the three taxes of bulk-synchronous execution cost a compiled function, without fusion and with it.
+"""The tax report: what the three taxes of bulk-synchronous execution cost a compiled function, without fusion and with
+it.
 
     report = ditron_inductor.profile_taxes(model)(tokens)   # on all ranks of the default group
     print(report)

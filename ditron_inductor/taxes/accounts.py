@@ -1,15 +1,15 @@
-"""The accounts of a site and of a step: which part of their time each of the taxes takes.
+"""The accounts of a site and of a step, which say which part of their time each of the taxes takes.
 
 The parts of a site's time add up to it:
 
     us = compute + bulk synchronous + locality + other
 
-Without fusion, `bulk synchronous` is the wait from the own arrival at a collective to its exit, less the time of the
-bytes that the collective itself writes for a kernel, or reads of one; those, and what the kernels beside it write and
-read again, are `locality`; `compute` is all that is left. With fusion there is no collective to be timed: `compute` is
-what it is without, `locality` that of the kernel's own intermediates, and `bulk synchronous` what is left. Where that
-is less than nothing, the kernel computes faster than the library (or its intermediates stay in a cache), and `other` is
-by how much.
+Without fusion, `bulk synchronous` is the wait from the rank's own arrival at a collective to its exit, minus the time
+of the bytes that the collective itself writes for a kernel or reads from one. These bytes, and those that the kernels
+beside it write and read again, are `locality`. `compute` is the rest. With fusion there is no collective that could be
+timed. `compute` is then the same as without fusion, `locality` is that of the kernel's own intermediates, and `bulk
+synchronous` is the rest. If the rest is negative, the kernel computes faster than the library (or its intermediates
+stay in a cache), and `other` is this negative time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ UNFUSED, FUSED, INDUCTOR = "unfused", "fused", "inductor"
 class Account:
     """Microseconds of one site in one step, all its calls together, the largest of any rank.
 
-    launch_us: what its calls cost more alone and in eager mode than in a CUDA graph; None where there are none. It is
-    not a part of `us`. in_kernel_us: what a program of its kernels waited, by its own time stamps, where they were
-    asked for.
+    launch_us: how much more its calls cost in eager mode than in a CUDA graph, each call alone; None without CUDA
+    graphs. It is not a part of `us`. in_kernel_us: the time that a program of its kernels waited, by its own time
+    stamps, if these were asked for.
     """
 
     strategy: str
@@ -48,14 +48,14 @@ class Account:
 
     @property
     def taxes_us(self) -> float:
-        """Bulk synchronous and locality."""
+        """The sum of the taxes bulk synchronous and locality."""
         return self.bulk_synchronous_us + self.locality_us
 
 
 @dataclass(frozen=True)
 class SiteTaxes:
-    """One fused site. direction: as in `explain`. locality: whether its kind has an estimate of it; else it is 0, and
-    its time is in the others. unfused: None where the unfused graph has no such site.
+    """One fused site. direction: as in `explain`. locality: whether its kind has an estimate of the locality tax;
+    otherwise this tax is 0, and its time is in the others. unfused: None if the unfused graph has no such site.
     """
 
     direction: str
@@ -65,7 +65,7 @@ class SiteTaxes:
     fused: Account | None
 
     def with_launches(self, unfused_us: float | None, fused_us: float | None) -> SiteTaxes:
-        """With the launch tax of one call of each; the site has several."""
+        """Returns the site with the launch tax, given that of one call of each form; the site has several calls."""
 
         def priced(account: Account | None, us: float | None) -> Account | None:
             return account if account is None or us is None else replace(account, launch_us=us * account.calls)
@@ -73,21 +73,21 @@ class SiteTaxes:
         return replace(self, unfused=priced(self.unfused, unfused_us), fused=priced(self.fused, fused_us))
 
     def with_waits(self, us: float | None) -> SiteTaxes:
-        """With what a program of the fused kernels waited in a step, where that was traced."""
+        """Returns the site with the time that a program of the fused kernels waited in a step, if that was traced."""
         fused = self.fused
         return self if fused is None or us is None else replace(self, fused=replace(fused, in_kernel_us=us))
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Microseconds of a whole step, the largest of any rank. graph_us: in a CUDA graph, None where there is none."""
+    """Microseconds of a whole step, the largest of any rank. graph_us: the time in a CUDA graph, None without one."""
 
     eager_us: float
     graph_us: float | None = None
 
     @property
     def device_us(self) -> float:
-        """Without what the host takes, as far as that is known."""
+        """The time of a step without the host's part, as far as that is known, in microseconds."""
         return self.eager_us if self.graph_us is None else min(self.eager_us, self.graph_us)
 
     @property
@@ -98,8 +98,8 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Explained:
-    """By how much the fused step is shorter than the unfused one, and what the accounts say of it: saved taxes, and
-    what else the sites save.
+    """By how much the fused step is shorter than the unfused one, and how the accounts explain it: by saved taxes, and
+    by other savings of the sites.
     """
 
     measured_us: float
@@ -108,12 +108,12 @@ class Explained:
 
     @property
     def part(self) -> float | None:
-        """Of the measured gain; None where nothing was gained."""
+        """The explained part of the measured gain; None if nothing was gained."""
         return self.taxes_us / self.measured_us if self.measured_us > 0 else None
 
 
 def unfused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: float) -> Account:
-    """Of calls by `library`, or of calls that have collectives to be timed."""
+    """Returns the account of calls by `library`, or of calls whose collectives can be timed."""
     inside, beside = (0.0, 0.0) if bytes_ is None else (bytes_.inside / bytes_per_us, bytes_.beside / bytes_per_us)
     # No estimate takes more than there is.
     inside = min(inside * spent.calls, spent.waited_us)
@@ -131,7 +131,7 @@ def unfused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: fl
 
 
 def fused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: float, unfused: Account | None) -> Account:
-    """Of calls by any strategy; see the module."""
+    """Returns the account of calls by any strategy (see the module)."""
     if spent.strategy == "library" or unfused is None:
         return unfused_account(spent, bytes_, bytes_per_us)
     compute = unfused.compute_us / unfused.calls * spent.calls
@@ -152,7 +152,9 @@ def fused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: floa
 def explained(
     sites: list[SiteTaxes] | tuple[SiteTaxes, ...], steps: Mapping[str, StepTimes], graph: bool
 ) -> Explained | None:
-    """The gain of the fused step over the unfused one; graph: both in CUDA graphs. None where one has no time."""
+    """Returns the gain of the fused step over the unfused one; None if one of them has no time. graph: compare both in
+    CUDA graphs.
+    """
     times = {name: step.graph_us if graph else step.eager_us for name, step in steps.items()}
     before, after = times.get(UNFUSED), times.get(FUSED)
     if before is None or after is None:

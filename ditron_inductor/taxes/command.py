@@ -36,7 +36,9 @@ NEEDED_FOR = "the tax report"
 
 @dataclass(frozen=True)
 class TaxRequest:
-    """What the ranks run, and where rank 0 writes; empty paths for nothing. rounds: 0 for the default."""
+    """The model that the ranks run, and the files that rank 0 writes; an empty path means no file. rounds: 0 for the
+    default.
+    """
 
     model: str
     layers: int
@@ -74,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The command; its exit code. Raises MissingDependency."""
+    """Runs the command and returns its exit code. Raises MissingDependency."""
     require("python", "torch", "triton", "tabulate", "C++ compiler", needed_for=NEEDED_FOR)
     import torch
 
@@ -89,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.png:
         from ditron_inductor.taxes.picture import pyplot
 
-        # Found missing before anything is measured.
+        # A missing package is found before anything is measured.
         pyplot()
     request = request_of(arguments, device_type)
     codes = run_ranks(rank_main, request, world_size=ranks, device_type=device_type, limit_s=arguments.limit)
@@ -104,7 +106,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def request_of(arguments: argparse.Namespace, device_type: str) -> TaxRequest:
-    """The command line as the ranks get it."""
+    """Returns the command line in the form in which the ranks get it."""
     decode = arguments.phase == "decode"
     tokens = TINY_TOKENS if arguments.model == TINY and not decode else TOKENS[arguments.phase]
     return TaxRequest(
@@ -125,7 +127,7 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> TaxRequest:
 
 
 def problem_of(arguments: argparse.Namespace, ranks: int, device_type: str) -> str:
-    """What is wrong with the command line, or nothing."""
+    """Returns what is wrong with the command line; empty if nothing is."""
     request = request_of(arguments, device_type)
     if device_type == "cpu" and request.model != TINY:
         return f"the interpreter is too slow for {request.model}; with --device cpu the model is {TINY}"
@@ -143,7 +145,7 @@ def problem_of(arguments: argparse.Namespace, ranks: int, device_type: str) -> s
 
 
 def rank_main(rank: Rank, request: TaxRequest) -> bool:
-    """One rank of the command: rank 0 prints and writes."""
+    """Runs one rank of the command; rank 0 prints and writes."""
     import torch
 
     from ditron_inductor.taxes import profile_taxes
@@ -183,7 +185,7 @@ def rank_main(rank: Rank, request: TaxRequest) -> bool:
 
 
 def _model(rank: Rank, request: TaxRequest, device: torch.device) -> Llama:
-    """Equal weights on all ranks, cut over them."""
+    """Returns a model with equal weights on all ranks, which is then sharded over the ranks."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -207,7 +209,7 @@ def _config(request: TaxRequest, ranks: int) -> LlamaConfig:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`main`, with its errors as messages."""
+    """Runs `main` and prints its errors as messages."""
     try:
         return main(arguments)
     except (MissingDependency, DitronError) as error:

@@ -1,7 +1,8 @@
-"""Bytes that a site writes to memory for the next kernel to read again: what the locality tax is estimated from.
+"""The bytes that a site writes to memory and the next kernel reads again. The locality tax is estimated from them.
 
-Of each intermediate, one write and one read. What a site reads or writes in any case (operands, weights, outputs) is
-none. The partial results or parts that peers write into this rank's memory are intermediates of the fused kernels.
+Each intermediate counts with one write and one read. Tensors that a site reads or writes in any case (operands,
+weights, outputs) are not intermediates. The partial results or parts that peers write into this rank's memory are
+intermediates of the fused kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Intermediates:
 
 
 def intermediates(record: SiteRecord) -> Intermediates | None:
-    """Of a fused site; None where its sizes are not known, or its kind has no estimate."""
+    """Returns the intermediates of a fused site; None if its sizes are not known, or its kind has no estimate."""
     if None in (record.m, record.n, record.k, record.itemsize, record.world_size, record.bytes_moved):
         return None
     assert record.m is not None and record.n is not None and record.itemsize is not None
@@ -68,13 +69,14 @@ def intermediates(record: SiteRecord) -> Intermediates | None:
     if exchange == GATHERED_PRODUCT:
         return Intermediates(product + copies * product * world, product, 0)
     assert exchange == EXCHANGED_PRODUCT, record.kind
-    # It is brought into the order of the ranks, which is a write and a read more.
+    # The tensor is brought into the order of the ranks, which costs another write and read.
     return Intermediates(3 * product, product, 0)
 
 
 def _copies(record: SiteRecord) -> int:
-    """Passes of the library's copy that puts what was gathered, or is to be scattered, in the order of the ranks: a
-    write and a read, where a dimension of several elements stands before the one that is cut.
+    """Returns the passes over memory of the library's copy that brings a gathered tensor, or one that is scattered,
+    into the order of the ranks: a write and a read, if a dimension of several elements stands in front of the dimension
+    that is cut.
     """
     task, operands = record.task, record.operands
     if task is None or operands is None:

@@ -1,4 +1,6 @@
-"""Which site of the unfused graph is which of the fused one: the passes may give them other neighbours and names."""
+"""Pairs the sites of the unfused graph with those of the fused graph. The passes may give them other neighbours and
+names.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ if TYPE_CHECKING:
     from ditron_inductor.report.explain import ExplainedSite
 
 NORMED = "_rms_norm"
-"""Ends the kinds whose node has a norm, which is a kernel of its own where it is not worth to be absorbed."""
+"""The end of the names of kinds whose node has a norm. If absorbing the norm does not pay, it is a kernel of its own.
+"""
 
 
 def distinct(sites: Iterable[ExplainedSite]) -> list[ExplainedSite]:
-    """One of all that have the same calls: graphs with the same launches have sites of the same names."""
+    """Returns one site of all that have the same calls: graphs with the same launches have sites of the same names."""
     found = {(site.record.group_name, site.record.site, site.record.m): site for site in sites}
     return list(found.values())
 
@@ -21,10 +24,10 @@ def distinct(sites: Iterable[ExplainedSite]) -> list[ExplainedSite]:
 def paired(
     fused: Sequence[ExplainedSite], unfused: Sequence[ExplainedSite]
 ) -> list[tuple[ExplainedSite, ExplainedSite | None]]:
-    """Every fused site, in order, with its counterpart or None where that is not certain.
+    """Returns every fused site, in order, with its unfused counterpart, or None if that is not certain.
 
-    Sites of one name are each other's. The others of a kind are so in their order, if there are as many of them, with
-    the same rows.
+    Sites of one name are counterparts. The other sites of a kind are paired in their order, if both graphs have as many
+    of them, with the same rows.
     """
     by_name = {_name(site): site for site in unfused}
     names = {_name(site) for site in fused}

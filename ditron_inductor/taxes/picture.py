@@ -16,12 +16,12 @@ PARTS = {
 }
 LAUNCH, REST = ("launch", "#1b9e77"), ("rest of the step", "#e6e6e6")
 WIDTH, MOST_SITES = 0.38, 24
-"""Of a bar; and how many sites are drawn: those that take longest without fusion."""
+"""The width of a bar, and the number of sites that are drawn: those that take longest without fusion."""
 
 
 
 class Drawable(Protocol):
-    """What a picture shows of a tax report."""
+    """The parts of a tax report that a picture shows."""
 
     @property
     def sites(self) -> Sequence[SiteTaxes]: ...
@@ -39,7 +39,7 @@ class Drawable(Protocol):
 
 
 def pyplot() -> Any:
-    """matplotlib's, drawing to files. Raises MissingDependency."""
+    """Returns matplotlib's pyplot, set up to draw to files. Raises MissingDependency."""
     try:
         import matplotlib
     except ImportError as error:
@@ -52,7 +52,7 @@ def pyplot() -> Any:
 
 
 def save(report: Drawable, path: str | Path) -> None:
-    """Write the picture to `path`, in the format of its suffix. Raises MissingDependency."""
+    """Writes the picture to `path`, in the format of its suffix. Raises MissingDependency."""
     plot = pyplot()
     sites = sorted(report.sites, key=lambda site: 0.0 if site.unfused is None else -site.unfused.us)[:MOST_SITES]
     figure, (left, right) = plot.subplots(
@@ -80,15 +80,15 @@ def save(report: Drawable, path: str | Path) -> None:
 
 
 def _site_parts(account: Account) -> list[tuple[float, str]]:
-    """(us, colour) from below."""
+    """Returns the parts of a bar as (us, colour), from below."""
     parts = [(getattr(account, field), colour) for field, colour in PARTS.values()]
-    # What the fused kernel computes faster: the stack is as high as the time.
+    # The kernel computes faster by this time. It is subtracted, so that the stack is as high as the time.
     parts[0] = max(0.0, parts[0][0] + account.other_us), parts[0][1]
     return parts
 
 
 def _step_parts(report: Drawable, form: str, step: StepTimes) -> list[tuple[float, str]]:
-    """(us, colour) from below; the rest is what no account has."""
+    """Returns the parts of a bar as (us, colour), from below. The last part is the time that no account has."""
     parts = [(report.total(form, field), colour) for field, colour in PARTS.values()]
     parts[0] = max(0.0, parts[0][0] + report.total(form, "other_us")), parts[0][1]
     if step.launch_us is not None:

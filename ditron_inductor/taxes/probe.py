@@ -1,6 +1,6 @@
 """Times every call of a Task node in a step that runs, and every collective inside such a call.
 
-A mark is an event on the current stream, so nothing waits for it; on the CPU device it is the time.
+A mark is an event on the current stream, so nothing waits for it. On the CPU device a mark is the time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from ditron_inductor.task.plan import Choice, PlanRequest
 
 MARKS = 64
 MARKS_DELAY_CYCLES = 4_000_000
-"""Two milliseconds: the host has issued all of them before the first one passes."""
+"""A delay of two milliseconds, in which the host issues all marks before the first one passes."""
 
 Key = tuple[str, str, int]
-"""Group, site, and m of its matmul: graphs with the same launches have sites of the same names."""
+"""(group, site, m of its matmul). Graphs with the same launches have sites of the same names."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What the calls of one site took in one step. waited_us: from the own arrival at a collective to its exit."""
+    """The time that the calls of one site took in one step. waited_us: from the rank's own arrival at a collective to
+    its exit.
+    """
 
     strategy: str
     calls: int
@@ -34,12 +36,12 @@ class Spent:
     waited_us: float
 
     def plus(self, other: Spent) -> Spent:
-        """Both together; the strategy is that of the later one."""
+        """Returns the sum of both; the strategy is that of the later one."""
         calls, us = self.calls + other.calls, self.us + other.us
         return Spent(other.strategy, calls, us, self.waited_us + other.waited_us)
 
     def scaled(self, factor: float) -> Spent:
-        """At another clock rate."""
+        """Returns the times at another clock rate."""
         return Spent(self.strategy, self.calls, self.us * factor, self.waited_us * factor)
 
 
@@ -53,7 +55,7 @@ class _Call:
 
 
 class Probe:
-    """An observer (see task/watch.py) of the calls on one device. mark_us: what a mark takes the stream."""
+    """An observer (see task/watch.py) of the calls on one device. mark_us: the time that a mark takes on the stream."""
 
     def __init__(self, device: torch.device, mark_us: float = 0.0) -> None:
         self._device = device
@@ -63,7 +65,7 @@ class Probe:
         self._step: tuple[Any, Any] | None = None
 
     def step(self, run: Callable[[], Any]) -> None:
-        """`run`, a whole step, between two marks."""
+        """Wraps `run`, a whole step, in two marks."""
         begin = self._mark()
         run()
         self._step = begin, self._mark()
@@ -71,7 +73,7 @@ class Probe:
     def call(
         self, run: Callable[..., Any], group_name: str, request: PlanRequest, choice: Choice
     ) -> Callable[..., Any]:
-        """`run` between two marks."""
+        """Wraps `run` in two marks."""
         key = group_name, request.site, request.problem.m
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -87,20 +89,21 @@ class Probe:
         return timed
 
     def collective(self, launch: Callable[[], Any]) -> None:
-        """`launch` between two marks, as part of the call that is open."""
+        """Wraps `launch` in two marks, as a part of the open call."""
         begin = self._mark()
         launch()
         if self._open is not None:
             self._open.collectives.append((begin, self._mark()))
 
     def take(self) -> tuple[float, dict[Key, Spent]]:
-        """What was seen since the last time, the step and by site; the device is idle."""
+        """Returns what was seen since the last call: the time of the step, and the times by site. The device is idle.
+        """
         found: dict[Key, Spent] = {}
         marks_inside = sum(2 + 2 * len(call.collectives) for call in self._calls)
         whole = 0.0 if self._step is None else self._us(*self._step) - marks_inside * self._mark_us
         for call in self._calls:
             waited = sum(self._us(*marks) for marks in call.collectives)
-            # The marks around the collectives lie inside the call, which without fusion has more of them.
+            # The marks around the collectives are inside the call. Without fusion a call has more of them.
             us = max(0.0, self._us(call.begin, call.end) - 2 * len(call.collectives) * self._mark_us)
             spent = Spent(call.strategy, 1, us, waited)
             found[call.key] = found[call.key].plus(spent) if call.key in found else spent
@@ -121,7 +124,7 @@ class Probe:
 
 
 def mark_us(device: torch.device) -> float:
-    """What a mark takes the stream: the median between marks with nothing between them."""
+    """Returns the time that a mark takes on the stream: the median between marks with nothing between them."""
     if device.type != "cuda":
         return 0.0
     events = [torch.cuda.Event(enable_timing=True) for _ in range(MARKS)]
@@ -129,14 +132,21 @@ def mark_us(device: torch.device) -> float:
     for event in events:
         event.record()
     torch.cuda.synchronize(device)
-    return statistics.median(one.elapsed_time(next_) * 1e3 for one, next_ in itertools.pairwise(events))
+    return statistics.median(start.elapsed_time(next_) * 1e3 for start, next_ in itertools.pairwise(events))
 
 
 def largest(ranks: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
-    """Of every site the largest times on any rank; the rest is that of the first rank that has it."""
+    """Returns for every site the largest times on any rank. The other values are those of the first rank that has the
+    site.
+    """
     found: dict[Key, Spent] = {}
     for spent in ranks:
-        for key, one in spent.items():
-            other = found.get(key, one)
-            found[key] = Spent(other.strategy, other.calls, max(one.us, other.us), max(one.waited_us, other.waited_us))
+        for key, site_spent in spent.items():
+            other = found.get(key, site_spent)
+            found[key] = Spent(
+                other.strategy,
+                other.calls,
+                max(site_spent.us, other.us),
+                max(site_spent.waited_us, other.waited_us),
+            )
     return found

@@ -1,8 +1,8 @@
 """``profile_taxes``: runs a function without fusion and with it, and accounts for the difference.
 
 Three contestants compile the function: Inductor, Ditron with every site by `library` (*unfused*: what Inductor would
-run, in the graph that Ditron makes), and Ditron as the options say (*fused*). Their steps are timed in turns, eagerly
-and in CUDA graphs; then steps of the last two are run with marks around every site and every collective.
+run, but in the graph that Ditron makes), and Ditron with the given options (*fused*). Their steps are timed in turns,
+eagerly and in CUDA graphs. Then steps of the last two run with marks around every site and every collective.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ CPU_ROUNDS = 2
 PROBED_ROUNDS = 7
 COPIED_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
 CYCLES_PER_US = 2000.0
-"""No GPU's clock is faster, so a delay of so many cycles is never too short."""
+"""No GPU has a faster clock, so a delay of this many cycles per microsecond is never too short."""
 LONGEST_DELAY_US = 200e3
 FEWEST_STEPS, MOST_STEPS = 3, 8
-"""In front of one that is looked at."""
+"""The fewest and the most steps that run in front of a step that is looked at."""
 
 
 def profile_taxes(
@@ -72,13 +72,13 @@ def profile_taxes(
 ) -> Callable[..., TaxReport]:
     """``profile_taxes(fn)(*args, **kwargs)`` reports what the three taxes cost ``fn``, unfused and fused.
 
-    It is collective: all ranks of the default group call it, with inputs of equal shapes. ``options`` are those of
-    ``torch.compile`` for Ditron, Inductor's among them, but not Inductor's CUDA graphs: the step is captured here, if
-    ``graphs`` is true and the device has them. Where the outputs need gradients and ``backward`` is true, a step is the
-    forward and the backward pass; no ``.grad`` changes. ``rounds``: samples of each time. ``trace``: run one more step
-    with kernels that note what they do when, for the report's ``trace``. The state of the random generators is
-    restored; other side effects of ``fn`` are those of many runs.
-    Raises InvalidOptionValue and NoDefaultGroup, and what a compilation or a call of ``fn`` raises.
+    It is collective: all ranks of the default group have to call it, with inputs of equal shapes. ``options`` are those
+    of ``torch.compile`` for Ditron, including Inductor's, but not Inductor's CUDA graphs: the step is captured here, if
+    ``graphs`` is true and the device has CUDA graphs. If the outputs need gradients and ``backward`` is true, a step is
+    the forward and the backward pass; no ``.grad`` changes. ``rounds``: the number of samples of each time. ``trace``:
+    run one more step with kernels that record what they do and when, for the report's ``trace``. The state of the
+    random generators is restored; other side effects of ``fn`` are those of many runs. Raises InvalidOptionValue and
+    NoDefaultGroup, and what a compilation or a call of ``fn`` raises.
     """
     parsed, inductor = Options.parse(options)
     if inductor.get(GRAPHS):
@@ -145,7 +145,7 @@ class _Profile:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return TaxReport(
             sites=tuple(sites),
-            left_alone=tuple(one.record for one in compiled.left_alone),
+            left_alone=tuple(site.record for site in compiled.left_alone),
             steps=steps,
             device=name,
             world_size=dist.get_world_size(),
@@ -168,7 +168,9 @@ class _Profile:
         return taken
 
     def _compiled(self) -> tuple[dict[str, Callable[[int], None]], Report, Report]:
-        """The contestants, each compiled and warm, and what was fused for the unfused and for the fused one."""
+        """Returns the contestants, compiled and warm, and the reports of what was fused for the unfused and for the
+        fused contestant.
+        """
         import torch
         from torch._inductor.compile_fx import compile_fx
 
@@ -190,7 +192,7 @@ class _Profile:
                 call(0)
             call(0)
             calls[name] = call
-            # Now: what runs at a site of the same name in another contestant is noted in the same place.
+            # Read this now, because a site of the same name in another contestant is noted in the same place.
             reports[name] = build_report(sink.graphs, self.parsed)
         fused = reports[FUSED]
         return calls, reports[UNFUSED], replace(fused, sites=(*distinct(fused.fused), *fused.left_alone))
@@ -213,7 +215,9 @@ class _Profile:
         compiled: Report,
         notes: list[str],
     ) -> dict[str, StepTimes]:
-        """The times of whole steps, eagerly and, where they can be captured, in CUDA graphs: all in turns."""
+        """Returns the times of whole steps, eagerly and, if they can be captured, in CUDA graphs; all are timed in
+        turns.
+        """
         from ditron_inductor.report.timing import interleaved
 
         ready: dict[str, Callable[[int], Any]] = dict(calls)
@@ -229,7 +233,7 @@ class _Profile:
 def _captured(
     clock: Clock, name: str, call: Callable[[int], None], compiled: Report, notes: list[str]
 ) -> Callable[[int], Any] | None:
-    """The step as one CUDA graph, or None with a note where it cannot be captured on some rank."""
+    """Returns the step as one CUDA graph, or None with a note if it cannot be captured on some rank."""
     from ditron_inductor.device.reset import reset
     from ditron_inductor.report.measure import attempt
     from ditron_inductor.report.timing import captured
@@ -247,7 +251,7 @@ def _captured(
 
 
 def _device_of(fn: Callable[..., Any], inputs: Any) -> torch.device:
-    """Of the first tensor among the arguments, or of the first parameter."""
+    """Returns the device of the first tensor among the arguments, or of the first parameter."""
     import torch
     from torch.utils import _pytree
 
@@ -260,7 +264,8 @@ def _device_of(fn: Callable[..., Any], inputs: Any) -> torch.device:
 
 
 def _bandwidth(clock: Clock, rounds: int) -> float:
-    """Bytes per microsecond that a copy within the device's memory reads and writes, on the slowest rank."""
+    """Returns the bytes per microsecond that a copy within the device's memory reads and writes, on the slowest rank.
+    """
     import torch
 
     nbytes = COPIED_BYTES[clock.device.type]
@@ -274,10 +279,11 @@ def _bandwidth(clock: Clock, rounds: int) -> float:
 def _probed(
     clock: Clock, calls: Mapping[str, Callable[[int], None]], steps: Mapping[str, StepTimes], rounds: int
 ) -> dict[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]]:
-    """By contestant what the calls of every site took: medians over the rounds, the largest of any rank.
+    """Returns for each contestant the times of the calls of every site: medians over the rounds, the largest of any
+    rank.
 
-    By key, and by group and site for requests of other sizes than the compiler's hints. On a GPU in the time of the
-    step as it is without marks, which may run at another clock rate.
+    They are given by key, and also by group and site, for requests of other sizes than the compiler's hints. On a GPU
+    they are scaled to the time of the step without marks, which may run at another clock rate.
     """
     import torch
     import torch.distributed as dist
@@ -293,7 +299,7 @@ def _probed(
         for name, call in calls.items():
             dist.all_reduce(torch.zeros(1, device=clock.device), group=clock.group)
             if on_gpu:
-                # Meanwhile the host issues the step: what is timed is the device, not its waiting for the host.
+                # The host issues the step in this time, so the device is timed, and not its waiting for the host.
                 torch.cuda._sleep(int(leads[name].delay_us * CYCLES_PER_US))
             for _ in range(leads[name].steps):
                 call(0)
@@ -318,15 +324,17 @@ def _probed(
 
 @dataclass(frozen=True)
 class Lead:
-    """What keeps the GPU busy while the host issues a step: a delay, or `steps` in front that are not looked at."""
+    """The work that keeps the GPU busy while the host issues a step: a delay, or `steps` in front that are not looked
+    at.
+    """
 
     steps: int
     delay_us: float
 
 
 def _lead(clock: Clock, call: Callable[[int], None]) -> Lead:
-    """Steps, where the slowest rank's host is that much faster than the GPU, whose clock rate is then that of a GPU at
-    work; else a delay.
+    """Returns steps if the slowest rank's host is fast enough to stay ahead of the GPU, which then runs at the clock
+    rate of a GPU at work, and otherwise a delay.
     """
     import torch
 
@@ -351,7 +359,8 @@ def _medians(samples: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
     for key in dict.fromkeys(key for sample in samples for key in sample):
         taken = [sample[key] for sample in samples if key in sample]
         us, waited = (
-            statistics.median(values) for values in ([one.us for one in taken], [one.waited_us for one in taken])
+            statistics.median(values)
+            for values in ([sample.us for sample in taken], [sample.waited_us for sample in taken])
         )
         found[key] = Spent(taken[-1].strategy, taken[-1].calls, us, waited)
     return found
@@ -377,14 +386,16 @@ def _site(
 
 
 def _with_launches(report: Report, sites: Sequence[SiteTaxes], rounds: int) -> list[SiteTaxes]:
-    """The sites with what a call of each costs more in eager mode than in a CUDA graph, alone on random data."""
+    """Returns the sites with the launch tax: how much more a call of each costs in eager mode than in a CUDA graph,
+    alone on random data.
+    """
     eager, graph = (measured_report(report, graph=graph, rounds=rounds, chosen=True) for graph in (False, True))
     priced = []
     for site, slow, fast in zip(sites, eager.fused, graph.fused, strict=True):
-        times = [{} if one.measured is None else one.measured.us for one in (slow, fast)]
+        times = [{} if timed.measured is None else timed.measured.us for timed in (slow, fast)]
 
         def launch(strategy: str, times: Sequence[Mapping[str, float]] = times) -> float | None:
-            us, replayed = (one.get(strategy, math.nan) for one in times)
+            us, replayed = (by_strategy.get(strategy, math.nan) for by_strategy in times)
             return None if math.isnan(us - replayed) else max(0.0, us - replayed)
 
         priced.append(site.with_launches(launch("library"), launch(slow.strategy)))

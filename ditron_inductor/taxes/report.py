@@ -1,4 +1,4 @@
-"""The tax report: a table for people, and the same as CSV for programs."""
+"""The tax report: a table for people, and the same data as CSV for programs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ COLUMNS = (
     "row,form,direction,site,kind,pattern,strategy,calls,us,compute_us,bulk_synchronous_us,locality_us,other_us,"
     "launch_us,in_kernel_us,graph_us"
 ).split(",")
-"""Of the CSV. `row` is `site` or `step`; `form` is one of `CONTESTANTS`. A site's us is that of a step in eager mode
-with the host ahead, a step's as it is; graph_us is the step's in a CUDA graph. Empty where there is none."""
+"""The columns of the CSV. `row` is `site` or `step`; `form` is one of `CONTESTANTS`. The us of a site is that of a step
+in eager mode with the host ahead, and the us of a step is that of the step as it is. graph_us is that of the step in a
+CUDA graph. A value that does not exist is empty.
+"""
 CONTESTANTS = (INDUCTOR, UNFUSED, FUSED)
 TAXES = {
     "bulk synchronous": "bulk_synchronous_us",
@@ -37,11 +39,11 @@ TAXES = {
 
 @dataclass(frozen=True)
 class TaxReport:
-    """What the taxes cost: `sites` that were fused, in graph order, and whole `steps` by contestant.
+    """The costs of the taxes: `sites` that were fused, in graph order, and whole `steps` by contestant.
 
-    left_alone: collectives that are the same in all contestants, in no account. bytes_per_us: of the copy that the
-    locality tax is priced by. rounds: samples of each time. notes: what is missing and why. trace: of one step, where
-    it was asked for. Equal on all ranks.
+    left_alone: collectives that are the same in all contestants and are in no account. bytes_per_us: the speed of the
+    copy by which the locality tax is priced. rounds: samples of each time. notes: what is missing and why. trace: the
+    trace of one step, if it was asked for. Equal on all ranks.
     """
 
     sites: tuple[SiteTaxes, ...]
@@ -58,12 +60,13 @@ class TaxReport:
         return self.text()
 
     def total(self, form: str, field: str) -> float:
-        """The sum over the sites of a field of their accounts; form: `unfused` or `fused`."""
+        """Returns the sum of a field over the accounts of the sites. form: `unfused` or `fused`."""
         accounts: list[Account | None] = [getattr(site, form) for site in self.sites]
-        return float(sum(getattr(one, field) or 0.0 for one in accounts if one is not None))
+        return float(sum(getattr(account, field) or 0.0 for account in accounts if account is not None))
 
     def text(self) -> str:
-        """The sites, the steps, how much of the gain the accounts explain, and the notes."""
+        """Returns the report as text: the sites, the steps, how much of the gain the accounts explain, and the notes.
+        """
         from tabulate import tabulate
 
         head = [ON_CPU] if self.device == "cpu" else []
@@ -81,7 +84,7 @@ class TaxReport:
         return "\n".join([*head, "", *body, "", "by step:", steps, "", *self._conclusions(), *self.notes])
 
     def csv_text(self) -> str:
-        """Long form, see `COLUMNS`."""
+        """Returns the report as CSV in long form (see `COLUMNS`)."""
         out = io.StringIO()
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -99,17 +102,17 @@ class TaxReport:
         return out.getvalue()
 
     def save_csv(self, path: str | Path) -> None:
-        """Write `csv_text`."""
+        """Writes `csv_text` to a file."""
         Path(path).write_text(self.csv_text())
 
     def save_png(self, path: str | Path) -> None:
-        """Write the picture: for every site and for the step two stacked bars. Raises MissingDependency."""
+        """Writes the picture, which has two stacked bars for every site and for the step. Raises MissingDependency."""
         from ditron_inductor.taxes.picture import save
 
         save(self, path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the trace as JSON for Perfetto. Raises ValueError where none was taken."""
+        """Writes the trace as JSON for Perfetto. Raises ValueError if no trace was taken."""
         if self.trace is None:
             raise ValueError("this report has no trace: ask for it with profile_taxes(.., trace=True)")
         self.trace.save(path)
@@ -131,7 +134,7 @@ class TaxReport:
                 "other": _pair(*both, "other_us"),
                 "launch": _pair(*both, "launch_us"),
             }
-            if any(one.fused is not None and one.fused.in_kernel_us is not None for one in self.sites):
+            if any(row.fused is not None and row.fused.in_kernel_us is not None for row in self.sites):
                 row["waits in kernel"] = _time(None if site.fused is None else site.fused.in_kernel_us)
             rows.append(row)
         return rows
@@ -161,7 +164,7 @@ class TaxReport:
                 f"by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}, "
                 f"and {found.other_us:.0f} us of other times"
             )
-        # What moved or merged collectives, and left others out: no tax of any site.
+        # The passes moved or merged collectives, and removed others. This is not a tax of any site.
         gain = self.steps[INDUCTOR].eager_us - self.steps[UNFUSED].eager_us
         graphs = [self.steps[form].graph_us for form in (INDUCTOR, UNFUSED)]
         if graphs[0] is not None and graphs[1] is not None:
@@ -175,7 +178,7 @@ class TaxReport:
 
 
 def _cells(values: Mapping[str, Any]) -> dict[str, str]:
-    """The values that have a column, numbers as text."""
+    """Returns the values that have a column, with numbers as text."""
     texts = {name: f"{value:.3f}" if isinstance(value, float) else str(value) for name, value in values.items()}
     return {name: text for name, text in texts.items() if name in COLUMNS and values[name] is not None}
 

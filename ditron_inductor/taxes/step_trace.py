@@ -1,7 +1,7 @@
-"""A trace of one step: what every program of the traced kernels did when, on all ranks by one clock.
+"""A trace of one step: what every program of the traced kernels did and when, on all ranks by one clock.
 
-Written as JSON for https://ui.perfetto.dev or chrome://tracing: a process for each rank, in it a row for the sites and
-one for each program of each SM, whose tiles hold their waits.
+It is written as JSON for https://ui.perfetto.dev or chrome://tracing. Each rank is a process, with one row for the
+sites and one row for each program of each SM. Waits are nested in their tiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ditron_inductor.report.timing import Clock
 
 CAPACITY = 1 << 17
-"""Events of one rank: 8 MiB."""
+"""The most events of one rank, which take 8 MiB."""
 NAMES = {
     int(trace.TILE.value): "tile",
     int(trace.WAIT.value): "wait",
@@ -42,9 +42,9 @@ DETAILS = {
     "sum": "tile",
     "end": "program",
 }
-"""What an event's detail counts."""
+"""What the detail of an event counts, by the kind of the event."""
 LANES = 16
-"""Rows of one SM: more programs than that share them."""
+"""The most rows of one SM. If there are more programs, they share rows."""
 PROGRAM_MASK = (1 << layout.EVENT_PROGRAM_BITS.value) - 1
 READS = 20
 APART_S = 0.05
@@ -52,7 +52,9 @@ APART_S = 0.05
 
 @dataclass(frozen=True)
 class Alignment:
-    """The clock of a rank's device by the host's: host ns = offset_ns + ticks * ns_per_tick, to within error_ns."""
+    """The relation of the clocks of a rank's device and of the host: host ns = offset_ns + ticks * ns_per_tick, to
+    within error_ns.
+    """
 
     offset_ns: float = 0.0
     ns_per_tick: float = 1.0
@@ -62,7 +64,7 @@ class Alignment:
 @dataclass(frozen=True)
 class Event:
     """What one program did from `begin_ns` to `end_ns` of the host's clock. use: the site's number and the epoch.
-    programs: how many its launch has.
+    programs: the number of programs of its launch.
     """
 
     kind: int
@@ -78,7 +80,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's part. sites: texts by number. dropped: events that the buffer had no place for."""
+    """The part of one rank in a trace. sites: texts by number. dropped: events for which the buffer had no place."""
 
     rank: int
     events: tuple[Event, ...]
@@ -93,7 +95,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """One step on all ranks."""
+    """The trace of one step on all ranks."""
 
     ranks: tuple[RankTrace, ...]
 
@@ -102,7 +104,9 @@ class Trace:
         return sum(rank.dropped for rank in self.ranks)
 
     def waited_us(self) -> dict[str, float]:
-        """By site: what a program waited on average, all calls together; the largest of any rank."""
+        """Returns for each site the time that a program waited on average, in all calls together; the largest of any
+        rank.
+        """
         found: dict[str, float] = {}
         for rank in self.ranks:
             for site, us in _waited(rank).items():
@@ -110,7 +114,7 @@ class Trace:
         return found
 
     def json(self) -> dict[str, Any]:
-        """As Chrome's trace format has it; times in microseconds since the first event of any rank."""
+        """Returns the trace in Chrome's format; times are in microseconds since the first event of any rank."""
         begins = [event.begin_ns for rank in self.ranks for event in rank.events]
         first = min(begins, default=0.0)
         rows = [row for rank in self.ranks for row in _rows(rank, first)]
@@ -120,23 +124,23 @@ class Trace:
         return {"traceEvents": rows, "displayTimeUnit": "ns", "otherData": other}
 
     def save(self, path: str | Path) -> None:
-        """Write `json`."""
+        """Writes `json` to a file."""
         Path(path).write_text(json.dumps(self.json()))
 
 
 def take_trace(clock: Clock, step: Callable[[int], Any], capacity: int = CAPACITY) -> tuple[Trace | None, str]:
-    """A trace of one step, or None and why there is none. Collective; equal on all ranks."""
+    """Returns a trace of one step, or None and why there is none. Collective; the result is equal on all ranks."""
     arch, number = _clock(clock.device)
-    unable = [one for one in clock.agree("" if number is not None else arch) if one]
+    unable = [reason for reason in clock.agree("" if number is not None else arch) if reason]
     if unable or number is None:
         return None, f"no trace: kernels on {unable[0]} have no clock that is known here"
     buffer = TraceBuffer(clock.device, capacity)
     with tracing.into(buffer):
-        # Compiles what takes part.
+        # This step compiles the traced kernels.
         step(0)
         _synchronize(clock.device)
         buffer.clear()
-        # Together, so that the wait for a rank that is behind is not taken for one of the step.
+        # The ranks begin together, so that waiting for a rank that is behind does not count as a wait of the step.
         clock.agree(None)
         alignment = _align(clock.device, number)
         clock.largest([0.0])
@@ -149,7 +153,7 @@ def take_trace(clock: Clock, step: Callable[[int], Any], capacity: int = CAPACIT
 
 
 def _clock(device: torch.device) -> tuple[str, int | None]:
-    """(what the device is, the clock of its kernels)."""
+    """Returns (the kind of the device, the clock of its kernels)."""
     from ditron_inductor.device.capabilities import probe
 
     arch = "interpreter" if device.type == "cpu" else probe(device).arch
@@ -162,7 +166,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _align(device: torch.device, number: int) -> Alignment:
-    """From the quickest of some reads: the device's clock was read between two looks at the host's."""
+    """Returns the alignment of the clocks by the quickest of several reads: the device's clock is read between two
+    reads of the host's clock.
+    """
     if device.type != "cuda":
         return Alignment()
     out = torch.zeros(1, dtype=torch.int64, device=device)
@@ -207,7 +213,7 @@ def _events(rows: Sequence[Sequence[int]], alignment: Alignment) -> Iterator[Eve
 
 
 def _waited(rank: RankTrace) -> dict[str, float]:
-    """By site, microseconds of waiting of a program of each launch, on average, all launches together."""
+    """Returns by site the microseconds that a program of each launch waited, on average, all launches together."""
     found: dict[str, float] = {}
     for event in rank.events:
         site = rank.site(event).partition(" ")[0]
@@ -217,7 +223,7 @@ def _waited(rank: RankTrace) -> dict[str, float]:
 
 
 def _rows(rank: RankTrace, first_ns: float) -> Iterator[dict[str, Any]]:
-    """The rank's entries in Chrome's format."""
+    """Yields the rank's entries in Chrome's format."""
     yield _named("process_name", rank.rank, 0, f"rank {rank.rank}")
     yield _named("thread_name", rank.rank, 0, "sites")
     spans: dict[int, tuple[float, float]] = {}
@@ -253,15 +259,15 @@ Place = tuple[int, int, tuple[int, int, bool]]
 
 
 def _place(event: Event) -> Place:
-    """(use, SM, what on it has a row to itself): a program of a launch, as far as launches of one use can be told from
-    each other. One that does nothing but wait runs beside those that tell the peers something.
+    """Returns (use, SM, what has a row of its own on the SM). The last is a program of a launch, as far as launches of
+    one use can be distinguished. A program that only waits runs beside those that tell the peers something.
     """
     waits = event.programs == 1 and event.kind in WAITS
     return event.use, event.sm, (event.program, event.programs, waits)
 
 
 def _lanes(events: Sequence[Event]) -> dict[Place, int]:
-    """For each place the row among those of its SM: programs on one SM run side by side."""
+    """Returns for each place its row among those of its SM: programs on one SM run side by side."""
     programs: dict[tuple[int, int], set[tuple[int, int, bool]]] = {}
     for event in events:
         use, sm, program = _place(event)

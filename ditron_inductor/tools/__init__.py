@@ -1,1 +1,1 @@
-"""The commands beside tuning and the tax report: demo and doctor, and the processes that they start."""
+"""The commands demo and doctor, and the processes that commands start."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FORMS = {"sp": "tensor and sequence parallel", "ar": "tensor parallel with all-reduce"}
 MARK = ">> "
 DELETIONS = re.compile(r";  (\w+ = )+None$")
-"""What torch.fx writes behind the last use of values. A semicolon may stand in the text of a node too."""
+"""The text that torch.fx writes behind the last use of values. The text of a node may contain a semicolon too."""
 GRAPHS = ("all", "forward", "none")
 # Largest error relative to the largest value of the tensor. fp32: sums in another order. bf16: eight bits of mantissa.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -33,7 +33,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 @dataclass(frozen=True)
 class DemoSetup:
-    """What the demo runs. ``forms`` are keys of ``FORMS``; ``start`` is the parent's clock."""
+    """The programs that the demo runs. ``forms`` are keys of ``FORMS``; ``start`` is the parent's clock."""
 
     strategy: str
     forms: tuple[str, ...]
@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the demo; the exit code: 0 if every comparison held on every rank. Raises MissingDependency."""
+    """Runs the demo and returns the exit code, which is 0 if every comparison held on every rank. Raises
+    MissingDependency.
+    """
     require("python", "torch", "triton", "tabulate", "C++ compiler", needed_for="the demo")
     device_type, problem = device_for(arguments.ranks, arguments.device)
     if problem:
@@ -79,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run_rank(rank: Rank, setup: DemoSetup) -> bool:
-    """One rank: True if all its comparisons held."""
+    """Runs one rank. Returns True if all its comparisons held."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from ditron_inductor.tools.demo_model import LlamaConfig
@@ -97,7 +99,9 @@ def _run_rank(rank: Rank, setup: DemoSetup) -> bool:
 
 
 def _run_form(rank: Rank, setup: DemoSetup, form: str, config: LlamaConfig, device: torch.device, mesh: Any) -> bool:
-    """Eager and compiled, forward and backward, on the same weights and tokens; True if they match on this rank."""
+    """Runs forward and backward, eagerly and compiled, on the same weights and tokens. Returns True if they match on
+    this rank.
+    """
     import torch
 
     import ditron_inductor.backend  # noqa: F401  (the name "ditron", in a checkout that is not installed)
@@ -129,7 +133,9 @@ def _run_form(rank: Rank, setup: DemoSetup, form: str, config: LlamaConfig, devi
 
 
 def _step(model: Llama, call: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The output and every parameter's gradient of one step with the loss mean(logits^2); local parts of DTensors."""
+    """Returns the output and every parameter's gradient of one step with the loss mean(logits^2), as local parts of
+    DTensors.
+    """
     model.zero_grad(set_to_none=True)
     logits = call(tokens)
     logits.float().square().mean().backward()
@@ -154,7 +160,7 @@ def _compare(
     for name, expected in want.items():
         scale = expected.abs().max().item() or 1.0
         error = (got[name].float() - expected.float()).abs().max().item() / scale
-        # A NaN compares as small with everything; it has to lose.
+        # Comparisons with NaN are false, so a NaN has to be counted as a failure.
         errors[name] = error if error == error else float("inf")
     worst = max(errors, key=lambda name: errors[name])
     wrong = [name for name, error in errors.items() if error > tolerance]
@@ -171,7 +177,7 @@ def _compare(
 
 
 class _Progress:
-    """What rank 0 prints, with the seconds since it began; other ranks print nothing."""
+    """Prints the progress of rank 0, with the seconds since it began; other ranks print nothing."""
 
     def __init__(self, rank: int, start: float) -> None:
         self.quiet = rank != 0
@@ -199,7 +205,7 @@ class _Progress:
 
 
 def graph_lines(graph: str) -> list[str]:
-    """The statements of a readable graph, without source comments and deletions, Task nodes marked."""
+    """Returns the statements of a readable graph, without source comments and deletions, and with Task nodes marked."""
     lines = []
     for line in graph.splitlines():
         statement = DELETIONS.sub("", line).strip()

@@ -1,7 +1,7 @@
-"""A Llama-shaped transformer and its two tensor-parallel plans: what the demo, the benchmarks and the GPU tests run.
+"""A Llama-shaped transformer and its two tensor-parallel plans, for the demo, the benchmarks and the GPU tests.
 
-Per layer: x + wo(attention(wq(h), wk(h), wv(h))) with h = rms_norm(x), then x + w2(silu(w1(g)) * w3(g)) with
-g = rms_norm(x). Attention is causal, grouped-query, with rotary position embedding. Everything is plain torch;
+Per layer: x + wo(attention(wq(h), wk(h), wv(h))) with h = rms_norm(x), then x + w2(silu(w1(g)) * w3(g)) with g =
+rms_norm(x). Attention is causal, grouped-query, with rotary position embedding. Everything is plain torch;
 ``tensor_parallel`` cuts it with DTensor's own plans.
 """
 
@@ -27,7 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a model. ``vocab_size`` 0 leaves out the token embedding and the head: hidden states in and out.
+    """The sizes of a model. With ``vocab_size`` 0 it has no token embedding and no head: it maps hidden states to
+    hidden states.
 
     Tensor parallelism over W ranks needs num_heads, num_kv_heads and hidden_dim to divide by W, and sequence
     parallelism the sequence length too. Raises ValueError for sizes that do not fit each other.
@@ -65,7 +66,9 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: [batch, sequence, dim] -> the same. Works on the heads that a rank holds."""
+    """Causal grouped-query attention from [batch, sequence, dim] to the same shape. It works on the heads that a rank
+    holds.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -116,10 +119,11 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [batch, sequence] -> logits [batch, sequence, vocab_size]; with no vocabulary, hidden states to the same.
+    """Maps tokens [batch, sequence] to logits [batch, sequence, vocab_size]; without a vocabulary, hidden states to
+    hidden states.
 
-    Under sequence parallelism without a vocabulary, input and output are this rank's part of the sequence.
-    ``seq_len`` is the length of the whole sequence where the input holds only a part of it.
+    Under sequence parallelism without a vocabulary, input and output are this rank's part of the sequence. ``seq_len``
+    is the length of the whole sequence if the input holds only a part of it.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -153,17 +157,17 @@ def rotary_table(seq_len: int, head_dim: int, theta: float) -> tuple[torch.Tenso
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + head_dim/2]) of x [batch, heads, sequence, head_dim] by their position's angle."""
+    """Rotates the pairs (x[i], x[i + head_dim/2]) of x [batch, heads, sequence, head_dim] by their position's angle."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> Llama:
-    """Cut ``model`` in place over the one-dimensional ``mesh`` and return it.
+    """Shards ``model`` in place over the one-dimensional ``mesh`` and returns it.
 
     sequence_parallel: norms and residuals hold a part of the sequence, so a layer has two all-gathers and two
-    reduce-scatters. Without it they are replicated and a layer has two all-reduces.
-    Raises ValueError for a head count that does not divide by the mesh's size.
+    reduce-scatters. Without it they are replicated and a layer has two all-reduces. Raises ValueError if the number of
+    heads does not divide by the mesh's size.
     """
     ranks = mesh.size()
     config = model.config

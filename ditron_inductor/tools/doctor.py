@@ -1,7 +1,7 @@
-"""``python -m ditron_inductor doctor``: what of Ditron can run on this machine, and what to do about what cannot.
+"""``python -m ditron_inductor doctor``: which parts of Ditron can run on this machine, and what to do about the others.
 
-Works without torch, Triton or a GPU: whatever is missing is a finding, not a crash. The interpreter is checked in a
-process of its own, since Triton reads TRITON_INTERPRET once, when it is imported.
+It works without torch, Triton or a GPU: a missing part is a finding, not a crash. The interpreter is checked in a
+process of its own, because Triton reads TRITON_INTERPRET once, when it is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INTERPRETER_CHECK = "from ditron_inductor.device.capabilities import interpreter
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``remedy`` is empty where nothing has to be done."""
+    """One line of the report. ``remedy`` is empty if nothing has to be done."""
 
     name: str
     ok: bool
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that torch can use, one text row each, and what joins them."""
+    """The GPUs that torch can use, with one row of text each, and the links between them."""
 
     rows: tuple[tuple[str, ...], ...]
     peer_access: Finding | None
@@ -54,7 +54,7 @@ class Gpus:
 
 
 def main() -> int:
-    """Print the report; the exit code: 0 if anything of Ditron can run, else 1."""
+    """Prints the report. Returns the exit code, which is 0 if any part of Ditron can run, and otherwise 1."""
     software = check_software()
     gpus = check_gpus() if _by_name(software)["torch"].ok else Gpus((), None, None)
     interpreter = check_interpreter(software)
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def check_software() -> list[Finding]:
-    """Python, the packages, the compilers and shared memory."""
+    """Checks Python, the packages, the compilers and shared memory."""
     python_ok = sys.version_info >= OLDEST_PYTHON
     oldest = ".".join(map(str, OLDEST_PYTHON))
     findings = [
@@ -96,7 +96,7 @@ def check_software() -> list[Finding]:
 
 
 def require(*names: str, needed_for: str) -> None:
-    """Raise MissingDependency for the first of the findings ``names`` that is not fine."""
+    """Raises MissingDependency for the first of the findings ``names`` that is not fine."""
     for finding in check_software():
         if finding.name in names and not finding.ok:
             raise MissingDependency(
@@ -105,7 +105,9 @@ def require(*names: str, needed_for: str) -> None:
 
 
 def check_compiler() -> Finding:
-    """A C++ compiler and Python.h: Inductor needs both on the CPU, Triton's launchers a C compiler and Python.h."""
+    """Checks for a C++ compiler and Python.h. Inductor needs both on the CPU, and Triton's launchers need a C compiler
+    and Python.h.
+    """
     candidates = [name for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name]
     path = next((found for found in map(shutil.which, candidates) if found), None)
     if path is None:
@@ -117,7 +119,7 @@ def check_compiler() -> Finding:
 
 
 def check_interpreter(software: Sequence[Finding]) -> Finding:
-    """Whether Triton's interpreter runs Ditron's kernels, tried in a process with TRITON_INTERPRET=1."""
+    """Returns whether Triton's interpreter runs Ditron's kernels, tried in a process with TRITON_INTERPRET=1."""
     name = "interpreter"
     found = _by_name(software)
     missing = [package for package in ("torch", "triton", "numpy") if not found[package].ok]
@@ -138,7 +140,7 @@ def check_interpreter(software: Sequence[Finding]) -> Finding:
 
 
 def check_gpus() -> Gpus:
-    """The GPUs that torch sees, whether each reaches the others' memory, and torch's symmetric memory."""
+    """Checks the GPUs that torch sees, whether each can access the others' memory, and torch's symmetric memory."""
     import torch
     import torch.distributed as dist
 
@@ -173,7 +175,9 @@ def check_gpus() -> Gpus:
 
 
 def judge(software: Sequence[Finding], gpus: Gpus, interpreter: Finding) -> list[Finding]:
-    """What the findings add up to: each way of running Ditron, possible or not, and the first thing to do if not."""
+    """Returns the conclusions from the findings: each way of running Ditron, possible or not, and the first thing to do
+    if not.
+    """
     found = _by_name(software)
     base = [found[name] for name in ("python", "torch", "triton", "tabulate")]
     on_cpu = [*base, found["C++ compiler"]]
@@ -190,7 +194,7 @@ def judge(software: Sequence[Finding], gpus: Gpus, interpreter: Finding) -> list
 
 
 def topology_text() -> str:
-    """The link table of ``nvidia-smi topo -m``, or an empty string."""
+    """Returns the link table of ``nvidia-smi topo -m``, or an empty string."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -222,7 +226,7 @@ def _by_name(findings: Sequence[Finding]) -> dict[str, Finding]:
 
 
 def _print_table(title: str, rows: Sequence[Sequence[str]], headers: Sequence[str] = SOFTWARE) -> None:
-    """Print at least one row of as many cells as there are headers."""
+    """Prints a table of at least one row, whose rows have as many cells as there are headers."""
     try:
         from tabulate import tabulate
     except ImportError:

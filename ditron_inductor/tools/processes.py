@@ -1,6 +1,7 @@
-"""Rank processes that a command starts for itself, on one machine: one per GPU, or on the CPU with the interpreter.
+"""The rank processes that a command starts for itself on one machine: one per GPU, or processes on the CPU with the
+interpreter.
 
-The parent never imports Triton: what the ranks need in their environment has to be there before their first import.
+The parent never imports Triton. The environment variables of the ranks have to be set before their first import.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Rank:
     limit_s: float
 
     def join(self) -> torch.device:
-        """Set this process's device and make the default group, NCCL's or gloo's; returns the device."""
+        """Sets this process's device, makes the default group with NCCL or gloo, and returns the device."""
         import torch
         import torch.distributed as dist
 
@@ -62,10 +63,10 @@ class Rank:
 def run_ranks(
     target: Callable[[Rank, Any], bool], argument: Any, *, world_size: int, device_type: str, limit_s: float
 ) -> list[int | None]:
-    """Run `target(rank, argument)`, a module-level function, in `world_size` new processes.
+    """Runs `target(rank, argument)`, a module-level function, in `world_size` new processes.
 
-    Returns their exit codes: 0 where it returned True, 1 where it returned False or raised (the traceback is on
-    stderr), None where it was still running after `limit_s` seconds. A failure ends the other ranks soon.
+    Returns their exit codes: 0 if it returned True, 1 if it returned False or raised (the traceback is on stderr), None
+    if it was still running after `limit_s` seconds. After a failure the other ranks are soon ended.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ditron-ranks-") as folder, _environment(rank_environment(device_type)):
@@ -89,8 +90,8 @@ def run_ranks(
 
 
 def rank_environment(device_type: str) -> dict[str, str]:
-    """What a rank's environment has to hold before its first import."""
-    # Ranks end without cleaning up (see _rank_main); what Inductor's compile workers leave is no news.
+    """Returns the environment variables that a rank needs before its first import."""
+    # Ranks end without cleaning up (see _rank_main), so warnings about Inductor's compile workers are expected.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:resource_tracker"}
     if device_type == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -98,8 +99,9 @@ def rank_environment(device_type: str) -> dict[str, str]:
 
 
 def device_for(ranks: int, wanted: str) -> tuple[str, str]:
-    """The device type for `ranks` processes, and why there is none: `wanted` is `cuda`, `cpu`, or `auto` for GPUs if
-    there are enough."""
+    """Returns the device type for `ranks` processes, or why there is none. `wanted` is `cuda`, `cpu`, or `auto`, which
+    means GPUs if there are enough.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
@@ -112,7 +114,7 @@ def device_for(ranks: int, wanted: str) -> tuple[str, str]:
 
 
 def failures_text(codes: list[int | None]) -> str:
-    """`rank 1 (exit code 1), rank 2 (ended by signal 9)`: the ranks that did not end with 0."""
+    """Returns the ranks that did not end with 0, as `rank 1 (exit code 1), rank 2 (ended by signal 9)`."""
     return ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in enumerate(codes) if code != 0)
 
 
@@ -124,7 +126,7 @@ def _exit_text(code: int | None) -> str:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """`values` in this process while children start, who copy it."""
+    """Sets `values` in the environment of this process while children start, which copy it."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

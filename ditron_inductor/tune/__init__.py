@@ -1,1 +1,1 @@
-"""Measuring strategies at a user's own shapes, and the table that keeps what was measured."""
+"""The command that measures strategies at a user's own shapes, and writes the table of these times."""

@@ -1,4 +1,4 @@
-"""Measures the strategies at a user's own shapes and writes the table that later runs choose by.
+"""Measures the strategies at a user's own shapes, and writes the table by which later runs choose.
 
     python -m ditron_inductor tune --model llama-8b --ranks 4         # one process per GPU of this machine
     ditron_inductor.tune(model)(tokens)                               # on all ranks: the sites of a function that ran
@@ -41,7 +41,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What the ranks measure, and where rank 0 writes it after every shape."""
+    """The measurements that the ranks make. Rank 0 writes the table to `path` after every shape."""
 
     shapes: tuple[MatmulShape, ...]
     dtype: str
@@ -62,9 +62,9 @@ def tune(
     """``tune(fn)(*args, **kwargs)`` runs ``fn`` once with Ditron, times the strategies at every fused site, and adds
     the times to a table. Returns the report of ``explain(fn, measure=True)``.
 
-    It is collective: all ranks of the groups in ``fn`` call it. Rank 0 of the default group writes the table to
-    ``path``, by default what the option ``ditron.table`` names. Groups that are first used later take it; those of
-    this process keep theirs. Sites are timed inside CUDA graphs if ``mode`` uses them.
+    It is collective: all ranks of the groups in ``fn`` have to call it. Rank 0 of the default group writes the table to
+    ``path``; the default is the file that the option ``ditron.table`` names. Groups that are first used later take the
+    new table; groups that this process has used keep theirs. Sites are timed inside CUDA graphs if ``mode`` uses them.
     """
     parsed, _ = Options.parse(options)
     target = writable(path or parsed.table)
@@ -83,7 +83,7 @@ def tune(
 
 
 def report_entries(report: Report, *, graph: bool) -> list[Entry]:
-    """The measured sites of a report as lines of a table."""
+    """Returns the measured sites of a report as lines of a table."""
     entries = []
     for site in report.sites:
         if site.request is not None and site.measured is not None:
@@ -97,7 +97,9 @@ def report_entries(report: Report, *, graph: bool) -> list[Entry]:
 
 
 def entry_of(shape: MatmulShape, timings: Timings, gpu: str, world_size: int, dtype: str, graph: bool) -> list[Entry]:
-    """One line of a table, none where `library` failed, to which all others are compared."""
+    """Returns one line of a table. There is none if `library` failed, because all other strategies are compared with
+    it.
+    """
     from ditron_inductor.task.table import Entry
 
     us = timings.us
@@ -123,7 +125,7 @@ def entry_of(shape: MatmulShape, timings: Timings, gpu: str, world_size: int, dt
 
 
 def writable(option: str | None) -> Path:
-    """The file behind a value of the option `ditron.table`. Raises InvalidOptionValue where it is none."""
+    """Returns the file for a value of the option `ditron.table`. Raises InvalidOptionValue if there is none."""
     from ditron_inductor import user_table
 
     path = user_table.path_of(option)
@@ -133,7 +135,7 @@ def writable(option: str | None) -> Path:
 
 
 def add_entries(path: Path, entries: Iterable[Entry]) -> Table:
-    """Put entries into the table at `path`, in place of older ones of the same shapes; returns it as it is now.
+    """Puts entries into the table at `path`, in place of older entries of the same shapes, and returns the new table.
 
     The file is replaced as a whole: a run that reads it meanwhile sees the old one. Raises InvalidTable.
     """
@@ -174,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The command; its exit code. Raises MissingDependency."""
+    """Runs the command and returns its exit code. Raises MissingDependency."""
     try:
         if arguments.from_results or arguments.model_error:
             return convert(arguments)
@@ -185,7 +187,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """`--from-results` and `--model-error`: no process is started, nothing is measured."""
+    """Runs `--from-results` and `--model-error`, which start no process and measure nothing."""
     from ditron_inductor.task.model_error import report_text
     from ditron_inductor.task.results import read_results
     from ditron_inductor.task.table import Table, shipped
@@ -198,7 +200,7 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.model_error:
         print(report_text(table.entries, "github" if arguments.markdown else "simple"))
     elif arguments.table:
-        # The whole file: it holds what the results hold, and nothing older.
+        # Replace the whole file, so that it holds only what the results hold.
         Path(arguments.table).write_text(table.text())
         print(f"tune: {len(table.entries)} lines in {arguments.table}")
     else:
@@ -229,7 +231,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     options = Options.from_environment()
     path = writable(arguments.table or options.table)
     request = TuneRequest(
-        # The largest first: the workspace grows once, and graphs that hold an older one are not in its way.
+        # Measure the largest shape first, so that the workspace grows only once, before any graph holds it.
         shapes=tuple(sorted(dict.fromkeys(shapes), key=lambda shape: -shape.m * max(shape.n, shape.k))),
         dtype=arguments.dtype or ("float32" if device_type == "cpu" else "bfloat16"),
         graphs=GRAPHS[arguments.graph] if device_type == "cuda" else (False,),
@@ -249,7 +251,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def rank_main(rank: Rank, request: TuneRequest) -> bool:
-    """One rank of the command: measures everything, rank 0 writes and prints."""
+    """Runs one rank of the command: it measures everything, and rank 0 writes and prints."""
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
@@ -293,7 +295,9 @@ def rank_main(rank: Rank, request: TuneRequest) -> bool:
 
 
 def summary(entries: Sequence[Entry], notes: Sequence[str]) -> str:
-    """What was measured, as a table for people: the fastest strategy of each line, and its gain over the library."""
+    """Returns the measured times as a table for people: the fastest strategy of each line, and its gain over the
+    library.
+    """
     from tabulate import tabulate
 
     lines = []

@@ -13,12 +13,14 @@ and likewise, of the sum after its reduction:
     a, b -> ditron.matmul_reduce_scatter -> getitem 0 -> add(residual, that)
     a, b -> ditron.matmul_reduce_scatter(.., extras=[residual], epilogue="full(x0) + mm0") -> getitem 0
 
-What `prepare_products` has put in front of the reduction stays there: "pre: mm0 * column(x0); full(x1) + mm0".
+An epilogue that `prepare_products` has put in front of the reduction stays there: "pre: mm0 * column(x0); full(x1) +
+mm0".
 
-A value between that something else uses too, such as a product that the backward wants, becomes one more output.
+A value in between that is used elsewhere too, such as a product that the backward needs, becomes one more output.
 
-An absorbed op leaves Inductor's kernels, so it may only go where Inductor's kernel would have read the products from
-memory and ended: then `tile` saves that kernel and `library` runs one like it. It must not fire when
+An absorbed op is removed from Inductor's kernels. So an op may be absorbed only if Inductor's kernel would read the
+products from memory, compute these ops and end. Then `tile` saves that kernel, and `library` runs a similar one. It
+must not fire when
 * the result, or a product, feeds anything that Inductor fuses with it (another pointwise op, a reduction, a copy): only
   matmuls, attention, collectives, our ops and the graph's outputs end a chain;
 * another operand is not stored anyhow (a placeholder, a matmul's result, ..): Inductor computes it on the way;
@@ -26,10 +28,11 @@ memory and ended: then `tile` saves that kernel and `library` runs one like it. 
 * an op is not in `expressions.POINTWISE`, changes the shape by broadcasting, or its result is not contiguous;
 * products of more than two weights, or of different widths, would be combined.
 
-It runs behind all_reduce_rms_norm: a residual sum that a norm reads is that node's, or Inductor's with the norm.
+It runs behind all_reduce_rms_norm: a residual sum that a norm reads belongs to that node, or is left to Inductor with
+the norm.
 
-Only the ops and shapes on the gathered side are looked at, which are equal on all ranks. The width of a weight is not,
-but whether two are equal is.
+The pass looks only at ops and shapes on the gathered side, which are equal on all ranks. The widths of weights may
+differ between ranks, but whether two of them are equal does not.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ from ditron_inductor.task.verify import task_calls
 aten = torch.ops.aten
 
 MAX_PARTS = 64
-"""Of one expression: a value that is used twice is written twice."""
+"""The most terms that one expression may have. A value that is used twice is written twice."""
 MAX_EXTRAS = 8
 MAX_OUTPUTS = 8
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
@@ -72,8 +75,8 @@ RESHAPING: frozenset[object] = proofs.MAY_KEEP_ORDER - {aten.clone.default} | pr
 
 @dataclass
 class EpilogueChain:
-    """What was read behind one call. plain: products and their views; values: every node that can be computed in the
-    epilogue, views included; extras: the tensors that it takes, with their kinds, by number.
+    """The pointwise ops behind one call. plain: products and their views; values: every node that can be computed in
+    the epilogue, views included; extras: the tensors that it takes, with their kinds, by number.
     """
 
     call: fx.Node
@@ -96,7 +99,7 @@ class Match:
 
 
 def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
-    """What can be absorbed into `call` with a gain, as drawn above; None if there is nothing."""
+    """Returns what can be absorbed into `call` with a gain, as drawn above; None if there is nothing."""
     known = task.parsed
     if known is not None and (known.pre is None or known.behind is not None):
         return None
@@ -139,7 +142,7 @@ def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
     }
     chain = EpilogueChain(call, plain, {node: ProductTerm(index) for node, index in plain.items()}, [])
     for node in call.graph.nodes:
-        if node.op != "call_function" or node in chain.values or not any(one in chain.values for one in node.args):
+        if node.op != "call_function" or node in chain.values or not any(arg in chain.values for arg in node.args):
             continue
         value, source = proofs.tensor(node), node.args[0]
         if value is None or not proofs.row_major(value):
@@ -155,14 +158,14 @@ def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
 
 def _read_pointwise(node: fx.Node, value: torch.Tensor, chain: EpilogueChain) -> None:
     """Adds the value of a pointwise op to the chain if an epilogue can compute it."""
-    inputs = [one for one in node.all_input_nodes if one in chain.values]
-    together = frozenset(index for one in inputs for index in products(chain.values[one]))
+    inputs = [operand for operand in node.all_input_nodes if operand in chain.values]
+    together = frozenset(index for operand in inputs for index in products(chain.values[operand]))
     for group in chain.groups:
         together |= group if group & together else frozenset()
     widths = [_width(chain, index) for index in together]
     if len(together) > MAX_TOGETHER or not all(proofs.known_equal(width, widths[0]) for width in widths):
         return
-    if not all(proofs.same_shape(one.meta["val"].shape, value.shape) for one in inputs):
+    if not all(proofs.same_shape(operand.meta["val"].shape, value.shape) for operand in inputs):
         return
     before = dict(chain.extras)
 
@@ -188,7 +191,7 @@ def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: EpilogueC
     if not is_stored(node):
         if node.target not in expressions.POINTWISE:
             return None
-        return expressions.read_pointwise(node, lambda one: _read_extra(one, value, width, chain))
+        return expressions.read_pointwise(node, lambda operand: _read_extra(operand, value, width, chain))
     kind = expressions.spread(operand, value, width)
     late = proofs.depends_on(node, {chain.call}) or rewriting.pinned(node, chain.call) is not None
     if not kind or late or not proofs.row_major(operand):
@@ -197,7 +200,7 @@ def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: EpilogueC
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether a tensor is in memory whatever Inductor fuses."""
+    """Returns whether a tensor is in memory whatever Inductor fuses."""
     source = proofs.views_up(node)[-1]
     if source.target is aten.slice.Tensor and is_stored(source.all_input_nodes[0]):
         return True
@@ -207,7 +210,7 @@ def is_stored(node: fx.Node) -> bool:
 
 
 def _launches(node: object) -> bool:
-    """Whether a node runs a kernel that is not Inductor's."""
+    """Returns whether a node runs a kernel that is not Inductor's."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     waits = node.target.namespace in ("_c10d_functional", schema.NAMESPACE)
@@ -230,10 +233,10 @@ def _closed(chain: EpilogueChain) -> set[fx.Node]:
 
 
 def _ends(user: fx.Node) -> bool:
-    """Whether Inductor computes nothing of `user` in the kernel that makes its operand."""
+    """Returns whether Inductor computes nothing of `user` in the kernel that makes its operand."""
     if user.op == "output" or _launches(user):
         return True
-    return user.target in RESHAPING and all(_ends(one) for one in user.users)
+    return user.target in RESHAPING and all(_ends(reader) for reader in user.users)
 
 
 def _is_view(node: fx.Node, chain: EpilogueChain) -> bool:
@@ -241,7 +244,7 @@ def _is_view(node: fx.Node, chain: EpilogueChain) -> bool:
 
 
 def _is_needed(node: fx.Node, kept: set[fx.Node], chain: EpilogueChain) -> bool:
-    """Whether something outside of the chain uses a value, or a view of it."""
+    """Returns whether something outside of the chain uses a value, or a view of it."""
     return any(user not in kept or (_is_view(user, chain) and _is_needed(user, kept, chain)) for user in node.users)
 
 
@@ -256,7 +259,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _extras(expression: Expression) -> list[int]:
-    return [one.index for one in walk(expression) if isinstance(one, Extra)]
+    return [term.index for term in walk(expression) if isinstance(term, Extra)]
 
 
 def _renumbered(expression: Expression, numbers: dict[int, int]) -> Expression:
@@ -276,7 +279,7 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     for extra in match.extras:
         rewriting.hoist(extra, call)
     operands, known = schema.operands_from_call(call), task.parsed
-    # What is computed before the reduction stays.
+    # The part that is computed before the reduction stays.
     extras = [*operands.get("extras", ()), *match.extras]
     epilogue = Epilogue(tuple(match.outputs.values()), None if known is None else known.pre)
     epilogue.verify(task.num_operands, len(extras), reduces=task.reduces)
@@ -299,12 +302,12 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
                 assert isinstance(user.args[1], int)
                 index = user.args[1] - task.num_operands + len(outputs)
                 user.replace_all_uses_with(rewriting.output(graph, new, index, rewriting.copied_meta(user)))
-    # All of them before any is used: the ways to them lead through each other.
+    # All outputs are made before any is used, because the chains to them lead through each other.
     viewed = [_viewed(graph, node, output, match) for node, output in zip(match.outputs, outputs, strict=True)]
     for node, output in zip(match.outputs, viewed, strict=True):
         node.replace_all_uses_with(output)
     rewriting.erase_unused(graph, [*match.covered, *call.users])
-    # And what was computed on the way to an operand.
+    # Erase also what was computed on the way to an operand.
     rewriting.erase_unused(graph, [call, *(node for node in graph.nodes if node.target in expressions.POINTWISE)])
     return new
 
@@ -316,7 +319,7 @@ def _viewed(graph: fx.Graph, node: fx.Node, output: fx.Node, match: Match) -> fx
     while current.args[0] is not match.call:
         if proofs.keeps_order(current):
             views.append(current)
-        current = next(one for one in current.all_input_nodes if one in match.covered)
+        current = next(operand for operand in current.all_input_nodes if operand in match.covered)
     for view in reversed(views):
         shape, strides = tuple(view.meta["val"].shape), tuple(view.meta["val"].stride())
         if proofs.same_shape(tuple(output.meta["val"].shape), shape):

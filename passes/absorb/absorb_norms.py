@@ -1,4 +1,5 @@
-"""The norm in front of an `all_gather_matmul` becomes its prologue, with the sum of the residual in front of that.
+"""The norm in front of an `all_gather_matmul` becomes its prologue, together with the residual sum in front of the
+norm.
 
 Before:
 
@@ -11,21 +12,21 @@ After:
     x, weights, residual, weight -> ditron.all_gather_matmul(.., norm="rms") -> getitem 0 ..
                                                                              -> getitem -2, the sum
 
-So the norm is written where peers read it, and not to memory first. In a layer that is sequence parallel x is what a
-reduce-scatter left, and the sum is the residual of the next layer.
+So the result of the norm is written directly where peers read it. In a sequence-parallel layer x is the result of a
+reduce-scatter, and the sum is the residual of the next layer.
 
-A norm that is absorbed leaves Inductor's kernels. It must not fire when
-* the result, or a value inside the norm, is used by anything else, but for means and inverse deviations of the rows and
-  the scaled rows, where a backward saves them: the node returns those;
-* what is normalised is not stored anyhow, and is no sum of two tensors of one shape that are: Inductor computes it in
-  the kernel of the norm, and would have to write it for the node;
+A norm that is absorbed is removed from Inductor's kernels. It must not fire when
+* the result, or a value inside the norm, is used by anything else. Exceptions are the means and inverse deviations of
+  the rows, and the scaled rows, if a backward saves them: the node returns those;
+* the tensor that is normalised is not in memory anyhow, and is not the sum of two tensors of one shape that are. Then
+  Inductor computes it in the kernel of the norm, and would have to write it for the node;
 * a view between the norm and the gather changes rows, or the sizes of one are dynamic;
 * rows are longer than `nodes.MOST_NORM_COLUMNS`, or of a dynamic length;
-* there are fewer than LEAST_ROWS rows in all, or a dynamic number of them, or another strategy is forced: only
-  `chunked` saves the copy, to `tile` and `library` a norm is a launch in front, as it was. Forced, `chunked` has it for
-  any number of rows.
+* there are fewer than LEAST_ROWS rows in all, or a dynamic number of them, or another strategy than `chunked` is
+  forced. Only `chunked` saves the copy; for `tile` and `library` the norm is a launch in front, as it was. If `chunked`
+  is forced, any number of rows will do.
 
-Only the shard's side is looked at, which is equal on all ranks; not the columns of the weights.
+The pass looks only at the side of the shard, which is equal on all ranks, and not at the columns of the weights.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ aten = torch.ops.aten
 FEW_ROWS = "few_rows"
 COMPUTED = "computed_with_the_norm"
 LEAST_ROWS = 2048
-"""Of all ranks together. With these the plan begins to choose `chunked`, for wide weights first."""
+"""The least number of rows of all ranks together. From this number on the plan begins to choose `chunked`, for wide
+weights first.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Match:
     @property
     def prologue(self) -> ShardNorm:
         given = {"residual": self.residual, "weight": self.norm.weight, "shift": self.norm.shift}
-        extras = tuple(name for name, one in given.items() if one is not None)
+        extras = tuple(name for name, operand in given.items() if operand is not None)
         return ShardNorm(self.norm.norm, extras, tuple(name for name in SHARD_SAVED if name in self.norm.saved))
 
 
@@ -108,15 +111,15 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
         return FEW_ROWS
     order = {node: index for index, node in enumerate(call.graph.nodes)}
     inner = set(norm.inner)
-    # The node returns what is saved, so whatever uses that has to come later.
-    if any(order[user] < order[call] for one in norm.saved.values() for user in one.users if user not in inner):
+    # The node returns the saved values, so their users have to come later.
+    if any(order[user] < order[call] for saved in norm.saved.values() for user in saved.users if user not in inner):
         return ReasonCode.NORM_USED
     terms = _terms(norm, call, order) or ((norm.x, None) if _is_kept(norm.x, call) else None)
     return COMPUTED if terms is None else Match(call, norm, tuple(views), *terms)
 
 
 def pays(shape: Any, task: AllGatherMatmul, options: Options) -> bool:
-    """Whether a shard of this shape is likely to be staged by `chunked`; equal on all ranks."""
+    """Returns whether a shard of this shape is likely to be staged by `chunked`; equal on all ranks."""
     if options.strategy != "auto":
         return options.strategy == "chunked"
     static = all(isinstance(size, int) for size in shape[:-1])
@@ -133,11 +136,11 @@ def _terms(norm: FoundNorm, call: fx.Node, order: dict[fx.Node, int]) -> tuple[f
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
     for term in (left, right):
-        one = proofs.tensor(term)
-        fits = one is not None and one.dtype == value.dtype and proofs.same_shape(one.shape, value.shape)
-        if one is None or not fits or not proofs.row_major(one) or not _is_kept(term, call):
+        addend = proofs.tensor(term)
+        fits = addend is not None and addend.dtype == value.dtype and proofs.same_shape(addend.shape, value.shape)
+        if addend is None or not fits or not proofs.row_major(addend) or not _is_kept(term, call):
             return None
-    # What uses the sum gets it from the node, so it has to come later.
+    # Users of the sum get it from the node, so they have to come later.
     fused = _fused(norm)
     is_late = all(user in fused or order[user] > order[call] for user in total.users)
     return (left, right) if is_late and proofs.row_major(value) else None
@@ -152,8 +155,8 @@ def _fused(norm: FoundNorm) -> set[fx.Node]:
 
 
 def _is_kept(node: fx.Node, call: fx.Node) -> bool:
-    """Whether a tensor is in memory when the node runs, whatever Inductor fuses: by itself, or as something needs it
-    that waits for the node.
+    """Returns whether a tensor is in memory when the node runs, whatever Inductor fuses: by itself, or as something
+    needs it that waits for the node.
     """
     source = proofs.views_up(node)[-1]
     return is_stored(source) or any(proofs.depends_on(user, {call}) for user in source.users)

@@ -8,13 +8,13 @@ After:
 
     [a], [b] -> ditron.matmul_reduce_scatter(.., extras=[scale], epilogue="pre: mm0 * column(x0); mm0") -> getitem 0
 
-and likewise for an all-reduce, and for sums of matmuls as one product. What a rank reduces is computed in registers
-before a tile is sent (`tile`), or of each product where it lies (`chunked`, `library`). So the reduction is fused with
-the matmul, and the ops lose their kernel in `tile`. Every rank computes what its own graph says: scales need not be
-replicated.
+An all-reduce, and a sum of matmuls as one product, are handled in the same way. The ops are computed in registers
+before a tile is sent (`tile`), or in place on each product (`chunked`, `library`). So the reduction is fused with the
+matmul, and by `tile` the ops need no kernel of their own. Every rank computes what its own graph says: scales need not
+be replicated.
 
-It runs behind the passes that fuse reductions of plain products, on what they left alone because of such an op; a
-scalar factor has been moved behind the reduction by then, in bfloat16 and float32 (see `move_across`).
+It runs behind the passes that fuse reductions of plain products, on reductions that they left alone because of such an
+op. In bfloat16 and float32 a scalar factor has been moved behind the reduction before (see `move_across`).
 
 It must not fire when
 * an op is not in `expressions.POINTWISE`, or changes the shape by broadcasting;
@@ -23,7 +23,7 @@ It must not fire when
 * what is reduced has another dtype than the product;
 * columns are scattered, and an operand has the product's shape: the transposed problem would have to copy it.
 
-Which ops these are is the same on all ranks.
+These ops are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ from ditron_inductor.task.epilogue import Expression, Extra, ProductTerm, walk
 BETWEEN: frozenset[ReasonCode] = frozenset(
     {ReasonCode.POINTWISE_BETWEEN, ReasonCode.CAST_BETWEEN, ReasonCode.BIAS, ReasonCode.NO_MATMUL}
 )
-"""What the passes in front say of an op that this one may take; of several ops in a row that no matmul is there."""
+"""The reasons that earlier passes give for an op that this pass may take. With several such ops in a row the reason is
+that there is no matmul.
+"""
 
 
 def find_prepared(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
-    """As `find_product`, or a product with what is computed of it before it is reduced."""
+    """Like `find_product`, but also finds a product with the pointwise ops that are applied to it before it is reduced.
+    """
     found = find_product(node, users)
     if not refused(found):
         return found
@@ -59,7 +62,7 @@ def find_prepared(node: fx.Node, users: Collection[fx.Node]) -> Product | Refuse
 
 
 class _Reading:
-    """One search, from the tensor that is reduced up to the product. why: what to say where there is none."""
+    """A search from the tensor that is reduced up to the product. why: the reason to return if there is none."""
 
     def __init__(self, node: fx.Node, users: Collection[fx.Node], why: Refusal) -> None:
         self._node = node
@@ -85,9 +88,9 @@ class _Reading:
         if value.dtype != dtype:
             return ReasonCode.CAST_BETWEEN.at(self._node)
         path = self._path(leaf)
-        views = (*(one for one in path if proofs.keeps_order(one)), *product.views)
-        between = [one for one in self._values if one is not leaf]
-        extras = tuple(one for one, _ in self._extras)
+        views = (*(step for step in path if proofs.keeps_order(step)), *product.views)
+        between = [step for step in self._values if step is not leaf]
+        extras = tuple(extra for extra, _ in self._extras)
         pre = Pre(expressions.as_output(expression, dtype, dtype), extras)
         return replace(product, views=views, steps=(*between, *product.steps), pre=pre)
 
@@ -95,10 +98,10 @@ class _Reading:
         """Nodes whose value serves what is reduced alone."""
         private: set[fx.Node] = set()
         order = {node: index for index, node in enumerate(self._node.graph.nodes)}
-        for one in sorted(self._inside, key=lambda node: order[node], reverse=True):
-            allowed = users if one is self._node else private
-            if all(user in allowed for user in one.users):
-                private.add(one)
+        for step in sorted(self._inside, key=lambda node: order[node], reverse=True):
+            allowed = users if step is self._node else private
+            if all(user in allowed for user in step.users):
+                private.add(step)
         return private
 
     def _leaf(self, node: fx.Node) -> Product | None:
@@ -109,7 +112,7 @@ class _Reading:
         return self._leaves[node]
 
     def _reaches(self, node: fx.Node) -> bool:
-        """Whether a node is made of a product that serves nothing else."""
+        """Returns whether a node is made of a product that serves nothing else."""
         if node not in self._private:
             return False
         if self._leaf(node) is not None:
@@ -130,7 +133,7 @@ class _Reading:
             return ProductTerm(0)
         if proofs.keeps_order(node):
             return self._read(node.all_input_nodes[0])
-        expression = expressions.read_pointwise(node, lambda one: self._operand(one, node))
+        expression = expressions.read_pointwise(node, lambda given: self._operand(given, node))
         return expression if expression is None or sum(1 for _ in walk(expression)) <= MAX_PARTS else None
 
     def _operand(self, operand: fx.Node, node: fx.Node) -> Expression | None:
@@ -143,7 +146,7 @@ class _Reading:
         """An operand that comes from elsewhere; a conversion of what is in memory as part of the text."""
         source = operand.args[0] if operand.target in expressions.CASTS else None
         if isinstance(source, fx.Node) and is_stored(source):
-            converted = expressions.read_pointwise(operand, lambda one: self._extra(one, node))
+            converted = expressions.read_pointwise(operand, lambda given: self._extra(given, node))
             if converted is not None:
                 return converted
         given, value = proofs.tensor(operand), proofs.tensor(node)
@@ -156,15 +159,15 @@ class _Reading:
     def _width(self, node: fx.Node) -> Any:
         """Columns of the product that a node is made of."""
         while (product := self._leaf(node)) is None:
-            node = next(one for one in node.all_input_nodes if self._reaches(one))
+            node = next(source for source in node.all_input_nodes if self._reaches(source))
         return product.mm.meta["val"].shape[-1]
 
     def _path(self, leaf: fx.Node) -> list[fx.Node]:
-        """From what is reduced to the product, without that."""
+        """Returns the nodes from the reduced tensor to the product, without the product."""
         path, node = list[fx.Node](), self._node
         while node is not leaf:
             path.append(node)
-            node = next(one for one in node.all_input_nodes if one in self._values)
+            node = next(source for source in node.all_input_nodes if source in self._values)
         return path
 
     def _used_elsewhere(self) -> Refusal:
@@ -180,7 +183,9 @@ def _passes(node: fx.Node) -> bool:
 
 
 def _upwards(node: fx.Node) -> set[fx.Node]:
-    """What a node is made of by views and pointwise ops, the first others included; some of it, if it is much."""
+    """Returns nodes from which `node` is computed by views and pointwise ops, including the first nodes that are
+    neither. If there are many, it returns only some of them.
+    """
     found: set[fx.Node] = set()
     pending = [node]
     while pending and len(found) < MAX_PARTS:
@@ -192,7 +197,7 @@ def _upwards(node: fx.Node) -> set[fx.Node]:
 
 
 def prepare_products(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every reduction of what is computed of a provable product; returns how many. Others may get a reason."""
+    """Fuses every reduction of pointwise ops on a provable product, and returns how many. Others may get a reason."""
     count = 0
     for target, fusion in ((REDUCE_SCATTER, matmul_reduce_scatter), (ALL_REDUCE, matmul_all_reduce)):
         find: Callable[..., Any] = FINDERS[target]

@@ -1,1 +1,3 @@
-"""A collective and the attention beside it become one Task node; the proofs of what a mask shows."""
+"""The passes of this folder turn a collective and the attention beside it into one Task node; the proofs of masks are
+here too.
+"""

@@ -1,7 +1,7 @@
-"""Integers that are affine in the indices of a tensor, and that jump: what positions in a sequence are.
+"""Integers that are affine in the indices of a tensor, except for jumps. The positions in a sequence are such integers.
 
-`Affine(3, (0, 1), (Step(1, 8, 24),))` of two indices is 3 + i_1, and 24 more where i_1 >= 8: the positions of two
-chunks, one behind the other. Views, slices, and indexing by such integers put others in the place of the indices.
+`Affine(3, (0, 1), (Threshold(1, 8, 24),))` of two indices is 3 + i_1, and 24 more where i_1 >= 8. These are the
+positions of two chunks, one behind the other. Views, slices, and indexing by such integers substitute the indices.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 from ditron_inductor.passes.graph import proofs
 
 LONGEST = 2**24
-"""Elements of a dimension at most whose size is not known, where an integer may not wrap."""
+"""The assumed size of a dimension whose size is not known, when it is checked that an integer does not wrap."""
 
 
 MOST_STEPS = 1024
-"""That a view makes of an index: a few for each rank are wanted."""
+"""The most jumps that a view may make of an index. Programs need only a few for each rank."""
 
 
 class NotAffine(ValueError):
-    """What is asked for is no `Affine`."""
+    """The result of an operation is not `Affine`."""
 
 
 class Threshold(NamedTuple):
-    """`jump` more where the index of `dim` is `at`, a positive number, or larger."""
+    """A jump: `jump` is added where the index of `dim` is at least `at`, a positive number."""
 
     dim: int
     at: int
@@ -35,8 +35,8 @@ class Threshold(NamedTuple):
 
 @dataclass(frozen=True)
 class Affine:
-    """const + the sum of coefs[d] * index d, 0 for a dimension of one element, and the steps, of which no two have one
-    place.
+    """const + the sum of coefs[d] * index d + the steps. The coefficient of a dimension of one element is 0, and no two
+    steps are at one place.
     """
 
     const: int
@@ -56,7 +56,9 @@ class Affine:
         return affine(self.const + other.const, coefs, (*self.steps, *other.steps))
 
     def at(self, indices: Sequence[Affine], shape: Sequence[Any]) -> Affine:
-        """Of other indices, each given by those of the result, a tensor of this shape. Raises NotAffine."""
+        """Returns the integer with other indices substituted. Each of them is given by the indices of the result, a
+        tensor of this shape. Raises NotAffine.
+        """
         found = Affine(self.const, (0,) * len(shape))
         for coef, index in zip(self.coefs, indices, strict=True):
             found = found.plus(index.scaled(coef))
@@ -65,17 +67,17 @@ class Affine:
         return found
 
     def widened(self, added: int) -> Affine:
-        """With so many more dimensions in front."""
+        """Returns the integer as one of a tensor that has `added` more dimensions in front."""
         steps = tuple(step._replace(dim=step.dim + added) for step in self.steps)
         return Affine(self.const, (0,) * added + self.coefs, steps)
 
     def narrowed(self, dropped: int) -> Affine:
-        """Without so many dimensions in front, along which it does not differ."""
+        """Returns the integer without the first `dropped` dimensions, along which it must be constant."""
         steps = tuple(step._replace(dim=step.dim - dropped) for step in self.steps)
         return Affine(self.const, self.coefs[dropped:], steps)
 
     def depends_on(self, dims: Iterable[int]) -> bool:
-        """Whether it differs along any of these dimensions."""
+        """Returns whether the integer differs along any of these dimensions."""
         return any(self.coefs[dim] or any(step.dim == dim for step in self.steps) for dim in dims)
 
     def steps_of(self, dim: int) -> dict[int, int]:
@@ -83,9 +85,9 @@ class Affine:
         return {step.at: step.jump for step in self.steps if step.dim == dim}
 
     def cleaned(self, shape: Sequence[Any]) -> Affine:
-        """Without what makes no difference in a tensor of this shape."""
+        """Returns the integer without coefficients and steps that make no difference in a tensor of this shape."""
         ones = [proofs.known_equal(size, 1) for size in shape]
-        coefs = tuple(0 if one else coef for coef, one in zip(self.coefs, ones, strict=True))
+        coefs = tuple(0 if is_one else coef for coef, is_one in zip(self.coefs, ones, strict=True))
         steps = (step for step in self.steps if not ones[step.dim] and not _behind(step.at, shape[step.dim]))
         return replace(self, coefs=coefs, steps=tuple(steps))
 
@@ -99,7 +101,7 @@ class Affine:
         return lowest, highest
 
     def runs(self, dim: int, size: int) -> Iterator[Run]:
-        """The indices between the steps along a dimension."""
+        """Yields the runs of indices between the steps along a dimension."""
         steps = sorted((at, jump) for at, jump in self.steps_of(dim).items() if at < size)
         edges = [0, *(at for at, _ in steps), size]
         ahead = itertools.accumulate((jump for _, jump in steps), initial=0)
@@ -120,7 +122,7 @@ class Run(NamedTuple):
 
 
 def affine(const: int, coefs: tuple[int, ...], steps: Iterable[Threshold]) -> Affine:
-    """Of any steps: those in front of the first index are part of the constant."""
+    """Makes an `Affine` of any steps. Steps in front of the first index become a part of the constant."""
     jumps: dict[tuple[int, int], int] = {}
     for dim, at, jump in steps:
         if at <= 0:
@@ -135,12 +137,12 @@ def _behind(at: int, size: Any) -> bool:
 
 
 def reached(index: Affine, shape: Sequence[Any]) -> Affine:
-    """1 where an integer is at least 0, else 0. Raises NotAffine."""
+    """Returns the integer that is 1 where `index` is at least 0, and otherwise 0. Raises NotAffine."""
     return _reached(index, 0, shape)
 
 
 def _reached(index: Affine, at: int, shape: Sequence[Any]) -> Affine:
-    """1 where an index of a tensor of this shape is at least `at`, else 0."""
+    """Returns the integer that is 1 where an index of a tensor of this shape is at least `at`, and otherwise 0."""
     dims = [dim for dim in range(len(shape)) if index.depends_on((dim,))]
     nothing = (0,) * len(shape)
     if not dims:
@@ -167,7 +169,9 @@ def _reached(index: Affine, at: int, shape: Sequence[Any]) -> Affine:
 
 
 def _leading(index: Affine, at: int, shape: Sequence[Any], dims: Sequence[int]) -> Affine:
-    """Of an index of several dimensions that are one: where the ones behind the first never decide."""
+    """Like `_reached`, for an index that combines several dimensions. Only the outermost one may decide; otherwise
+    raises NotAffine.
+    """
     if index.steps or not all(isinstance(shape[dim], int) and index.coefs[dim] > 0 for dim in dims):
         raise NotAffine
     first = max(dims, key=lambda dim: index.coefs[dim])
@@ -179,27 +183,31 @@ def _leading(index: Affine, at: int, shape: Sequence[Any], dims: Sequence[int]) 
     return affine(0, (0,) * len(shape), [Threshold(first, begin, 1)]).cleaned(shape)
 
 
-def product(one: Affine, other: Affine) -> Affine:
-    """Of a number and anything, or of two that only jump, along one dimension. Raises NotAffine."""
-    for factor, value in ((one, other), (other, one)):
+def product(first: Affine, other: Affine) -> Affine:
+    """Returns the product of two integers. One of them has to be constant, or both have to jump only, along one
+    dimension. Raises NotAffine.
+    """
+    for factor, value in ((first, other), (other, first)):
         if factor.is_constant:
             return value.scaled(factor.const)
-    dims = {step.dim for step in (*one.steps, *other.steps)}
-    if any(one.coefs) or any(other.coefs) or len(dims) != 1:
+    dims = {step.dim for step in (*first.steps, *other.steps)}
+    if any(first.coefs) or any(other.coefs) or len(dims) != 1:
         raise NotAffine
     (dim,) = dims
-    edges = sorted({step.at for step in (*one.steps, *other.steps)})
-    before = one.const * other.const
+    edges = sorted({step.at for step in (*first.steps, *other.steps)})
+    before = first.const * other.const
     steps = []
     for edge in edges:
-        values = [value.const + sum(step.jump for step in value.steps if step.at <= edge) for value in (one, other)]
+        values = [value.const + sum(step.jump for step in value.steps if step.at <= edge) for value in (first, other)]
         steps.append(Threshold(dim, edge, values[0] * values[1] - before))
         before = values[0] * values[1]
-    return affine(one.const * other.const, one.coefs, steps)
+    return affine(first.const * other.const, first.coefs, steps)
 
 
 def floored(value: Affine, divisor: int, shape: Sequence[Any]) -> Affine:
-    """value // divisor, of a tensor of this shape, if it goes up by one along one dimension. Raises NotAffine."""
+    """Returns value // divisor for a tensor of this shape. The value has to go up by one along one dimension, or to be
+    constant. Raises NotAffine.
+    """
     dims = [dim for dim in range(len(shape)) if value.depends_on((dim,))]
     if not dims and divisor > 0:
         return replace(value, const=value.const // divisor)
@@ -220,8 +228,8 @@ def floored(value: Affine, divisor: int, shape: Sequence[Any]) -> Affine:
 
 
 def reshaped(source: Sequence[Any], result: Sequence[Any]) -> list[Affine] | None:
-    """The index of each dimension of `source` by those of `result`, which has the same elements in the same order; None
-    if that is not known.
+    """Returns the index of each dimension of `source` in terms of the indices of `result`, which has the same elements
+    in the same order. None if it is not known.
     """
     found: list[Affine] = []
     nowhere = Affine(0, (0,) * len(result))
@@ -256,11 +264,11 @@ def _along(dim: int, ndim: int, coef: int = 1) -> Affine:
 
 
 Taken = tuple[list[Affine], int, int]
-"""Indices of dimensions of the source, how many these are, and of how many dimensions of the result."""
+"""(indices of dimensions of the source, the number of these dimensions, the number of dimensions of the result)."""
 
 
 def _divided(size: int, result: Sequence[Any], wide: Sequence[int]) -> Taken | None:
-    """One dimension of the source as several of the result."""
+    """Handles one dimension of the source that becomes several dimensions of the result."""
     index, rest = Affine(0, (0,) * len(result)), size
     for count, dim in enumerate(wide, 1):
         length = result[dim]
@@ -274,7 +282,7 @@ def _divided(size: int, result: Sequence[Any], wide: Sequence[int]) -> Taken | N
 
 
 def _merged(left: Sequence[Any], dim: int, result: Sequence[Any]) -> Taken | None:
-    """Several dimensions of the source as one of the result."""
+    """Handles several dimensions of the source that become one dimension of the result."""
     found: list[Affine] = []
     rest = result[dim]
     # The index along `dim`, less what the dimensions so far make of it.
@@ -288,7 +296,7 @@ def _merged(left: Sequence[Any], dim: int, result: Sequence[Any]) -> Taken | Non
         places = range(rest, result[dim], rest)
         if len(places) > MOST_STEPS:
             return None
-        # From 0 on again with each of the dimension outside.
+        # The index starts from 0 again with each index of the outer dimension.
         steps = (Threshold(dim, place, 1 - size if place % (rest * size) == 0 else 1) for place in places)
         found.append(affine(0, (0,) * len(result), steps))
         index = index.plus(found[-1].scaled(-rest))

@@ -1,7 +1,7 @@
 """all_gather of keys and values -> attention becomes one `ditron::all_gather_attention`.
 
-Before: both gathered along the sequence, in any order of dimensions that views bring to [B, H, S, D], in one gather
-(keys and values stacked) or two; here as [B, S, H, D], through split, getitem and cat:
+Before: keys and values are gathered along the sequence, in one gather (stacked) or two. Their dimensions may be in any
+order that views bring to [B, H, S, D]; here they are [B, S, H, D], and go through split, getitem and cat:
 
     k [B, S, H, D] -> all_gather_into_tensor -> wait -> split -> getitem x W -> cat [B, W*S, H, D] -> permute -> keys
     v [B, S, H, D] -> all_gather_into_tensor -> wait -> split -> getitem x W -> cat [B, W*S, H, D] -> permute -> values
@@ -11,14 +11,14 @@ After:
 
     q, k -> permute, v -> permute -> ditron.all_gather_attention -> getitem 0: out [B, H, S, D]
 
-Where the backward, or anything behind the attention, wants the gathered keys and values, the node returns them. The
-call stands where the attention stood. Ops: those of `attention.FORWARD`, and in inference graphs matmul, softmax,
-matmul, with a soft cap on the scores or without (`written_attention`). Masks: none; `is_causal`, which aligns
-the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
-without, whose keys stand in order or in zig-zag order (`shown_masks`). Where the queries of a rank stand are constants
-of its graph alone: every rank fuses, whatever its constants, and the call has them as `offset` and `jumps`. What is not
-proved so, on any rank, is handed on as a tensor, the call's `bias`, and its mask is `given`: so is a bias of floats.
-`ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
+If the backward, or anything behind the attention, needs the gathered keys and values, the node returns them. The call
+takes the place of the attention. The attention may be an op of `attention_calls.FORWARD`, or in inference graphs
+matmul, softmax, matmul, with or without a soft cap on the scores (`written_attention`). There may be no mask;
+`is_causal`, which aligns the first query of every rank with the first key of all; or a mask that is proved to be
+causal, with or without a window, whose keys stand in order or in zig-zag order (`shown_masks`). The positions of a
+rank's queries are constants of its graph alone. Every rank fuses, whatever its constants, and the call has them as
+`offset` and `jumps`. Any other mask is passed on as a tensor, the `bias` of the call, whose mask is then `given`. The
+same holds for a bias of floats. `ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
 
 Calls of that function are in the graph already: they get the options of the compilation here.
 
@@ -28,7 +28,7 @@ It must not fire when
 * the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
 * the gathered tensor, or a view on the way, is used before the attention, or by what its queries or its bias are
   computed from;
-* attention is written out, and its scores or probabilities are used otherwise, as by a backward that is written out;
+* attention is written out, and its scores or probabilities are used elsewhere, as by a backward that is written out;
 * keys and values come from different groups, or only one of them is gathered;
 * the dtype is none of bfloat16, float16 and float32.
 """
@@ -75,8 +75,8 @@ SWAPPED = [0, 2, 1, 3]
 
 @dataclass(frozen=True)
 class Source:
-    """Keys or values: views from what a collective gathered. chain: [the gathered tensor, .., the attention's
-    operand]; repeats: the nodes from there to the attention, if it gets every head several times.
+    """Keys or values: views of a gathered tensor. chain: [the gathered tensor, .., the attention's operand]; repeats:
+    the nodes from there to the attention, if every head is repeated.
     """
 
     collective: Collective
@@ -91,11 +91,11 @@ class Source:
     @property
     def steps(self) -> tuple[fx.Node, ...]:
         splits = [node.args[0] for node in self.chain if node.target is getitem]
-        return *self.gathered.steps, *(one for one in splits if isinstance(one, fx.Node)), *self.chain, *self.repeats
+        return *self.gathered.steps, *(part for part in splits if isinstance(part, fx.Node)), *self.chain, *self.repeats
 
     @property
     def may_be_used(self) -> tuple[fx.Node, ...]:
-        """The nodes whose value the node's outputs hold as well."""
+        """The nodes whose values the outputs of the Task node hold too."""
         first, *views = self.chain
         swaps = len(views) == 1 and views[0].target in proofs.TRANSPOSES and proofs.permutation(views[0]) == SWAPPED
         return (first, self.operand) if swaps else (self.operand,)
@@ -103,7 +103,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Match:
-    """Attention and its gathered keys and values; return_gathered: they are used otherwise too."""
+    """Attention and its gathered keys and values; return_gathered: they are used elsewhere too."""
 
     attention: AttentionCall
     keys: Source
@@ -140,7 +140,7 @@ def find_match(attention: AttentionCall, gathers: dict[fx.Node, tuple[Collective
         other = proofs.other_user(written.between, known)
         if other is not None:
             return ReasonCode.ATTENTION_WEIGHTS_USED.at(other)
-    order = {one: index for index, one in enumerate(node.graph.nodes)}
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
     may_be_used = (*keys.may_be_used, *values.may_be_used)
     used = []
     for step in steps:
@@ -169,7 +169,7 @@ def find_source(operand: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathe
 
 
 def find_gathers(graph: fx.Graph) -> dict[fx.Node, tuple[Collective, Gathered]]:
-    """What is gathered along any dimension, by the node that holds it."""
+    """Returns the gathers along any dimension, by the node that holds the gathered tensor."""
     found = {}
     for node in collectives(graph, ALL_GATHER):
         collective = read_collective(node)
@@ -197,8 +197,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     )
     with graph.inserting_before(node):
         locals_ = [
-            replay(graph, one.chain, one.gathered.dim, collective.world_size, one.collective.operand)
-            for one in (keys, values)
+            replay(graph, tensor.chain, tensor.gathered.dim, collective.world_size, tensor.collective.operand)
+            for tensor in (keys, values)
         ]
         operands = {"q": attention.q, "k": locals_[0], "v": locals_[1], "bias": attention.bias}
         fakes = schema.call(task, **rewriting.values_of(operands))
@@ -212,14 +212,14 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         if match.return_gathered:
             for index, source in enumerate((keys, values), 2):
                 _hand_on(graph, call, index, source, node)
-    # What follows stands where it does: only now.
+    # Erase these nodes only now, because nodes were inserted beside them.
     written = () if attention.written is None else (*attention.written.between, *attention.written.views)
     rewriting.erase_unused(graph, [*keys.steps, *values.steps, *written, node])
     return call
 
 
 def _replace_written(graph: fx.Graph, call: fx.Node, attention: AttentionCall) -> None:
-    """Gives what used the result of attention that is written out that of the call."""
+    """Replaces the result of attention that is written out by the result of the call."""
     node, written = attention.node, attention.written
     assert written is not None
     meta = rewriting.copied_meta(node)
@@ -232,7 +232,7 @@ def _replace_written(graph: fx.Graph, call: fx.Node, attention: AttentionCall) -
 
 
 def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.Node) -> fx.Node:
-    """What stands for one of the kernel's outputs."""
+    """Returns what replaces one of the outputs of the kernel."""
     index = old.args[1]
     assert isinstance(index, int)
     if index > 1:
@@ -251,23 +251,23 @@ def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.No
 
 
 def sees_everywhere(attention: AttentionCall) -> bool:
-    """Whether every row sees a key. This rank's alone: what follows is no collective."""
+    """Returns whether every row sees a key. This rank's alone: what follows is no collective."""
     return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
 
 
 def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:
-    """Inserts logarithms that are 0 for a row that sees nothing, as the library has them: of -inf its backward, which
-    may be left alone, would make a gradient of NaN for all.
+    """Inserts logarithms that are 0 for a row that sees nothing, as the library has them. With -inf the library's
+    backward, which may be left alone, would give NaN gradients everywhere.
     """
     hidden = rewriting.computed(graph, aten.eq.Scalar, (lse, -math.inf), lse)
     return rewriting.computed(graph, aten.where.self, (hidden, unread(graph, lse), lse), lse)
 
 
 def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attention: fx.Node) -> None:
-    """Gives what else uses the gathered keys or values those that the call returns."""
+    """Replaces other uses of the gathered keys or values by those that the call returns."""
     operand, first = source.operand, source.chain[0]
     known = (attention, call, *source.steps)
-    of_operand, of_first = ([user for user in one.users if user not in known] for one in (operand, first))
+    of_operand, of_first = ([user for user in tensor.users if user not in known] for tensor in (operand, first))
     if not of_operand and not of_first:
         return
     whole = rewriting.output(graph, call, index, rewriting.copied_meta(operand))
@@ -329,7 +329,7 @@ def _fuse_written(
 
 
 def usable(attention: AttentionCall) -> bool:
-    """Whether whatever is used of the kernel's outputs can be replaced."""
+    """Returns whether whatever is used of the kernel's outputs can be replaced."""
     q = attention.q.meta["val"]
     for user in attention.node.users:
         if user.target is not getitem:
@@ -347,12 +347,12 @@ def usable(attention: AttentionCall) -> bool:
 
 def _fed_by(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> list[Collective]:
     """The gathers that the keys and values of an attention are views of."""
-    chains = [views_above(unrepeated(one)[0], list(gathers)) for one in operands(node)[1:]]
+    chains = [views_above(unrepeated(operand)[0], list(gathers)) for operand in operands(node)[1:]]
     return [gathers[chain[0]][0] for chain in chains if chain is not None]
 
 
 def _adopt(graph: fx.Graph, options: Options) -> None:
-    """Calls that the user's own function left in the graph run as the options say."""
+    """Gives the options of the compilation to the calls that the user's program makes by our function."""
     targets = {schema.overload(kind) for kind in ATTENTION_KINDS}
     policy = rewriting.policy(options)
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in targets]:

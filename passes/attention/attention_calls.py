@@ -1,9 +1,9 @@
-"""What the passes read of attention: aten's calls of it, and the views between them and what is gathered or scattered.
+"""This module reads attention: aten's calls of it, and the views between them and the gathers or scatters beside them.
 
 Inductor shows scaled dot-product attention as one call of a kernel's own op, `_scaled_dot_product_*_attention`, and its
-backward as another. A few views stand between its keys [B, H, S, D] and the tensor that was gathered along the sequence
-(heads are split off, dimensions moved, keys and values taken apart): `follow` finds where the gathered dimension goes
-through them, and `replay` applies them to one rank's part.
+backward as another call. A few views stand between the keys [B, H, S, D] and the tensor that was gathered along the
+sequence: heads are split off, dimensions are moved, keys and values are taken apart. `follow` finds the gathered
+dimension behind these views, and `replay` applies the views to one rank's part.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SEQUENCE = 2
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is known of one op. square: its causal mask is known for as many queries as keys only. lse: the
-    dimensions that its logarithms have behind [B, H, S]. multiple: S is filled up to one of it, with infinity. base:
-    theirs. unseen: what they are of a row that sees nothing.
+    """Properties of one attention op. square: its causal mask is known only if there are as many queries as keys. lse:
+    the number of dimensions that its logarithms of sums have behind [B, H, S]. multiple: S is padded to a multiple of
+    this, with infinity. base: the base of the logarithms. unseen: the logarithm for a row that sees nothing.
     """
 
     square: bool
@@ -67,14 +67,14 @@ BACKWARD: dict[object, Kernel] = {
 }
 FLEX = (FLEX_ATTENTION, FLEX_BACKWARD)
 LONGEST_REPEAT = 6
-"""Nodes: a dimension comes, is expanded, copied, and goes again."""
+"""The most nodes that repeat heads: a dimension is added, expanded, copied, and merged again."""
 FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.SLICES | {aten.select.int}
 
 
 @dataclass(frozen=True)
 class WrittenOut:
-    """The nodes of attention that is written out. between: from the scores to the result; views: those of keys and
-    values in front of them. moved: from [B, H, S, D] to the result's dimensions.
+    """The nodes of attention that is written out. between: from the scores to the result; views: those in front of keys
+    and values. moved: from [B, H, S, D] to the dimensions of the result.
     """
 
     between: tuple[fx.Node, ...]
@@ -84,8 +84,9 @@ class WrittenOut:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Attention without dropout: a call of one of these ops, or written out. shown: by its mask. softcap: 0, or that of
-    the scores. tensor: None, or what says what is shown; of all pairs of a query and a key, or repeated for some.
+    """Attention without dropout: a call of one of these ops, or attention that is written out. shown: what its mask
+    shows. softcap: the soft cap of the scores, or 0. tensor: the mask or bias, or None. It has an element for each pair
+    of a query and a key, or is repeated along some dimensions.
     """
 
     node: fx.Node
@@ -105,17 +106,20 @@ class AttentionCall:
 
     @property
     def bias(self) -> fx.Node | None:
-        """What our op gets as its bias."""
+        """The tensor that our op gets as its bias, or None."""
         return self.tensor if self.mask.kind == GIVEN else None
 
     def of_ranks(self, world_size: int) -> AttentionCall | Refused:
-        """Itself, if the keys of so many ranks stand as the mask has it; else with the mask as a bias."""
+        """Returns the call itself if its mask holds for the keys of this many ranks, and otherwise the call with the
+        mask as a bias.
+        """
         return self if self.shown.ranks in (0, world_size) else self.with_bias()
 
     def with_bias(self) -> AttentionCall | Refused:
-        """The same, with nothing known of its mask but the tensor, if our op takes that.
+        """Returns the call with its mask as a bias of which nothing is known, if our op accepts that.
 
-        That is so on every rank, or on none: dtype and sizes are those of one program, whatever its constants are.
+        The answer is the same on all ranks, because the dtype and the sizes of the bias are those of one program,
+        whatever its constants are.
         """
         if self.tensor is None:
             return ReasonCode.FLEX_BLOCK_MASK if self.node.target in FLEX else ReasonCode.ATTENTION_MASK
@@ -131,14 +135,14 @@ class AttentionCall:
 
     @property
     def lse_shape(self) -> tuple[Any, ...]:
-        """Of the logarithms that the op returns."""
+        """The shape of the logarithms of sums that the op returns."""
         B, heads, queries = self.q.meta["val"].shape[:3]
         filled = -(-queries // self.kernel.multiple) * self.kernel.multiple
         return B, heads, filled, *[1] * self.kernel.lse
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Queries, keys and values of such a call."""
+    """Returns the queries, keys and values of an attention call."""
     if node.target in FLEX:
         q, k, v = node.args[:3]
     else:
@@ -160,26 +164,27 @@ def backward_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 def mask_tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensors that say what the rows of a call see."""
+    """Returns the tensors of a call that determine what its rows see."""
     if node.target in FLEX:
-        return [one for one in flex_call(node).block_mask if isinstance(one, fx.Node) and one.op == "call_function"]
+        given = flex_call(node).block_mask
+        return [tensor for tensor in given if isinstance(tensor, fx.Node) and tensor.op == "call_function"]
     bound = proofs.arguments(node)
     mask = bound.get("attn_mask", bound.get("attn_bias"))
     return [mask] if isinstance(mask, fx.Node) else []
 
 
 def read_attention(node: fx.Node) -> AttentionCall | Refused:
-    """Proves that a call of a forward or backward op of attention is one that our ops compute. A mask of which nothing
-    is proved is their bias.
+    """Proves that a call of a forward or backward op of attention is one that our ops compute. If nothing is proved of
+    the mask, it becomes their bias.
     """
     kernel = (FORWARD | BACKWARD)[node.target]
     q, k, v = operands(node)
-    values = [proofs.tensor(one) for one in (q, k, v)]
+    values = [proofs.tensor(operand) for operand in (q, k, v)]
     rejected = proofs.rejected_dtypes(values)
     if rejected is not None:
         return rejected
     flex = node.target in FLEX
-    # What the other ops have by name.
+    # The arguments that the other ops have by name.
     bound: dict[str, Any] = {"dropout_p": 0.0, "scale": None, "is_causal": False} if flex else proofs.arguments(node)
     if bound["dropout_p"] != 0.0:
         return ReasonCode.ATTENTION_DROPOUT
@@ -201,7 +206,7 @@ def read_attention(node: fx.Node) -> AttentionCall | Refused:
         return ReasonCode.ATTENTION_FORM
     if flex:
         scale = flex_call(node).scale
-    # By another one the kernels' largest score is the smallest.
+    # With a negative scale the score that the kernels take for the largest would be the smallest.
     if isinstance(scale, (int, float)) and scale <= 0:
         return ReasonCode.ATTENTION_FORM
     if flex:
@@ -221,7 +226,9 @@ def read_attention(node: fx.Node) -> AttentionCall | Refused:
 
 
 def unexpanded(node: fx.Node) -> fx.Node:
-    """What a node repeats along dimensions: a compiler that has to hand on a tensor may make a copy of all of it."""
+    """Returns the tensor that `node` repeats along dimensions. The compiler may copy all of an expanded tensor that it
+    has to pass on.
+    """
     while node.target is aten.expand.default:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -230,7 +237,7 @@ def unexpanded(node: fx.Node) -> fx.Node:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """What a node of FOLLOWED is a view of."""
+    """Returns the tensor that a node of FOLLOWED is a view of."""
     part = proofs.piece(node)
     source = node.args[0] if part is None else part.source
     assert isinstance(source, fx.Node)
@@ -238,8 +245,9 @@ def source_of(node: fx.Node) -> fx.Node:
 
 
 def unrepeated(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """(keys [B, Hkv, S, D], the nodes from there to `node`) of keys [B, Hq, S, D] in which every head stands Hq / Hkv
-    times in a row, as models write it whose attention has as many heads of keys as of queries; else itself and nothing.
+    """Undoes the repetition of heads. Returns (keys [B, Hkv, S, D], the nodes from there to `node`) for keys [B, Hq, S,
+    D] in which every head stands Hq / Hkv times in a row. Models write this for attention with as many heads of keys as
+    of queries. For other keys returns `node` and no nodes.
     """
     steps: list[fx.Node] = []
     shapes = []
@@ -251,7 +259,7 @@ def unrepeated(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         steps.append(above)
         shapes.append(() if value is None else tuple(value.shape))
         above = source
-        inner, expanded = proofs.tensor(above), [one.target is aten.expand.default for one in steps]
+        inner, expanded = proofs.tensor(above), [step.target is aten.expand.default for step in steps]
         if inner is None or inner.ndim != 4 or sum(expanded) != 1:
             continue
         (B, heads, S, D), place = inner.shape, expanded.index(True)
@@ -278,8 +286,8 @@ def views_above(node: fx.Node, ends: Sequence[fx.Node]) -> list[fx.Node] | None:
 
 
 def follow(chain: Sequence[fx.Node], dim: int, world_size: int) -> int | None:
-    """Where dimension `dim` of the first node of a chain of views is in the last one, with all of its elements, each
-    rank's part of it still together and in rank order; None if that cannot be proved.
+    """Returns the place of dimension `dim` of the first node of a chain of views in the last node. All of its elements
+    must be there, with each rank's part together and in rank order. None if that cannot be proved.
     """
     found: int | None = dim
     for view in chain[1:]:
@@ -308,7 +316,7 @@ def _next_dim(view: fx.Node, dim: int, world_size: int) -> int | None:
         same = proofs.known_equal(math.prod(result.shape[:place]), before)
         if same and proofs.known_equal(length, source.shape[dim]):
             return place
-        # Nothing stands outside of it: each rank's part is one run of the memory, however that is divided.
+        # No dimension is outside of it, so each rank's part is one run of the memory, however that is divided.
         leading = same and before == 1 and isinstance(length, int) and length > 1
         if leading and length % world_size == 0:
             return place
@@ -316,7 +324,8 @@ def _next_dim(view: fx.Node, dim: int, world_size: int) -> int | None:
 
 
 def replay(graph: fx.Graph, chain: Sequence[fx.Node], dim: int, world_size: int, local: fx.Node) -> fx.Node:
-    """Inserts the views of `chain` for one rank's part, `local`, of its first node along `dim`; their last one."""
+    """Inserts the views of `chain` for `local`, one rank's part of its first node along `dim`. Returns the last view.
+    """
     place: int | None = dim
     for view in chain[1:]:
         assert place is not None
@@ -329,7 +338,7 @@ def replay(graph: fx.Graph, chain: Sequence[fx.Node], dim: int, world_size: int,
 
 
 def replayable(chain: Sequence[fx.Node], dim: int, world_size: int) -> bool:
-    """Whether `replay` can: it takes sizes that are known, but for the gathered one."""
+    """Returns whether `replay` is possible: all sizes have to be known, except that of the gathered dimension."""
     place: int | None = dim
     for view in chain[1:]:
         place = None if place is None else _next_dim(view, place, world_size)
@@ -347,7 +356,7 @@ def replayable(chain: Sequence[fx.Node], dim: int, world_size: int) -> bool:
 
 
 def _local_args(view: fx.Node, local: fx.Node, place: int) -> tuple[Any, tuple[Any, ...]] | None:
-    """(op, arguments) of a view of `local`; None for a copy, which it need not be."""
+    """Returns (op, arguments) of a view of `local`; None for a copy, which is not needed."""
     if view.target in proofs.TRANSPOSES:
         return aten.permute.default, (local, proofs.permutation(view))
     if view.target is aten.select.int:
@@ -363,12 +372,14 @@ def _local_args(view: fx.Node, local: fx.Node, place: int) -> tuple[Any, tuple[A
 
 
 def scaled(graph: fx.Graph, source: fx.Node, factor: float) -> fx.Node:
-    """Inserts a tensor times a number: logarithms of another base."""
+    """Inserts a tensor times a number, which turns logarithms of one base into those of another."""
     return rewriting.computed(graph, aten.mul.Tensor, (source, factor), source)
 
 
 def unread(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """Inserts zeros in the place of what a kernel keeps for a dropout that there is not: nobody reads them."""
+    """Inserts zeros in the place of the outputs that a kernel has for dropout. There is no dropout, so nothing reads
+    them.
+    """
     value = like.meta["val"]
     node = graph.call_function(
         aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}

@@ -1,9 +1,10 @@
-"""Attention in a graph as the algebra of softmaxes sees it: what a rank's part is, and what merges the parts.
+"""The algebra of softmaxes applied to attention in a graph: the part of a rank, and the merging of the parts.
 
-Seeds, where chains of `softmax_algebra` begin: a batched product of queries and keys is scores x, indexed by the
-tokens; one of exponentials and values multiplies by v and sums; `where` with -inf takes tokens away, if its condition
-is arange(tokens) < lengths; and torch's attention ops give a weighted sum and the logarithm of its weights. Dimensions
-of operands are followed from the tensors in the graph through views, with roles by where they come out.
+The chains of `softmax_algebra` begin at seeds. A batched product of queries and keys gives the scores x, indexed by the
+tokens. A batched product of exponentials and values multiplies by v and sums. `where` with -inf removes tokens, if its
+condition is arange(tokens) < lengths. Torch's attention ops give a weighted sum and the logarithm of its weights.
+Dimensions of operands are followed from the tensors in the graph through views, and where they come out determines
+their roles.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ MUST_BE_NONE = ("attn_bias", "attn_mask")
 
 @dataclass(frozen=True)
 class Scores:
-    """What x of an attention is: products of query and keys over `dim`, indexed by the tokens `atom`.
+    """The scores x of an attention: products of query and keys over `dim`, indexed by the tokens `atom`.
 
-    lengths: None, or (a tensor, its atoms, what to add to it): only tokens below are there.
+    lengths: None, or (a tensor, its atoms, a number to add to it); then only tokens below this length exist.
     """
 
     node: fx.Node
@@ -59,15 +60,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What x and v of the merging are: the gathered parts, indexed by the rank."""
+    """The variables x and v of the merging: the gathered parts, indexed by the rank."""
 
     atom: int
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What outputs and log-sum-exps were gathered as, side by side: the atoms of that dimension, `both`, and those that
-    the outputs have of it.
+    """Outputs and log-sum-exps that were gathered side by side: the atoms `both` of the dimension that they share, and
+    the atoms `wide` of the outputs' part of it.
     """
 
     ranks: Ranks
@@ -90,14 +91,14 @@ def calls_of_parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """(call, index) of the outputs of torch's attention ops that `node` is made of by views, cuts, casts and cats."""
     pending, found = [node], list[tuple[fx.Node, int]]()
     while pending:
-        one = pending.pop()
-        source = one.args[0] if one.args else None
-        if one.target is getitem and isinstance(source, fx.Node) and source.target in SDPA:
-            index = one.args[1]
+        part = pending.pop()
+        source = part.args[0] if part.args else None
+        if part.target is getitem and isinstance(source, fx.Node) and source.target in SDPA:
+            index = part.args[1]
             assert isinstance(index, int)
             found.append((source, index))
-        elif one.target in MOVES:
-            pending += one.all_input_nodes
+        elif part.target in MOVES:
+            pending += part.all_input_nodes
     return found
 
 
@@ -111,7 +112,7 @@ class PartAlgebra:
         self._calls: dict[fx.Node, Axes] = {}
 
     def gather(self, parts: GatheredParts) -> Ranks:
-        """Let the gathered outputs and log-sum-exps be v and x."""
+        """Defines the gathered outputs and log-sum-exps as v and x."""
         ranks = Ranks(self.atoms.atom(parts.gathers[0].world_size))
         places = [self.algebra.value(part).axes for part in (parts.output, parts.logsum)]
         if not all(places):
@@ -130,7 +131,8 @@ class PartAlgebra:
         return ranks
 
     def _taken_apart(self, node: fx.Node) -> Value | None:
-        """One of the two that were gathered side by side; None if that is not what `node` is."""
+        """Returns the value of `node` if it is one of the two tensors that were gathered side by side; otherwise None.
+        """
         cut = _cut(node)
         if cut is None:
             return None
@@ -164,7 +166,7 @@ class PartAlgebra:
         return self._taken_apart(node) if self._gathered else None
 
     def _product(self, node: fx.Node) -> Value:
-        """Scores, or their exponentials times values."""
+        """Returns the value of a batched product: scores, or their exponentials times values."""
         left, right = node.args
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         try:
@@ -188,12 +190,12 @@ class PartAlgebra:
         return Value((batch, rows, tokens), {("x", origin): 1.0}, is_log=True)
 
     def _root(self, node: fx.Node) -> tuple[Root, Axes]:
-        """(what `node` is a view of, the axes of `node`)."""
+        """Returns (the tensor that `node` is a view of, the axes of `node`)."""
         chain = chain_to(self.atoms, node)
         return chain[0], chain[-1].axes
 
     def _masked(self, node: fx.Node) -> Value | None:
-        """Scores, and -inf where there is no token; None if that is not what `node` is."""
+        """Returns the value of scores that are -inf where there is no token; None if `node` is something else."""
         condition, chosen, other = node.args
         kept = not _is_minus_infinity(chosen)
         if not kept or not _is_minus_infinity(other):
@@ -209,7 +211,9 @@ class PartAlgebra:
         return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})
 
     def _lengths(self, condition: fx.Node, kept: bool, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
-        """The lengths of a mask over scores: where it is true the score is `kept`, or not. Raises Unknown."""
+        """Returns the lengths of a mask over scores. Where the mask is true, the score is kept if `kept`, and otherwise
+        hidden. Raises Unknown.
+        """
         views = []
         while condition.target in NEGATIONS or condition.target in VIEWS:
             views.append(condition)
@@ -223,7 +227,7 @@ class PartAlgebra:
         left, right = condition.args
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         below, including = form
-        # As `index < length` or `index <= length`, of what is kept.
+        # Brought to `index < length` or `index <= length` for the tokens that are kept.
         index, length = (left, right) if below else (right, left)
         if not kept:
             index, length, including = length, index, not including
@@ -248,7 +252,7 @@ class PartAlgebra:
         return length_root.node, length_root.axes, int(including)
 
     def _sdpa(self, node: fx.Node, call: fx.Node) -> Value:
-        """Output and log-sum-exp of torch's own ops."""
+        """Returns the values of the output and the log-sum-exp of torch's own ops."""
         bound = proofs.arguments(call)
         off = not any(bound.get(name) for name in MUST_BE_OFF) and all(bound.get(name) is None for name in MUST_BE_NONE)
         query, key, value = (bound[name] for name in ("query", "key", "value"))
@@ -256,7 +260,7 @@ class PartAlgebra:
         alike = static_shape(value) == static_shape(key) == (B, heads, S, D) and heads > 0 and H % heads == 0
         if not off or not alike or S == 1:
             raise Unknown(call)
-        # One for both results. Query heads that share a key head follow one another.
+        # One origin for both results. Query heads that share a key head follow one another.
         if call not in self._calls:
             self._calls[call] = self.atoms.new((B, heads, H // heads, L, S, D, D))
         batch, head, group, rows, tokens, dim, wide = self._calls[call]
@@ -326,7 +330,7 @@ def _is_minus_infinity(node: object) -> bool:
 
 
 def _counts_up(node: fx.Node) -> bool:
-    """Whether a node is arange(n)."""
+    """Returns whether a node is arange(n)."""
     if node.target is not prims.iota.default:
         return False
     bound = proofs.arguments(node)

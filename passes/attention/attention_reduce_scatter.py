@@ -13,12 +13,13 @@ After:
                                                                        -> getitem 1 -> permute [B, S, H, D]
                                                                        -> getitem 2 -> permute [B, S, H, D]
 
-The call stands where the backward stood. Ops: those of `attention.BACKWARD`; masks: as all_gather_attention.
+The call takes the place of the backward. Its op is one of `attention_calls.BACKWARD`, and its mask as in
+all_gather_attention.
 
 It must not fire when
 * there is dropout, a mask or bias of other sizes or dtypes, or the gradient of a bias is used;
-* the two gradients are not both scattered along the sequence, in W equal chunks, all of them, in order, summed up,
-  over one group; or are used otherwise too;
+* the two gradients are not both scattered along the sequence, in W equal chunks, all of them, in order, summed up, over
+  one group; or are used elsewhere too;
 * the dtype is none of bfloat16, float16 and float32.
 """
 

@@ -1,29 +1,31 @@
 """Decode attention, the gathers of its parts, and their merging become one `ditron::flash_decode`.
 
-Before, for one query per sequence and a cache that is sharded along the tokens, in any of the forms that amount to it
-(see `softmax_algebra`):
+Before, for one query per sequence and a cache that is sharded along the tokens, in any equivalent form (see
+`softmax_algebra`):
 
     q [B, Hq, D], k [B, S, Hkv, D] -> scores * scale -> (where arange(S) < lengths) -> softmax -> @ v = o [B, Hq, D]
                                                                                     -> logsumexp = lse [B, Hq]
     o -> all_gather_into_tensor, lse -> all_gather_into_tensor
       -> softmax of all ranks' lse, * all ranks' o -> sum over the ranks = out [B, Hq, D]
 
-or with one gather of cat([o, lse], -1), or with o and lse from one of torch's attention ops (flash, cuDNN, flash for
-the CPU), heads that share keys included. The query's dimension of size 1 may stay, or be indexed away anywhere. After:
+There may also be one gather of cat([o, lse], -1), or o and lse may come from one of torch's attention ops (flash,
+cuDNN, flash for the CPU), also with heads that share keys. The query's dimension of size 1 may stay, or be indexed away
+anywhere. After:
 
     q, k, v, lengths -> ditron.flash_decode -> getitem 0 = out
 
-The proof has three steps. o is exactly sum(exp(c x) v) / sum(exp(c x)), and lse the logarithm of the same sum, over
-scores x of the same product; the same holds for what is computed of the two gathered tensors; and the query's, the
-keys' and the values' dimensions play the roles that the node gives them. The call stands where the first of the two
-gathers stood. Where the program has NaN, since a rank has no tokens of a sequence, the node has the right result.
+The proof has three steps. First, o is exactly sum(exp(c x) v) / sum(exp(c x)), and lse is the logarithm of the same
+sum, over scores x of the same product. Second, the same holds for what is computed from the two gathered tensors.
+Third, the dimensions of query, keys and values have the roles that the node gives them. The call takes the place of the
+first of the two gathers. If the program gives NaN because a rank has no tokens of a sequence, the node gives the right
+result.
 
 It must not fire when
-* the parts of other ranks, or anything computed of them, are used otherwise;
+* the parts of other ranks, or anything computed from them, are used elsewhere;
 * a size is dynamic, or the result is wanted in another dtype than that of the query, before it is rounded;
 * there is another mask than that of lengths, dropout, or causal order among several queries.
 
-What ranks must have alike are the sizes but S, the mask's form and the ops: those of one program.
+All sizes except S, the form of the mask, and the ops have to be the same on all ranks; those of one program are.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ PATTERN = FlashDecode.kind
 
 @dataclass(frozen=True)
 class Match:
-    """Operands as [B, Hq, D] and [B, S, Hkv, D], see `_Operand`. merged: the result, of which the call takes the place.
+    """The operands as [B, Hq, D] and [B, S, Hkv, D] (see `_Operand`). merged: the result, which the call replaces.
 
-    gathers: of o and of lse, or of both.
+    gathers: those of o and of lse, or one gather of both.
     """
 
     gathers: tuple[Collective, ...]
@@ -83,7 +85,7 @@ class _Operand:
 
 
 def find_parts(attention: PartAlgebra, gathers: Sequence[Collective]) -> list[GatheredParts]:
-    """What gathers o and lse of the same attention."""
+    """Finds the gathers of o and lse of the same attention."""
     outputs: list[tuple[Symbol, fx.Node, Collective]] = []
     sums: dict[Symbol, tuple[fx.Node, Collective]] = {}
     found: list[GatheredParts] = []
@@ -119,7 +121,9 @@ def _joined(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _read_part(attention: PartAlgebra, node: fx.Node) -> tuple[bool, Symbol | None]:
-    """(whether a tensor is the output of an attention, not its log-sum-exp; the sum of its weights, if it is any)."""
+    """Returns (whether a tensor is the output of an attention and not its log-sum-exp; the sum of its weights, or None
+    if it is neither).
+    """
     try:
         value = attention.algebra.value(node)
     except Unknown:
@@ -149,7 +153,7 @@ def prove(attention: PartAlgebra, parts: GatheredParts) -> Match | Refused:
     if operands is None:
         return ReasonCode.DECODE_FORM
     q, k, v, lengths, scale = operands
-    dtypes = {proofs.tensor(one.node).dtype for one in (q, k, v)}  # type: ignore[union-attr]
+    dtypes = {proofs.tensor(root.node).dtype for root in (q, k, v)}  # type: ignore[union-attr]
     if len(dtypes) > 1:
         return ReasonCode.MIXED_DTYPES
     (dtype,) = dtypes
@@ -158,14 +162,14 @@ def prove(attention: PartAlgebra, parts: GatheredParts) -> Match | Refused:
     if not proofs.wanted_in(merged, dtype):
         return ReasonCode.CAST_BETWEEN.at(merged)
     launch = _first(parts.gathers)
-    needed = [one.node for one in (q, k, v)] + ([lengths[0]] if lengths else [])
-    if not all(rewriting.can_hoist(one, launch) for one in needed):
+    needed = [root.node for root in (q, k, v)] + ([lengths[0]] if lengths else [])
+    if not all(rewriting.can_hoist(operand, launch) for operand in needed):
         return ReasonCode.OPERAND_LATE
     return Match(parts.gathers, merged, q, k, v, lengths, scale)
 
 
 def _find_merged(attention: PartAlgebra, ranks: Ranks, parts: GatheredParts) -> fx.Node | Refused:
-    """The node that is the merging of all parts, which nothing but it uses."""
+    """Returns the node that merges all parts. Nothing else uses the parts."""
     total: Symbol = ("Z", 1.0, ranks)
     wanted = {("N", 1.0, ranks, ranks): 1.0, total: -1.0}
     reached = {gather.wait for gather in parts.gathers}
@@ -192,7 +196,7 @@ def _find_merged(attention: PartAlgebra, ranks: Ranks, parts: GatheredParts) -> 
 def _operands(
     attention: PartAlgebra, parts: GatheredParts, merged: fx.Node
 ) -> tuple[_Operand, _Operand, _Operand, tuple[fx.Node, int] | None, float] | None:
-    """q, k, v, lengths and scale, if every dimension has its role."""
+    """Returns q, k, v, lengths and scale if every dimension has its role."""
     atoms = attention.atoms
     part = attention.algebra.value(parts.output)
     _, scale, origin, values = next(symbol for symbol in part.power if symbol[0] == "N")
@@ -234,7 +238,9 @@ def _operands(
 
 
 def _placed(axes: Axes, wanted: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The dimensions with these axes in this order; those of size 1 behind them, where they change no stride."""
+    """Returns the dimensions with these axes in this order. Dimensions of size 1 stand behind them, where they change
+    no stride.
+    """
     present = [axis for axis in wanted if axis]
     ones = [dim for dim, axis in enumerate(axes) if not axis]
     if len(present) + len(ones) != len(axes) or any(axes.count(axis) != 1 for axis in present):
@@ -249,15 +255,15 @@ def _first(gathers: Sequence[Collective]) -> fx.Node:
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     group, launch = match.gathers[0], _first(match.gathers)
-    for one in (match.q.node, match.k.node, match.v.node, *((match.lengths[0],) if match.lengths else ())):
-        rewriting.hoist(one, launch)
+    for operand in (match.q.node, match.k.node, match.v.node, *((match.lengths[0],) if match.lengths else ())):
+        rewriting.hoist(operand, launch)
     B = match.q.shape[0]
     site, policy = rewriting.UNNAMED_SITE, rewriting.policy(options)
     task = FlashDecode(match.scale, 0.0, group.world_size, group.group_name, site, policy)
     like: torch.Tensor = match.q.node.meta["val"]
     out = rewriting.fake_like(like, match.q.shape, rewriting.contiguous_strides(match.q.shape))
     with graph.inserting_before(launch):
-        operands = {name: _inserted(graph, one) for name, one in zip("qkv", (match.q, match.k, match.v), strict=True)}
+        operands = {name: _inserted(graph, root) for name, root in zip("qkv", (match.q, match.k, match.v), strict=True)}
         operands["lengths"] = _inserted_lengths(graph, match, B)
         meta = rewriting.copied_meta(match.merged)
         values = (out, rewriting.new_token(like))
@@ -274,7 +280,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 
 def _inserted(graph: fx.Graph, operand: _Operand) -> fx.Node:
-    """The views that give an operand its dimensions."""
+    """Inserts the views that give an operand its dimensions, and returns the last one."""
     node = operand.node
     value = proofs.tensor(node)
     assert value is not None
@@ -286,7 +292,7 @@ def _inserted(graph: fx.Graph, operand: _Operand) -> fx.Node:
 
 
 def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
-    """int32 [B]: what the mask compares with, or the size of the cache."""
+    """Inserts the lengths, int32 [B]: those that the mask compares with, or the size of the cache."""
     origin = match.q.node
     if match.lengths is None:
         device = origin.meta["val"].device
@@ -306,7 +312,7 @@ def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
 
 
 def _leave_others_alone(gathers: Sequence[Collective]) -> None:
-    """Those of the output and the log-sum-exp of one call of torch's, in a form that is not proved."""
+    """Gives a reason to the gathers of the output and the log-sum-exp of a call of torch's whose form is not proved."""
     calls = {gather.node: calls_of_parts(gather.operand) for gather in gathers}
     summed = {call for outputs in calls.values() for call, index in outputs if index == 1}
     for gather in gathers:
@@ -316,7 +322,9 @@ def _leave_others_alone(gathers: Sequence[Collective]) -> None:
 
 
 def _prove_again(parts: GatheredParts) -> Match | Refused:
-    """As `prove`, of a graph in which others were rewritten meanwhile: the queries may be the result of one."""
+    """Like `prove`, for a graph in which other matches have been rewritten: the queries may be the result of one of
+    them.
+    """
     attention = PartAlgebra()
     gathers = [read_collective(gather.node) for gather in parts.gathers]
     found = find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)])

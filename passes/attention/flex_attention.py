@@ -1,22 +1,24 @@
-"""FlexAttention: what its `score_mod` and its block mask show, where that can be proved, forward and backward.
+"""FlexAttention: proofs of what its `score_mod` and its block mask show, in forward and backward.
 
-Inductor shows `torch.nn.attention.flex_attention.flex_attention` as one call, with graphs of numbers, of a score and
-the numbers of batch, head, query and key, and with tensors that say which blocks of keys each block of queries sees:
+Inductor shows `torch.nn.attention.flex_attention.flex_attention` as one call. It has graphs that work on single
+numbers: a score, and the indices of batch, head, query and key. It also has tensors that say which blocks of keys each
+block of queries sees:
 
     flex_attention(q, k, v, score_mod, (Sq, Skv, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, ..,
                    block, block, mask_mod), scale, options, ..) -> getitem 0: out, getitem 1: logarithms of sums
     flex_attention_backward(q, k, v, out, logarithms, grad_out, .., score_mod, its derivative, .., scale, options, ..)
         -> getitem 0, 1, 2: the gradients of q, k and v
 
-A score is what `score_mod` makes of it, and is hidden where `mask_mod` is false, except in the full blocks. Proved are
-* a `score_mod` that returns the score, or hides it where something is not true of the numbers of query and key, with
-  a soft cap b * tanh(score / b) on it or without;
+`score_mod` changes a score, which is hidden where `mask_mod` is false, except in the full blocks. These forms are
+proved:
+* a `score_mod` that returns the score, or hides it by a condition on the indices of query and key, with or without a
+  soft cap b * tanh(score / b);
 * without a block mask, one block that holds everything;
-* blocks that `create_block_mask` counts in the same graph, from the mask that `mask_mod` has (`flex_blocks`). A block
-  mask that is an input of the graph holds blocks of which nothing is known;
-* in the backward the same, a derivative that is 1 where the score is kept, and no gradient of the logarithms.
+* blocks that `create_block_mask` counts in the same graph, from the mask that `mask_mod` has (`flex_blocks`). Nothing
+  is known of the blocks of a block mask that is an input of the graph;
+* in the backward the same, if the derivative is 1 where the score is kept, and the logarithms have no gradient.
 
-Logarithms are of base 2, whatever the version of torch, but for the backend FLASH.
+The logarithms have base 2 in every version of torch, except those of the backend FLASH.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ SUMS, MOST = 1, 2
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a backward has besides the arguments of the forward. of_sums: the gradient of the logarithms."""
+    """The arguments of a backward that the forward does not have. of_sums: the gradient of the logarithms of sums."""
 
     out: fx.Node
     sums: fx.Node
@@ -60,7 +62,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class FlexCall:
-    """The arguments of a call, by name; gradient: of a backward."""
+    """The arguments of a call, by name. gradient: the further arguments of a backward."""
 
     q: fx.Node
     k: fx.Node
@@ -75,7 +77,7 @@ class FlexCall:
 
 
 def flex_call(node: fx.Node) -> FlexCall:
-    """The arguments of such a node."""
+    """Returns the arguments of a FlexAttention node."""
     args: tuple[Any, ...] = node.args
     if node.target is FLEX_ATTENTION:
         return FlexCall(*args)
@@ -109,9 +111,9 @@ def read_flex(node: fx.Node) -> tuple[Shown, float, float] | Refused:
 
 
 def _outputs_are_known(node: fx.Node, call: FlexCall) -> bool:
-    """Whether what is used of a call's outputs, and given to a backward, is what our ops have."""
+    """Returns whether what is used of a call's outputs, and given to a backward, is what our ops have."""
     used = {user.args[1] if user.target is getitem else None for user in node.users if user.users}
-    # Its logarithms are natural ones.
+    # The logarithms of this backend are natural ones.
     flash = isinstance(call.options, dict) and call.options.get("BACKEND") == "FLASH"
     gradient = call.gradient
     if gradient is None:
@@ -120,7 +122,7 @@ def _outputs_are_known(node: fx.Node, call: FlexCall) -> bool:
 
 
 Inner = tuple[list[fx.Node], fx.Node, Sequence[Any]]
-"""(placeholders, result, further results) of one of the graphs of numbers."""
+"""(placeholders, result, further results) of a graph that works on single numbers."""
 
 
 def _inner(node: fx.Node, attribute: object) -> Inner:
@@ -139,11 +141,11 @@ def _inner(node: fx.Node, attribute: object) -> Inner:
 
 
 Score = tuple[Truth, float, float]
-"""Where a score is kept, elsewhere it is hidden; a factor on it, and its soft cap or 0."""
+"""(the truth where a score is kept, and hidden elsewhere; a factor of the score; its soft cap or 0)."""
 
 
 def _read_score(node: fx.Node, call: FlexCall, shape: tuple[Any, Any]) -> Score | None:
-    """What `score_mod` does; in a backward, whose derivative has to be 1 where the score is kept."""
+    """Returns what `score_mod` does. In a backward its derivative has to be 1 where the score is kept."""
     given, result, others = _inner(node, call.score_mod)
     found = _kept(given, result, given[0], -math.inf, shape) if len(given) == 5 and not others else None
     if call.gradient is None or found is None:
@@ -152,14 +154,14 @@ def _read_score(node: fx.Node, call: FlexCall, shape: tuple[Any, Any]) -> Score 
     if len(given) != 6 or any(other is not None for other in others) or found[2] != 0.0:
         return None
     gradient = given[5]
-    # That of a hidden score is 0 already.
+    # The gradient of a hidden score is 0 already.
     return found if result is gradient or _kept(given, result, gradient, 0.0, shape) == found else None
 
 
 def _kept(
     given: list[fx.Node], result: fx.Node, score: fx.Node, hidden: float, shape: tuple[Any, Any]
 ) -> Score | None:
-    """What is done to a score, or to its gradient, which is `hidden` elsewhere."""
+    """Returns what is done to a score, or to its gradient. Elsewhere the score is `hidden`."""
     if result.target is not aten.where.self:
         kept = _softcap(result, score)
         return None if kept is None else (TRUE, *kept)
@@ -167,16 +169,16 @@ def _kept(
     truth = Masks({given[3]: QUERY, given[4]: KEY}, shape).operand(result, condition)
     if not isinstance(truth, Truth):
         return None
-    for one, other, seen in ((yes, no, truth), (no, yes, truth.negated())):
+    for first, other, seen in ((yes, no, truth), (no, yes, truth.negated())):
         number = other.args[1] if isinstance(other, fx.Node) and other.target is aten.full.default else other
-        kept = _softcap(one, score) if number == hidden else None
+        kept = _softcap(first, score) if number == hidden else None
         if kept is not None:
             return seen, *kept
     return None
 
 
 def _softcap(node: object, score: fx.Node) -> tuple[float, float] | None:
-    """(factor, soft cap) of a score: (1, 0) of itself, (a b, b) of b tanh(a score)."""
+    """Returns (factor, soft cap): (1, 0) for the score itself, and (a b, b) for b tanh(a score)."""
     if node is score:
         return 1.0, 0.0
     outside, capped = _factor(node)
@@ -187,7 +189,7 @@ def _softcap(node: object, score: fx.Node) -> tuple[float, float] | None:
 
 
 def _factor(node: object) -> tuple[float, object]:
-    """(a, x) of a node that is a * x, or x / (1 / a); (1, node) of any other."""
+    """Returns (a, x) for a node that is a * x or x / (1 / a), and (1, node) for any other."""
     if isinstance(node, fx.Node) and node.target in (aten.mul.Tensor, aten.div.Tensor):
         source, number = node.args
         if isinstance(number, (int, float)) and number > 0:

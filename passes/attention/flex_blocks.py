@@ -1,10 +1,11 @@
-"""Which blocks of FlexAttention are looked at: proved to be those that a mask shows, where the graph counts them.
+"""The block masks of FlexAttention, proved to have the blocks that the mask shows, if the graph computes them.
 
     mask [.., Sq, Skv] -> reshape, permute -> sums of blocks -> > 0, < block, == block -> sum: numbers, sort: indices
 
-`create_block_mask` has them so; for each block of queries first come those of keys in which the mask is not everywhere
-false or true, and apart from them the full ones. A backward has the same blocks with queries and keys exchanged, made
-of numbers and indices: 1 is put where an index is below its number, and what comes of it is exchanged and sorted.
+`create_block_mask` computes them so. For each block of queries it lists the blocks of keys in which the mask is neither
+all false nor all true, and in a second list the blocks in which it is all true. A backward has the same blocks with
+queries and keys exchanged. They are computed from numbers and indices: 1 is written where an index is below its number,
+and the result is transposed and sorted.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 FIRST = 2
-"""Behind the lengths: numbers and indices of blocks, of full ones, and both with queries and keys exchanged."""
+"""The place in a block mask behind the lengths. Numbers and indices of blocks follow, then those of full blocks, and
+then both with queries and keys exchanged.
+"""
 EXCHANGED = [0, 1, 3, 2]
 
 
 def are_counted(block_mask: Sequence[Any], masked: Truth, shape: tuple[Any, Any]) -> bool:
-    """Whether the blocks are those in which `masked` holds somewhere, full ones apart. Raises Unknown."""
+    """Returns whether the blocks are those in which `masked` holds somewhere, with full blocks listed apart. Raises
+    UnknownMask.
+    """
     numbers, indices, full_numbers, full_indices = block_mask[FIRST : FIRST + 4]
     rows, columns = block_mask[-3:-1]
     if full_numbers is None and full_indices is None and _is_full(numbers, 1) and _is_full(indices, 0):
@@ -42,7 +47,7 @@ def are_counted(block_mask: Sequence[Any], masked: Truth, shape: tuple[Any, Any]
     if some.target is not aten.bitwise_and.Tensor or every.target is not aten.eq.Scalar:
         return False
     counts = every.args[0]
-    bounds = {one.target: one.args for one in some.all_input_nodes}
+    bounds = {node.target: node.args for node in some.all_input_nodes}
     size = rows * columns
     if bounds != {aten.gt.Scalar: (counts, 0), aten.lt.Scalar: (counts, size)} or every.args[1] != size:
         return False
@@ -57,7 +62,7 @@ def are_counted(block_mask: Sequence[Any], masked: Truth, shape: tuple[Any, Any]
 
 
 def are_transposed(block_mask: Sequence[Any]) -> bool:
-    """Whether the blocks of keys are those of queries, exchanged. Raises Unknown."""
+    """Returns whether the blocks of keys are those of queries with the two exchanged. Raises UnknownMask."""
     given = block_mask[FIRST : FIRST + 8]
     pairs = [tuple(given[place : place + 2]) for place in range(0, 8, 2)]
     for blocks, exchanged in zip(pairs[:2], pairs[2:], strict=True):
@@ -92,7 +97,7 @@ def _is_transposed(numbers: object, indices: object, exchanged_numbers: object, 
 
 
 def _is_index(node: object, dim: int, shape: tuple[Any, ...]) -> bool:
-    """Whether a tensor holds the index of a dimension, as broadcast to this shape. Raises Unknown."""
+    """Returns whether a tensor holds the index of a dimension, as broadcast to this shape. Raises UnknownMask."""
     value = proofs.tensor(node)
     if not isinstance(node, fx.Node) or value is None:
         return False
@@ -102,7 +107,9 @@ def _is_index(node: object, dim: int, shape: tuple[Any, ...]) -> bool:
 
 
 def _is_wanted(node: object, numbers: object, indices: object, count: Any) -> bool:
-    """Whether a tensor holds the indices where their place is below the number of them, and else what is behind all."""
+    """Returns whether a tensor holds the indices where their place is below the number of them, and else what is behind
+    all.
+    """
     if not isinstance(node, fx.Node) or node.target is not aten.where.self:
         return False
     below, chosen, behind = node.args
@@ -116,14 +123,14 @@ def _is_wanted(node: object, numbers: object, indices: object, count: Any) -> bo
 
 
 def _ordered(numbers: object, indices: object) -> fx.Node | None:
-    """The truths of the blocks, whose sum is `numbers`, and whose order, those that hold first, is `indices`."""
+    """Returns the truths of the blocks: `numbers` is their sum, and `indices` their order with the true ones first."""
     truths = _uncast(_sorted(numbers, indices))
     value = proofs.tensor(truths)
     return truths if value is not None and value.dtype == torch.bool else None
 
 
 def _sorted(numbers: object, indices: object) -> fx.Node | None:
-    """What `numbers` is the sum of, and `indices` the order, the larger ones first."""
+    """Returns the tensor whose sum is `numbers` and whose descending order is `indices`; None if there is none."""
     summed, ordered = _uncast(numbers), _uncast(indices)
     if summed is None or ordered is None or summed.target is not aten.sum.dim_IntList or ordered.target is not getitem:
         return None
@@ -140,7 +147,7 @@ def _sorted(numbers: object, indices: object) -> fx.Node | None:
 
 
 def _in_blocks(counts: object, rows: int, columns: int) -> fx.Node | None:
-    """The mask [.., Sq, Skv] whose true elements `counts` counts, block by block."""
+    """Returns the mask [.., Sq, Skv] whose true elements `counts` counts, block by block."""
     if not isinstance(counts, fx.Node) or counts.target is not aten.sum.dim_IntList:
         return None
     permuted, dims, *kept = counts.args
@@ -163,7 +170,7 @@ def _in_blocks(counts: object, rows: int, columns: int) -> fx.Node | None:
 
 
 def _uncast(node: object) -> fx.Node | None:
-    """What a chain of casts between integers, and copies, holds: numbers that fit into all of them."""
+    """Returns the source of a chain of copies and casts between integers, whose numbers fit into all of the dtypes."""
     while isinstance(node, fx.Node) and node.target in (prims.convert_element_type.default, aten.clone.default):
         value = proofs.tensor(node)
         if value is None or value.dtype not in (torch.int8, torch.int32, torch.int64):

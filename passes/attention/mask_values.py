@@ -1,7 +1,7 @@
 """The values that `masks` knows of tensors: affine integers, truths about them, and choices between two numbers.
 
-Integers are those of mathematics here. `fits` and `rounded` say what a dtype holds of them: nothing is proved of one
-that wraps.
+Integers are mathematical integers here. `fits` and `rounded` say whether a dtype can hold them; nothing is proved of an
+integer that wraps.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ import torch
 from ditron_inductor.passes.attention.affine import Affine
 
 LEAST = -1e30
-"""No score comes near: programs hide by -inf, by the least number of a dtype, or by one of this magnitude."""
+"""A number that no score comes near. Programs hide keys by -inf, by the least number of a dtype, or by a number of this
+magnitude.
+"""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Whether every one of the terms is at least 0, or any of them."""
+    """A condition: all of the terms are at least 0, or, if not `every`, at least one of them is."""
 
     terms: frozenset[Affine]
     every: bool = True
 
     def negated(self) -> Truth:
-        # Of an integer: not t >= 0 is -t - 1 >= 0.
+        # For an integer t, not (t >= 0) is -t - 1 >= 0.
         terms = (term.scaled(-1) for term in self.terms)
         return Truth(frozenset(replace(term, const=term.const - 1) for term in terms), not self.every)
 
     def both(self, other: Truth) -> Truth | None:
-        """`self and other`; None if that is neither a conjunction nor a disjunction."""
-        for one, another in ((self, other), (other, self)):
-            if not one.terms:
-                return another if one.every else one
-        if all(one.every or len(one.terms) == 1 for one in (self, other)):
+        """Returns `self and other`; None if that is neither a conjunction nor a disjunction of terms."""
+        for first, second in ((self, other), (other, self)):
+            if not first.terms:
+                return second if first.every else first
+        if all(truth.every or len(truth.terms) == 1 for truth in (self, other)):
             return Truth(self.terms | other.terms)
         return None
 
@@ -46,7 +48,7 @@ TRUE, FALSE = Truth(frozenset()), Truth(frozenset(), every=False)
 
 @dataclass(frozen=True)
 class Selection:
-    """`yes` where it is true, else `no`."""
+    """A choice between two numbers: `yes` where the truth holds, and otherwise `no`."""
 
     truth: Truth
     yes: float
@@ -57,7 +59,7 @@ Value = Affine | Truth | Selection
 
 
 def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether a dtype holds a term everywhere."""
+    """Returns whether a dtype holds a term everywhere."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return term.is_constant
     lowest, highest = term.bounds(shape)
@@ -65,12 +67,12 @@ def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
 
 
 def hides(number: float, dtype: torch.dtype) -> bool:
-    """Whether a score that this number is added to, or replaces, counts for nothing beside one as it is."""
+    """Returns whether a score that this number is added to, or replaces, counts for nothing beside one as it is."""
     return number <= max(LEAST, torch.finfo(dtype).min)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float | None:
-    """As a dtype holds it; None if it does not."""
+    """Returns the number as a dtype holds it; None if the dtype cannot hold it."""
     if dtype.is_floating_point:
         return torch.tensor(number, dtype=torch.float64).to(dtype).item()
     if dtype == torch.bool or dtype.is_complex or not math.isfinite(number) or number != int(number):

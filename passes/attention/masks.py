@@ -1,11 +1,12 @@
-"""What a mask that a graph computes shows of the keys: proved from `arange`, comparisons and choices between numbers.
+"""The masks that a graph computes from `arange`, comparisons and choices between numbers, with a proof of their values.
 
-Every tensor on the way is an integer that is affine in its own indices (`Affine`), a conjunction or a disjunction of
-such integers being at least 0 (`Truth`), or one of two numbers by such a truth (`Selection`). Views, slices, and
-indexing by affine tensors replace indices; nothing is ever computed element by element. What is none of these raises
-`UnknownMask` with the node: an input of the graph, or an op that is not known here.
+Every tensor on the way has one of three kinds of values: an integer that is affine in the indices of the tensor
+(`Affine`), a condition that all, or any, of such integers are at least 0 (`Truth`), or a choice between two numbers by
+such a condition (`Selection`). Views, slices, and indexing by affine tensors substitute indices; nothing is ever
+computed element by element. Any other node raises `UnknownMask` with the node: an input of the graph, or an op that is
+not known here.
 
-`shown_masks` says what such a mask shows.
+`shown_masks` says which keys such a mask shows.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ prims = torch.ops.prims
 
 INTEGERS = (torch.int32, torch.int64)
 DEEPEST = 64
-"""Nodes between a mask and the ranges it is made of: many times what programs have."""
+"""The most nodes between a mask and the ranges from which it is computed. Programs have far fewer."""
 
 
 class UnknownMask(Exception):
-    """A node that is none of what this module knows."""
+    """Raised for a node whose value this module does not know."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
@@ -40,10 +41,11 @@ class UnknownMask(Exception):
 
 
 class Masks:
-    """The values of a graph's nodes, each found once.
+    """The values of the nodes of a graph, each of them found once.
 
-    known: those of placeholders, in a graph of numbers alone (what FlexAttention does to one score): affine in numbers
-    that stand for dimensions of these `sizes`, which every node has.
+    known: the values of placeholders in a graph that works on single numbers, as FlexAttention's functions of one score
+    do. They are affine in numbers that stand for the indices of dimensions of these `sizes`, and every node has these
+    sizes.
     """
 
     def __init__(self, known: dict[fx.Node, Value] | None = None, sizes: tuple[Any, ...] = ()) -> None:
@@ -52,7 +54,7 @@ class Masks:
         self._depth = 0
 
     def value(self, node: fx.Node) -> Value:
-        """Raises Unknown."""
+        """Returns the value of a node. Raises UnknownMask."""
         if node not in self._values:
             # No network is followed up to its inputs.
             if self._depth == DEEPEST:
@@ -79,7 +81,9 @@ class Masks:
         return self.converted(node, found, tensor.dtype)
 
     def converted(self, node: fx.Node, value: Value, dtype: torch.dtype) -> Value:
-        """A value with the dimensions of `node` in a dtype. Raises Unknown where an integer wraps, or is cut off."""
+        """Returns a value with the dimensions of `node` in a dtype. Raises UnknownMask if an integer wraps or is cut
+        off.
+        """
         shape = self.shape(node)
         value = mask_values.mapped(value, lambda term: term.cleaned(shape))
         found: Value | None = value
@@ -93,14 +97,14 @@ class Masks:
         return found
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
-        """Of a node's value."""
+        """Returns the shape of a node's value."""
         shape = shape_of(node)
         if self._sizes and shape:
             raise UnknownMask(node)
         return self._sizes or shape
 
     def operand(self, node: fx.Node, argument: object) -> Value:
-        """A tensor as broadcast to the dimensions of `node`, or a number."""
+        """Returns the value of a tensor, broadcast to the dimensions of `node`, or of a number."""
         ndim = len(self.shape(node))
         if not isinstance(argument, fx.Node):
             if not isinstance(argument, (bool, int, float)):
@@ -110,11 +114,11 @@ class Masks:
         return mask_values.mapped(self.value(argument), lambda term: term.widened(added))
 
     def compared(self, node: fx.Node) -> tuple[Value, Value]:
-        """Both operands of a comparison, in the dtype in which they are compared."""
+        """Returns both operands of a comparison in the dtype in which they are compared."""
         both = node.args[:2]
-        given: Any = [proofs.tensor(one) if isinstance(one, fx.Node) else one for one in both]
+        given: Any = [proofs.tensor(operand) if isinstance(operand, fx.Node) else operand for operand in both]
         dtype = torch.result_type(*given)
-        left, right = (self.converted(node, self.operand(node, one), dtype) for one in both)
+        left, right = (self.converted(node, self.operand(node, operand), dtype) for operand in both)
         return left, right
 
 
@@ -135,7 +139,9 @@ def _iota(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def hiding(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
-    """(where a float is 0, what it is elsewhere), if that hides whatever it is added to."""
+    """Returns (the truth where a float is 0, its number elsewhere), if adding that number hides whatever it is added
+    to.
+    """
     tensor = proofs.tensor(node)
     if not isinstance(value, Selection) or tensor is None or not tensor.dtype.is_floating_point:
         return None
@@ -159,31 +165,31 @@ def _full(masks: Masks, node: fx.Node) -> Value | None:
 
 def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
     def read(masks: Masks, node: fx.Node) -> Value | None:
-        left, right = (masks.operand(node, one) for one in node.args[:2])
+        left, right = (masks.operand(node, operand) for operand in node.args[:2])
         if proofs.arguments(node).get("alpha", 1) != 1:
             return None
-        one, other = (_as_affine(value, masks.shape(node)) for value in (left, right))
-        if one is not None and other is not None:
-            return one.plus(other.scaled(sign))
-        shows = [hiding(node, one) for one in (left, right)]
+        first, other = (_as_affine(value, masks.shape(node)) for value in (left, right))
+        if first is not None and other is not None:
+            return first.plus(other.scaled(sign))
+        shows = [hiding(node, term) for term in (left, right)]
         if sign < 0 or shows[0] is None or shows[1] is None:
             return None
         both = shows[0][0].both(shows[1][0])
-        # Hidden twice is hidden, by a number that is no larger.
+        # A key that is hidden twice is hidden, by a number that is no larger.
         return None if both is None else Selection(both, 0.0, max(shows[0][1], shows[1][1]))
 
     return read
 
 
 def _product(masks: Masks, node: fx.Node) -> Value | None:
-    left, right = (masks.operand(node, one) for one in node.args[:2])
+    left, right = (masks.operand(node, operand) for operand in node.args[:2])
     if isinstance(left, Truth) and isinstance(right, Truth):
         return left.both(right)
-    for one, other in ((left, right), (right, left)):
-        integer = _as_affine(one, masks.shape(node)) if isinstance(other, Affine) and other.is_constant else None
+    for first, other in ((left, right), (right, left)):
+        integer = _as_affine(first, masks.shape(node)) if isinstance(other, Affine) and other.is_constant else None
         if integer is not None and isinstance(other, Affine):
             return integer.scaled(other.const)
-        choice, kept = mask_values.as_choice(one), mask_values.as_choice(other)
+        choice, kept = mask_values.as_choice(first), mask_values.as_choice(other)
         if choice is None or kept is None or (kept.yes, kept.no) != (1.0, 0.0):
             continue
         # Infinity times 0 is no number.
@@ -205,15 +211,15 @@ def _quotient(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _floored(masks: Masks, node: fx.Node) -> Affine | None:
-    """One operand divided by the other, which is a number, rounded down."""
-    left, right = (masks.operand(node, one) for one in node.args[:2])
+    """Returns one operand divided by the other and rounded down. The other operand has to be a number."""
+    left, right = (masks.operand(node, operand) for operand in node.args[:2])
     if not isinstance(left, Affine) or not isinstance(right, Affine) or not right.is_constant:
         return None
     return affine.floored(left, right.const, masks.shape(node))
 
 
 def _remainder(masks: Masks, node: fx.Node) -> Value | None:
-    quotient, (left, right) = _floored(masks, node), (masks.operand(node, one) for one in node.args[:2])
+    quotient, (left, right) = _floored(masks, node), (masks.operand(node, operand) for operand in node.args[:2])
     if quotient is None or not isinstance(left, Affine) or not isinstance(right, Affine):
         return None
     return left.plus(quotient.scaled(-right.const))
@@ -225,7 +231,7 @@ def _negative(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _comparison(sign: int, least: int) -> Callable[[Masks, fx.Node], Value | None]:
-    """sign * (left - right) >= least."""
+    """Makes the reader of the comparison sign * (left - right) >= least."""
 
     def read(masks: Masks, node: fx.Node) -> Value | None:
         left, right = (_as_affine(value, masks.shape(node)) for value in masks.compared(node))
@@ -260,10 +266,10 @@ def _unequal(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _truths(masks: Masks, node: fx.Node) -> list[Truth]:
-    found = [masks.operand(node, one) for one in node.args[:2]]
-    if not all(isinstance(one, Truth) for one in found):
+    found = [masks.operand(node, operand) for operand in node.args[:2]]
+    if not all(isinstance(value, Truth) for value in found):
         raise UnknownMask(node)
-    return [one for one in found if isinstance(one, Truth)]
+    return [value for value in found if isinstance(value, Truth)]
 
 
 def _and(masks: Masks, node: fx.Node) -> Value | None:
@@ -283,7 +289,7 @@ def _not(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _where(masks: Masks, node: fx.Node) -> Value | None:
-    truth, *branches = (masks.operand(node, one) for one in node.args)
+    truth, *branches = (masks.operand(node, arg) for arg in node.args)
     yes, no = map(mask_values.as_choice, branches)
     if isinstance(truth, Truth) and (yes is None or no is None):
         shape = masks.shape(node)
@@ -292,14 +298,15 @@ def _where(masks: Masks, node: fx.Node) -> Value | None:
     if not isinstance(truth, Truth) or yes is None or no is None:
         return None
     if yes.truth != TRUE:
-        # The other way round, for one case less.
+        # Exchange the branches, so that one case less has to be handled.
         truth, yes, no = truth.negated(), no, yes
     if yes.truth != TRUE:
         return None
     if no.truth == TRUE:
         chosen: Selection | None = Selection(truth, yes.yes, no.yes)
     elif yes.yes in (no.yes, no.no):
-        # yes where the truth or the other's own one (or its opposite) holds: the negation of neither.
+        # The result is `yes` where the truth or the other choice's own truth (or its opposite) holds: the negation of
+        # neither.
         own = no.truth if yes.yes == no.yes else no.truth.negated()
         other = no.no if yes.yes == no.yes else no.yes
         neither = truth.negated().both(own.negated())
@@ -313,7 +320,7 @@ def _where(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _one_of(truth: Truth, yes: Affine, no: Affine, shape: Sequence[Any]) -> Affine | None:
-    """`yes` where the truth holds, else `no`."""
+    """Returns the integer that is `yes` where the truth holds, and otherwise `no`."""
     if len(truth.terms) != 1:
         return None
     (term,) = truth.terms
@@ -321,7 +328,7 @@ def _one_of(truth: Truth, yes: Affine, no: Affine, shape: Sequence[Any]) -> Affi
 
 
 def _as_affine(value: Value, shape: Sequence[Any]) -> Affine | None:
-    """A value of this shape as an integer; if it is one of two, then as one that jumps."""
+    """Returns a value of this shape as an integer. A choice between two integers becomes an integer that jumps."""
     if not isinstance(value, Selection) or not isinstance(value.yes, int) or not isinstance(value.no, int):
         return value if isinstance(value, Affine) else None
     yes, no = (Affine(number, (0,) * len(shape)) for number in (value.yes, value.no))
@@ -345,16 +352,16 @@ def _cast(masks: Masks, node: fx.Node) -> Value | None:
         return None
     if tensor.dtype == torch.bool:
         return value if isinstance(value, Truth) else _as_truth(value)
-    # What is no integer is not cut off: see `converted`.
+    # A number that is not an integer is not cut off (see `converted`).
     return mask_values.as_choice(value)
 
 
 def _view(masks: Masks, node: fx.Node) -> Value | None:
-    """The elements of another tensor at other indices."""
+    """Reads an op that takes elements of another tensor at other indices."""
     part = proofs.piece(node) if node.target in proofs.SLICES else None
     source = node.args[0] if part is None else part.source
     if node.target in proofs.ORDER_KEEPING:
-        # Between two views an integer may have an index for its every jump.
+        # Skip the views in between, where an integer may jump at every index.
         while isinstance(source, fx.Node) and source.target in proofs.ORDER_KEEPING:
             source = source.args[0]
     if not isinstance(source, fx.Node) or len(masks.shape(node)) != len(shape_of(node)):
@@ -379,14 +386,15 @@ def _view(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _padded(masks: Masks, node: fx.Node) -> Value | None:
-    """By nothing: as `create_block_mask` pads a mask whose sizes are multiples of its blocks."""
+    """Reads a padding by nothing. `create_block_mask` writes this for a mask whose sizes are multiples of its blocks.
+    """
     source, pads = node.args[:2]
     unchanged = isinstance(pads, (list, tuple)) and all(proofs.known_equal(pad, 0) for pad in pads)
     return masks.value(source) if unchanged and isinstance(source, fx.Node) else None
 
 
 def _indices(node: fx.Node, source: tuple[Any, ...], result: tuple[Any, ...]) -> list[Affine] | None:
-    """Of each dimension of the source, by the indices of the result."""
+    """Returns the index of each dimension of the source in terms of the indices of the result."""
     ndim = len(result)
 
     def along(dim: int, start: int = 0) -> Affine:
@@ -427,29 +435,32 @@ def _indices(node: fx.Node, source: tuple[Any, ...], result: tuple[Any, ...]) ->
 
 
 def _index(masks: Masks, node: fx.Node) -> Value | None:
-    """By one affine tensor for each dimension."""
+    """Reads indexing by one affine tensor for each dimension."""
     source, given = node.args
     if not isinstance(source, fx.Node) or not isinstance(given, (list, tuple)) or len(given) != len(shape_of(source)):
         return None
-    found = [masks.operand(node, one) if isinstance(one, fx.Node) else None for one in given]
-    indices = [one for one in found if isinstance(one, Affine)]
+    found = [masks.operand(node, index) if isinstance(index, fx.Node) else None for index in given]
+    indices = [value for value in found if isinstance(value, Affine)]
     if len(indices) != len(found):
         return None
     shape = shape_of(node)
-    # Counted from the end is something else.
-    inside = all(one.bounds(shape)[0] >= 0 for one in indices)
+    # Negative indices count from the end, which is not handled.
+    inside = all(index.bounds(shape)[0] >= 0 for index in indices)
     return mask_values.mapped(masks.value(source), lambda term: term.at(indices, shape)) if inside else None
 
 
 def _cat(masks: Masks, node: fx.Node) -> Value | None:
-    """Parts with one slope, each from where it stands: a jump behind the part in front of it."""
+    """Reads a concatenation of parts with one slope. There is a jump where a part begins, unless it continues the one
+    before.
+    """
     bound = proofs.arguments(node)
     dim, parts = bound["dim"] % len(shape_of(node)), bound["tensors"]
     found, sizes = [masks.value(part) for part in parts], [shape_of(part)[dim] for part in parts]
-    values = [one for one in found if isinstance(one, Affine)]
+    values = [value for value in found if isinstance(value, Affine)]
     if len(values) != len(found) or not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    # One element has no slope: of such alone it is that of positions, or none.
+    # A part of one element has no slope. If all parts have one element, the slope is 1 if their values differ, and
+    # otherwise 0.
     slopes = {value.coefs[dim] for value, size in zip(values, sizes, strict=True) if size > 1}
     slope = slopes.pop() if slopes else int(len({value.const for value in values}) > 1)
     others = {
@@ -475,7 +486,7 @@ def _elsewhere(value: Affine, dim: int) -> tuple[Threshold, ...]:
 
 
 def _running_sum(masks: Masks, node: fx.Node) -> Value | None:
-    """Of nothing."""
+    """Reads a running sum of zeros."""
     value = masks.operand(node, node.args[0])
     zero = value == FALSE or (isinstance(value, Affine) and value.const == 0 and value.is_constant)
     return Affine(0, (0,) * len(shape_of(node))) if zero else None

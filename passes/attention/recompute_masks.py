@@ -1,4 +1,4 @@
-"""A mask that the graph computes is computed again for the backward of its attention, not kept for it.
+"""A mask that the graph computes is computed again in the backward of its attention, and is not saved for it.
 
 Before, in the joint graph of forward and backward:
 
@@ -9,15 +9,15 @@ After, the nodes of the mask are marked, so that the backward graph begins with
 
     arange .. -> where = mask -> _scaled_dot_product_flash_attention_backward(grad, .., mask) -> ..
 
-The partitioner would hand the mask from the forward to the backward, as it hands on whatever an op that is not
-pointwise reads. There it would be an input of the graph, of which nothing is known; and a tensor of all pairs of a
-query and a key would be kept. The marks are those of activation checkpointing.
+The partitioner would save the mask in the forward for the backward, as it saves every tensor that an op reads which is
+not pointwise. In the backward graph the mask would be an input, of which nothing is known. And a tensor with an element
+for each pair of a query and a key would be kept. The marks are those of activation checkpointing.
 
 It must not fire when
-* the mask is not one that is proved to be causal, or a causal window: what is handed on as a bias is as good kept;
+* the mask is not proved to be causal, or a causal window: a tensor that is passed on as a bias may as well be saved;
 * the keys are not gathered, or the backward of attention is not to be fused.
 
-The numbers and indices of FlexAttention's blocks are computed again likewise.
+The numbers and indices of FlexAttention's blocks are also computed again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 BETWEEN = FOLLOWED | {WAIT, aten.expand.default, aten.cat.default, aten.split.Tensor, aten.split_with_sizes.default}
 MARK = "recompute"
-"""What the partitioner of AOTAutograd reads of a node."""
+"""The key of a node's meta that the partitioner of AOTAutograd reads."""
 
 
 def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
@@ -59,14 +59,14 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
         if refused(attention) or attention.bias is not None:
             continue
         known.add(tuple(masks))
-        for one in _made_of(masks):
-            # What a user's own checkpointing says of a node stays.
-            one.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
+        for source in _made_of(masks):
+            # A mark that the user's own checkpointing has put on a node stays.
+            source.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
     return len(known)
 
 
 def _is_gathered(keys: fx.Node, gathers: set[fx.Node]) -> bool:
-    """Whether keys are views, or parts put together, of what a collective gathers."""
+    """Returns whether keys are views, or parts put together, of what a collective gathers."""
     seen: set[fx.Node] = set()
     left = [keys]
     while left:
@@ -80,7 +80,7 @@ def _is_gathered(keys: fx.Node, gathers: set[fx.Node]) -> bool:
 
 
 def _made_of(masks: list[fx.Node]) -> set[fx.Node]:
-    """The masks, and what they are computed from."""
+    """Returns the masks, and the nodes from which they are computed."""
     found: set[fx.Node] = set()
     left = list(masks)
     while left:

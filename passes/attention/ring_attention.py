@@ -1,14 +1,15 @@
-"""Ring attention: attention to one rank's keys after the other, as torch's `context_parallel` has it. Seen, and left
-alone.
+"""Recognises ring attention, which attends to the keys of one rank after the other, as torch's `context_parallel` does.
+It is left alone.
 
     cat(k, v) -> all_gather -> part of rank r - 1, of r - 2, .. -> attention -> merged by logarithms of sums
     cat(k, v) -> all_to_all: all to rank r + 1 -> attention, and again all_to_all -> ..
     its backward -> gradients of keys and values + those of the rank in front -> all_to_all: all to rank r + 1 -> ..
 
-What a rank attends to depends on the rank: which parts, how many, all rows or the second half, all keys of a part or
-the first half. So the graphs differ in their ops, not in constants alone, and no rank can prove of its own graph what
-the others will find in theirs. A rank whose causal rows see nothing but its own keys has a gather that it never reads.
-And a gradient that comes from a neighbour is what that rank's program makes of it: here it is any tensor.
+What a rank attends to depends on the rank: which parts and how many, all rows or the second half, all keys of a part or
+the first half. So the graphs differ in their ops, not only in constants, and no rank can prove from its own graph what
+the others will find in theirs. If the causal rows of a rank see only its own keys, the rank has a gather that it never
+reads. And a gradient that comes from a neighbour is whatever that rank's program computes; on this rank it is any
+tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ MOVES: frozenset[object] = (
 
 
 def ring_attention(collective: fx.Node) -> fx.Node | None:
-    """The attention that a collective passes keys and values around for, or their gradients; None if for none."""
+    """Returns the attention whose keys and values, or their gradients, a collective passes around; None if there is
+    none.
+    """
     kernels = [node for node in collective.graph.nodes if node.target in FORWARD or node.target in BACKWARD]
     passed_on = collective.target is ALL_TO_ALL and _is_passed_on(collective)
     if not kernels or not (passed_on or collective.target is ALL_GATHER):
@@ -53,7 +56,7 @@ def ring_attention(collective: fx.Node) -> fx.Node | None:
 
 
 def _is_passed_on(exchange: fx.Node) -> bool:
-    """Whether an all-to-all sends everything to one rank, and gets everything from one."""
+    """Returns whether an all-to-all sends everything to one rank, and gets everything from one."""
     bound = proofs.arguments(exchange)
     both = bound["output_split_sizes"], bound["input_split_sizes"]
     return all(
@@ -63,18 +66,18 @@ def _is_passed_on(exchange: fx.Node) -> bool:
 
 
 def _is_part(operand: fx.Node, waits: list[fx.Node]) -> bool:
-    """Whether keys are views of a part of what came."""
+    """Returns whether keys are views of a part of what came."""
     chain = views_above(operand, waits)
     return chain is not None and any(view.target in proofs.SLICES for view in chain)
 
 
 def _gradients(backward: fx.Node) -> set[fx.Node]:
-    """Of keys and values."""
+    """Returns the gradients of keys and values."""
     return {user for user in backward.users if user.target is getitem and user.args[1] in (1, 2)}
 
 
 def _made_of(collective: fx.Node) -> Iterator[fx.Node]:
-    """What is sent, and what that is made of by moves and sums."""
+    """Yields what is sent, and the nodes from which moves and sums make it."""
     seen: set[fx.Node] = set()
     left = collective.all_input_nodes
     while left:
@@ -86,7 +89,7 @@ def _made_of(collective: fx.Node) -> Iterator[fx.Node]:
 
 
 def _parts(collective: fx.Node) -> list[fx.Node]:
-    """What is sent, or what that is put together from."""
+    """Returns what is sent, or the parts from which it is concatenated."""
     (operand, *_) = collective.all_input_nodes
     whole = proofs.views_up(operand)[-1]
     return whole.all_input_nodes if whole.target is aten.cat.default else [whole]

@@ -1,4 +1,4 @@
-"""What a tensor of a graph is a view of, with the atoms of every dimension on the way; see `softmax_algebra`."""
+"""The tensor that another tensor is a view of, with the atoms of every dimension on the way (see `softmax_algebra`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIEWS = proofs.ORDER_KEEPING | {aten.permute.default, aten.transpose.int, aten.e
 
 @dataclass(frozen=True)
 class Root:
-    """A tensor of the graph, and the atoms of its dimensions. factor: that of the numbers on the way to it, see
+    """A tensor of the graph, and the atoms of its dimensions. factor: the product of the numbers on the way to it, see
     `chain_to`.
     """
 
@@ -31,8 +31,8 @@ class Root:
 
 
 def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = (), *, scaled: bool = False) -> tuple[Root, ...]:
-    """(what `node` is a view of, .., `node`), not beyond `ends`; casts that keep every value do not count. With `ends`
-    what is repeated is followed too, scaled: so is a multiple. Raises Unknown.
+    """Returns (the tensor that `node` is a view of, .., `node`), not beyond `ends`. Casts that keep every value count
+    as views. With `ends`, repetitions are followed too; if `scaled`, so are multiples. Raises Unknown.
     """
     nodes = [node]
     while nodes[-1] not in ends and (
@@ -62,7 +62,7 @@ def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = (), *, sca
 
 
 def _factor(node: fx.Node) -> float | None:
-    """The positive number that a tensor is multiplied with, or that it is divided by."""
+    """Returns the positive factor by which a node multiplies a tensor; None for other nodes."""
     if node.target not in (*MULTIPLICATIONS, *DIVISIONS):
         return None
     number = node.args[1]
@@ -82,7 +82,7 @@ def viewed(atoms: Atoms, view: fx.Node, axes: Axes) -> Axes:
 
 
 def widens(node: fx.Node) -> bool:
-    """Whether a node is a cast that keeps every value."""
+    """Returns whether a node is a cast that keeps every value."""
     if node.target not in proofs.CASTS or node.target is aten.view.dtype:
         return False
     source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
@@ -95,14 +95,16 @@ def widens(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Moved:
-    """Views that give a tensor other dimensions: `divided` into these sizes, in this order, joined to this shape."""
+    """Views that rearrange the dimensions of a tensor: it is `divided` into these sizes, permuted in this order, and
+    joined to this shape.
+    """
 
     divided: tuple[int, ...]
     order: tuple[int, ...]
     shape: tuple[int, ...]
 
     def insert(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
-        """As few of them as it takes, or `node` itself."""
+        """Inserts as few of these views as are needed, and returns the last one, or `node` itself if none is needed."""
         if tuple(node.meta["val"].shape) != self.divided:
             node = rewriting.computed(graph, aten.reshape.default, (node, list(self.divided)), node)
         if self.order != tuple(range(len(self.order))):
@@ -113,14 +115,16 @@ class Moved:
 
 
 def moved(atoms: Atoms, have: Axes, wanted: Axes) -> Moved | None:
-    """From dimensions of these atoms to others of the same atoms; None if they are not the same."""
+    """Returns the views from dimensions of these atoms to dimensions of the same atoms in another arrangement; None if
+    the atoms differ.
+    """
     have, wanted = atoms.of(have), atoms.of(wanted)
     places = {atom: (dim, index) for dim, axis in enumerate(wanted) for index, atom in enumerate(axis)}
     given = [atom for axis in have for atom in axis]
     if len(given) != len(places) or set(given) != set(places) or sum(map(len, wanted)) != len(places):
         return None
     if sorted(have) == sorted(wanted):
-        # Dimensions of one element among themselves keep their order.
+        # Dimensions of one element keep their order among each other.
         left = list(range(len(have)))
         order = [left.pop(next(place for place, dim in enumerate(left) if have[dim] == axis)) for axis in wanted]
         return Moved(_sizes(atoms, have), tuple(order), _sizes(atoms, wanted))

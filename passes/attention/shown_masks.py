@@ -1,12 +1,14 @@
-"""Which keys a mask shows, as `Mask` has it: proved from what `masks` knows of the tensor.
+"""Which keys a mask shows, in the terms of `Mask`, proved from what `masks` knows of the tensor.
 
-A mask is understood if it shows row i the keys whose positions are at most that of the row, and maybe those above a
-second one, and if a row's position goes up by one from row to row but for some jumps. Keys stand in order, or in the
-zig-zag order of a number of ranks. Where the rows stand is this rank's alone: where the program's queries are at
-`rank * S + arange(S)`, or in two chunks, every rank's graph has other numbers, and on some rank two chunks are one. So
-the rows decide nothing but what this rank computes, and a bound on rows alone, or on keys by a number that may come
-from the rows, is not understood even where it hides nothing here. What is everybody's is the order of the keys, and the
-length of a window, which is as long for every row.
+A mask is understood if it shows each row the keys whose positions are at most the row's own position, and with a window
+only those above a second bound. The positions of neighbouring rows have to differ by one, except at some jumps. Keys
+stand in order, or in the zig-zag order of a number of ranks.
+
+The positions of the rows belong to this rank alone. If the queries of a program are at `rank * S + arange(S)`, or in
+two chunks, the graph of each rank has other numbers, and on one of the ranks the two chunks are adjacent. So the
+positions of the rows decide only what this rank computes. For the same reason a bound on rows alone, or on keys by a
+number that may come from the rows, is not understood, even if it hides nothing on this rank. All ranks share the order
+of the keys, and the length of a window, which is the same for every row.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ from ditron_inductor.task.all_gather_attention import GIVEN, LONGEST_WINDOW, Mas
 
 @dataclass(frozen=True)
 class Shown:
-    """What rows see. ranks: in the zig-zag order of so many the keys stand; 0 for any number, in order."""
+    """What the rows see. ranks: the keys stand in the zig-zag order of this many ranks; 0 if they stand in order."""
 
     mask: Mask
     ranks: int = 0
 
 
 def read_mask(node: fx.Node, queries: Any, keys: Any, *, hides: bool = False, lowest: float | None = None) -> Shown:
-    """What a mask, or a bias that is added to the scores, of so many queries and keys shows. Raises Unknown.
+    """Returns what a mask, or a bias that is added to the scores, shows of `queries` x `keys` scores. Raises
+    UnknownMask.
 
-    lowest: what a mask puts in the place of the others' scores; -inf without one. hides: it holds for those.
+    lowest: the number that replaces hidden scores; None for a bias, or a mask that hides by -inf. hides: the mask is
+    true where it hides.
     """
     value, shape = Masks().value(node), shape_of(node)
     if hides and isinstance(value, Truth):
@@ -51,16 +55,17 @@ def read_mask(node: fx.Node, queries: Any, keys: Any, *, hides: bool = False, lo
 
 
 def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = -math.inf) -> Shown:
-    """What is shown where a truth holds that has queries and keys as its last two dimensions, of this shape; elsewhere
-    `lowest` is added to the scores. Raises Unknown with the node.
+    """Returns what is shown if keys are seen where a truth holds; elsewhere `lowest` is added to the scores. The last
+    two dimensions of `shape` are queries and keys. Raises UnknownMask with the node.
     """
     queries, keys = shape[-2:]
     if truth == TRUE:
         return Shown(Mask("full"))
-    # With a dynamic length `rank * S` is a number on rank 0 alone: there it would be known, on other ranks not.
+    # With a dynamic length `rank * S` is a number on rank 0 alone, so the mask would be known there and not on other
+    # ranks.
     if not isinstance(queries, int) or not isinstance(keys, int):
         raise UnknownMask(node)
-    # Of one row nothing tells a bound that moves with the rows from one that does not.
+    # With one row a bound that moves with the rows looks like one that does not.
     if not truth.every and len(truth.terms) != 1 or queries <= 1 or keys <= 1:
         raise UnknownMask(node)
     uppers, lowers = [], []
@@ -73,14 +78,15 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
         elif term.coefs[-2:] == (-1, 1):
             lowers.append(term)
         else:
-            # Nor one that holds here: of the place of a rank's rows alone it may not hold on another.
+            # A bound on rows alone, or on keys alone, is not understood even if it holds here: it may not hold on
+            # another rank.
             raise UnknownMask(node)
-    # All by the same positions.
-    places = {one.steps for one in uppers} | {one.scaled(-1).steps for one in lowers}
+    # All bounds have to use the same positions.
+    places = {upper.steps for upper in uppers} | {lower.scaled(-1).steps for lower in lowers}
     if not uppers or len(places) != 1:
         raise UnknownMask(node)
-    offset = min(one.const for one in uppers)
-    window = min(offset + min(one.const for one in lowers) + 1, LONGEST_WINDOW) if lowers else 0
+    offset = min(upper.const for upper in uppers)
+    window = min(offset + min(lower.const for lower in lowers) + 1, LONGEST_WINDOW) if lowers else 0
     if lowers and window <= 0:
         raise UnknownMask(node)
     jumps = " ".join(f"{at}{jump:+}" for at, jump in uppers[0].steps_of(row).items())
@@ -95,7 +101,7 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
 
 
 def all_see(mask: Mask, queries: Any, keys: Any) -> bool:
-    """Whether every row of such a mask sees one of the keys of all ranks. This rank's alone."""
+    """Returns whether every row of this rank sees at least one of the keys of all ranks."""
     if mask.kind == GIVEN:
         return False
     if not mask.jumps:
@@ -106,15 +112,19 @@ def all_see(mask: Mask, queries: Any, keys: Any) -> bool:
 
 
 def _in_chunks(mask: Mask, queries: int) -> bool:
-    """Whether rows stand where they do by halves of a rank's. Then they stand in front of the first key on no rank, if
-    they are as many keys farther on each; one position less, and on rank 0 alone one of them does.
+    """Returns whether the runs of rows begin at multiples of half the number of a rank's rows.
+
+    A shift by one position would put one row in front of the first key, on rank 0 alone, and rank 0 alone would not
+    prove the mask. So masks with such shifts are proved on no rank.
     """
     chunk = queries // 2 if queries % 2 == 0 else queries
     return not any(edge % chunk for run in mask.positions(0, 1, queries) for edge in (run.first, run.start))
 
 
 def _zigzag_ranks(steps: dict[int, int], keys: int) -> int | None:
-    """Of how many ranks keys with these steps stand in zig-zag order; 0 if they stand in order; None for neither."""
+    """Returns the number of ranks in whose zig-zag order keys with these steps stand; 0 if they stand in order; None
+    for any other order.
+    """
     if not steps:
         return 0
     half = min(steps)

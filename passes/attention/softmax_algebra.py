@@ -1,29 +1,30 @@
-"""What a chain of exponentials, sums and quotients amounts to: the proof behind `flash_decode`.
+"""The value of a chain of exponentials, sums and quotients, by algebra: the proof behind `flash_decode`.
 
-There are many ways to write a softmax and its sum: the maximum subtracted or not, by a quotient or by a logarithm, with
-guards against infinities. The compiler's graph shows each in its own ops. So values are followed by what they are: a
-*variable* x that is indexed by one axis (tokens, or ranks), and elements v indexed by it too. Every value is a product
+There are many ways to write a softmax and its sum: with the maximum subtracted or not, by a quotient or by a logarithm,
+with guards against infinities. The compiler's graph shows each of them in its own ops. So values are followed in terms
+of a *variable* x that is indexed by one axis (tokens, or ranks), and of elements v that are indexed by it too. Every
+value is a product
 
-    exp(sum of coefficients * symbols)            or the logarithm of one
+    exp(sum of coefficients * symbols)            or the logarithm of such a product
 
-whose symbols are x, v (in exponents its logarithm is meant), the maxima m, which are not looked into, and what sums
-over the axis of x give: Z = sum exp(c x) and N = sum exp(c x) v. The rules are exact in real numbers:
+The symbols are x, v (in exponents its logarithm is meant), maxima m, which stay opaque, and the sums over the axis of
+x: Z = sum exp(c x) and N = sum exp(c x) v. The rules are exact in real numbers:
 
     exp, log                                      the same symbols, as a product or as its logarithm
     a * b, a / b; log a + log b, log a - log b    coefficients are added or subtracted
     number * log a                                coefficients are multiplied
     max of log a over the axis                    m, a new symbol: whatever it is, it has to cancel
-    sum of exp(c x + rest) over the axis          exp(rest) * Z, where rest does not depend on the axis
+    sum of exp(c x + rest) over the axis          exp(rest) * Z, if rest does not depend on the axis
     sum of exp(c x + rest) * v over the axis      exp(rest) * N
     any op on the elements of values like m       a new symbol m again
-    any other op on the elements                  j, which depends on the axis and stands in the way of a sum
+    any other op on the elements                  j, which depends on the axis and prevents a sum
     whether j holds for any index, or for all     a new symbol m
     where(m, a, b), equal but for such symbols    the same, with a new symbol m
 
-A softmax-weighted sum is what comes out as N / Z, whatever the way. Casts between floating-point types count as
-nothing: they round. The axes of a tensor are followed too, through views, indices of dimensions of size 1, and cats of
-a tensor's chunks, as lists of *atoms*, see `Atoms`: two values are combined only where their axes are the same, so that
-nothing that was permuted or repeated passes.
+In the end a softmax-weighted sum is N / Z, however it was written. Casts between floating-point types are ignored,
+because they only round. The axes of a tensor are followed too, through views, indices of dimensions of size 1, and cats
+of a tensor's chunks, as lists of *atoms* (see `Atoms`). Two values are combined only if their axes are the same, so a
+tensor that was permuted or repeated is not mistaken for another.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ aten = torch.ops.aten
 
 Symbol = tuple[Any, ...]
 """("x", origin), ("v", origin), ("m", node), ("j", origin of x, node), ("Z", c, origin of x), ("N", c, origin of x,
-origin of v); ("b", ..) is of nobody's axis here: what a seed cuts x and v out of.
+origin of v); ("b", ..) depends on no axis here; a seed cuts x and v out of it.
 """
 Axes = tuple[tuple[int, ...], ...]
-"""Of every dimension the atoms that it runs over, the slowest first; none where its size is 1."""
+"""For every dimension the atoms that it runs over, the slowest first. A dimension of size 1 has none."""
 
 MOST_STEPS = 60
-"""From a value up to where its chain begins: twice as many as any form takes, and few of a deep model's."""
+"""The most nodes from a value up to where its chain begins: twice as many as any form needs."""
 TESTS = (aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -61,8 +62,8 @@ class Unknown(Exception):
 
 
 class Atoms:
-    """Indices that dimensions are made of. An atom may turn out to be two, when a view splits a dimension, and to be
-    the same as another one.
+    """The indices that dimensions are made of. If a view splits a dimension, an atom is replaced by two. An atom may
+    also turn out to be the same as another one.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Atoms:
         self._parts: dict[int, tuple[int, ...]] = {}
 
     def new(self, shape: Sequence[int]) -> Axes:
-        """Axes of a tensor that nothing is known of."""
+        """Returns the axes of a tensor of which nothing is known."""
         return tuple(() if size == 1 else (self.atom(size),) for size in shape)
 
     def atom(self, size: int) -> int:
@@ -81,7 +82,7 @@ class Atoms:
         return self._sizes[atom]
 
     def flat(self, atoms: Sequence[int]) -> tuple[int, ...]:
-        """What these atoms are made of."""
+        """Returns the atoms into which these atoms have been split."""
         found: list[int] = []
         for atom in atoms:
             parts = self._parts.get(atom)
@@ -89,11 +90,13 @@ class Atoms:
         return tuple(found)
 
     def of(self, axes: Axes) -> Axes:
-        """`flat` of every dimension."""
+        """Applies `flat` to every dimension."""
         return tuple(self.flat(axis) for axis in axes)
 
     def take(self, atoms: Sequence[int], size: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(the slowest of these atoms, together of this size; the others); splits one where it must and can."""
+        """Returns (the slowest of these atoms, whose sizes multiply to `size`; the others). Splits an atom if this is
+        needed and possible.
+        """
         taken, rest = list[int](), list(self.flat(atoms))
         while size > 1 and rest:
             atom = rest.pop(0)
@@ -109,7 +112,7 @@ class Atoms:
         return (tuple(taken), tuple(rest)) if size == 1 else None
 
     def reshaped(self, axes: Axes, shape: Sequence[int]) -> Axes | None:
-        """The axes of a reshape."""
+        """Returns the axes of a reshape; None if they cannot be told."""
         rest: tuple[int, ...] = sum(self.of(axes), ())
         found = []
         for size in shape:
@@ -121,14 +124,16 @@ class Atoms:
         return None if rest else tuple(found)
 
     def bind(self, fresh: Sequence[int], known: Sequence[int]) -> bool:
-        """Make atoms of a tensor that appears for the first time the same as known ones, in order."""
+        """Declares that the atoms of a new tensor are the same as known atoms, in order. Returns whether that is
+        possible.
+        """
         left, right = list(self.flat(fresh)), list(self.flat(known))
         while left and right:
-            one, other = left[0], right[0]
-            if self.size(one) == self.size(other):
+            first, other = left[0], right[0]
+            if self.size(first) == self.size(other):
                 self._parts[left.pop(0)] = (right.pop(0),)
                 continue
-            larger, smaller = (left, right) if self.size(one) > self.size(other) else (right, left)
+            larger, smaller = (left, right) if self.size(first) > self.size(other) else (right, left)
             step = self.take(larger[:1], self.size(smaller[0]))
             if step is None:
                 return False
@@ -138,14 +143,16 @@ class Atoms:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor: the exponential of a sum, or (is_log) the sum. power: its coefficients, without zeros."""
+    """A tensor as the exponential of a sum, or (is_log) as the sum itself. power: the coefficients of the sum, without
+    zeros.
+    """
 
     axes: Axes
     power: Mapping[Symbol, float]
     is_log: bool
 
     def is_opaque(self) -> bool:
-        """Whether it depends on the axis through maxima only."""
+        """Returns whether it depends on the axis through maxima only."""
         return self.is_log and all(symbol[0] == "m" for symbol in self.power)
 
 
@@ -166,7 +173,9 @@ def combined(left: Mapping[Symbol, float], right: Mapping[Symbol, float], factor
 
 
 class Algebra:
-    """Values of the nodes of a graph. seed: what a node is that starts a chain, None for any other node."""
+    """The values of the nodes of a graph. seed: returns the value of a node that starts a chain, and None for any other
+    node.
+    """
 
     def __init__(self, atoms: Atoms, seed: Callable[[fx.Node], Value | None]) -> None:
         self.atoms = atoms
@@ -175,7 +184,7 @@ class Algebra:
         self._depth = 0
 
     def value(self, node: object) -> Value:
-        """What a node is. Raises Unknown."""
+        """Returns the value of a node. Raises Unknown."""
         assert isinstance(node, fx.Node)
         found = self._known.get(node)
         if found is not None:
@@ -191,7 +200,7 @@ class Algebra:
         return found
 
     def total(self, value: Value, dims: Sequence[int], node: fx.Node, keepdim: bool) -> Value:
-        """The sum over `dims`, all of which x is indexed by. Raises Unknown at `node`."""
+        """Returns the sum over `dims`, which have to be all the dimensions that index x. Raises Unknown at `node`."""
         x = [symbol for symbol in value.power if symbol[0] == "x"]
         v = [symbol for symbol in value.power if symbol[0] == "v"]
         if value.is_log or len(x) != 1 or len(v) > 1 or any(value.power[symbol] != 1.0 for symbol in v):
@@ -204,7 +213,7 @@ class Algebra:
         return Value(self._without(value, dims, node, keepdim), combined(rest, {summed: 1.0}, 1.0), False)
 
     def _without(self, value: Value, dims: Sequence[int], node: fx.Node, keepdim: bool) -> Axes:
-        """The axes that are left when `dims` are reduced, which have to be those of x, and nothing else."""
+        """Returns the axes that are left when `dims` are reduced. These have to be exactly the axes of x."""
         axes = self.atoms.of(value.axes)
         dims = [dim % len(axes) for dim in dims]
         x = next((symbol for symbol in value.power if symbol[0] in ("x", "j")), None)
@@ -267,7 +276,7 @@ class Algebra:
         return Value(axes, value.power, value.is_log)
 
     def _selected(self, node: fx.Node) -> Value:
-        """Of a dimension of one element, that element."""
+        """Reads the selection of the only element of a dimension."""
         value, dim = self.value(node.args[0]), node.args[1]
         if not isinstance(dim, int) or value.axes[dim]:
             raise Unknown(node)
@@ -275,8 +284,8 @@ class Algebra:
         return Value(value.axes[:dim] + value.axes[dim + 1 :], value.power, value.is_log)
 
     def _put_together(self, node: fx.Node) -> Value:
-        """All equal chunks of one tensor in their order, or equal views of them: what gathers make of an inner
-        dimension.
+        """Reads a cat of all equal chunks of one tensor in their order, or of equal views of them. A gather along an
+        inner dimension is written in this way.
         """
         parts = list(proofs.arguments(node)["tensors"])
         chunks = [proofs.views_up(part)[-1] for part in parts]
@@ -288,7 +297,7 @@ class Algebra:
         source, dim = found[0].source, found[0].dim
         length, cat_dim = shapes[0][0][dim], proofs.arguments(node)["dim"]
         value = self.value(source)
-        places = [(one.source, one.dim, one.start) for one in found]
+        places = [(piece.source, piece.dim, piece.start) for piece in found]
         if places != [(source, dim, index * length) for index in range(len(parts))]:
             raise Unknown(node)
         step = self.atoms.take(value.axes[dim], len(parts))
@@ -307,7 +316,7 @@ class Algebra:
         return self._opaque(node, source, dims, keepdim)
 
     def _opaque(self, node: fx.Node, source: object, dims: Sequence[int], keepdim: bool) -> Value:
-        """What is known of a whole axis at once."""
+        """Reads an op that reduces the whole axis to an opaque symbol."""
         return Value(self._without(self.value(source), dims, node, keepdim), {("m", node): 1.0}, True)
 
     def _pointwise(self, node: fx.Node, target: torch._ops.OpOverload, bound: Mapping[str, Any]) -> Value:
@@ -320,11 +329,11 @@ class Algebra:
                 factor = float(right) if target is aten.mul.Tensor else 1.0 / right
                 return Value(value.axes, {symbol: count * factor for symbol, count in value.power.items()}, True)
         if (multiplies or adds) and isinstance(left, fx.Node) and isinstance(right, fx.Node):
-            one, other = self.value(left), self.value(right)
-            if one.is_log is other.is_log is adds:
+            first, other = self.value(left), self.value(right)
+            if first.is_log is other.is_log is adds:
                 sign = 1.0 if target in (aten.mul.Tensor, aten.add.Tensor) else -1.0
-                axes = self.broadcast(node, one.axes, other.axes)
-                return Value(axes, combined(one.power, other.power, sign), adds)
+                axes = self.broadcast(node, first.axes, other.axes)
+                return Value(axes, combined(first.power, other.power, sign), adds)
         if target is aten.scalar_tensor.default or (target is aten.full.default and not bound["size"]):
             return Value((), {("m", node): 1.0}, True)
         if target is aten.where.self:
@@ -345,18 +354,18 @@ class Algebra:
         raise Unknown(node)
 
     def _chosen(self, node: fx.Node) -> Value | None:
-        """`where` between values that differ by maxima only; None for any other."""
+        """Reads a `where` between values that differ only in maxima; returns None for any other `where`."""
         condition, left, right = (self.value(given) for given in node.args)
-        rest = [{one: count for one, count in value.power.items() if one[0] != "m"} for value in (left, right)]
+        rest = [{symbol: count for symbol, count in value.power.items() if symbol[0] != "m"} for value in (left, right)]
         if not condition.is_opaque() or left.is_log is not right.is_log or rest[0] != rest[1]:
             return None
         axes = self.broadcast(node, condition.axes, self.broadcast(node, left.axes, right.axes))
         return Value(axes, combined(rest[0], {("m", node): 1.0}, 1.0), left.is_log)
 
     def broadcast(self, node: fx.Node, left: Axes, right: Axes) -> Axes:
-        """The axes of an op on the elements. Raises Unknown where they differ, but for dimensions of size 1."""
+        """Returns the axes of an elementwise op. Raises Unknown if they differ in a dimension that is not of size 1."""
         count = max(len(left), len(right))
-        one, other = (self.atoms.of(((),) * (count - len(axes)) + axes) for axes in (left, right))
-        if any(a and b and a != b for a, b in zip(one, other, strict=True)):
+        first, other = (self.atoms.of(((),) * (count - len(axes)) + axes) for axes in (left, right))
+        if any(a and b and a != b for a, b in zip(first, other, strict=True)):
             raise Unknown(node)
-        return tuple(a or b for a, b in zip(one, other, strict=True))
+        return tuple(a or b for a, b in zip(first, other, strict=True))

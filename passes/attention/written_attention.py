@@ -1,20 +1,20 @@
-"""Attention that a program writes out beside gathered keys and values: proved by the algebra of softmaxes.
+"""Attention that a program writes out beside gathered keys and values, proved by the algebra of softmaxes.
 
     q, gathered k -> views -> bmm = scores -> * scale -> (soft cap) -> (mask) -> softmax -> bmm <- views <- gathered v
 
-In any way to write it: the maximum subtracted or not, the quotient before the second matmul or behind it, in fp32 or in
-the dtype, heads grouped or repeated, by `matmul` or `einsum`, scaled behind the first matmul or in front of it, with 0
-for rows that see nothing; so scaled dot-product attention by torch's own operations is one as well. Of a chain of
-`softmax_algebra` from the scores x
+It may be written in any way. The maximum may be subtracted or not. The division may stand before the second matmul or
+behind it, in fp32 or in the dtype. Heads may be grouped or repeated. The matmuls may be `matmul` or `einsum`, with the
+scale behind the first one or in front of it. Rows that see nothing may be set to 0. So scaled dot-product attention by
+torch's own operations is covered too. In a chain of `softmax_algebra` from the scores x
 
-    a tanh of c x                          gives scores of its own, and a soft cap: b tanh(c x) has the cap b
-    a mask that is added, or chosen        shows some of the scores, see `masks`; behind the soft cap, and once; where
-                                           nothing is proved of it, it is handed on
+    a tanh of c x                          gives new scores and a soft cap: b tanh(c x) has the cap b
+    a mask that is added, or chosen        shows some of the scores (see `masks`). It has to stand behind the soft cap,
+                                           and once. If nothing is proved of it, it is passed on.
 
-and what comes out has to be sum(exp(c x) v) / sum(exp(c x)). The dimensions of queries, keys and values are followed
-from tensors of the graph, those of keys and values from the gathered ones, and play the roles [B, H, S, D]. Casts
-count as nothing, as the node keeps scores and sums in fp32. Where the program has NaN, since a row sees nothing, the
-node has 0.
+and the result has to be sum(exp(c x) v) / sum(exp(c x)). The dimensions of queries, keys and values are followed from
+tensors of the graph (those of keys and values from the gathered tensors) and have the roles [B, H, S, D]. Casts are
+ignored, because the node keeps scores and sums in fp32. If the program gives NaN because a row sees nothing, the node
+gives 0.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ EXPONENTIALS: frozenset[object] = frozenset({aten.exp.default, aten._softmax.def
 NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
 RANDOM: frozenset[object] = frozenset({inductor_prims.random, aten.rand.default, aten.native_dropout.default})
 MOST_BETWEEN = 256
-"""Nodes between the two matmuls: casts, softmax and a short mask are a tenth of that."""
+"""The most nodes between the two matmuls: casts, softmax and a short mask are a tenth of that."""
 MOST_BEHIND = 4
-"""Nodes between the second matmul and the quotient, if that comes last."""
+"""The most nodes between the second matmul and the division, if the division comes last."""
 DIGITS = 12
-"""Of scales, which are products of numbers in the graph."""
+"""The digits to which scales are rounded, which are products of numbers in the graph."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The second matmul and what its weights are computed from, up to the next matmuls; the gathered tensors that it
-    and these read.
+    """The second matmul; the nodes `above` from which its weights are computed, up to the next matmuls; and the
+    gathered tensors that these matmuls read.
     """
 
     node: fx.Node
@@ -79,16 +79,16 @@ class Written:
 
 
 def find_written(graph: fx.Graph, gathered: Collection[fx.Node]) -> list[Written]:
-    """What looks like attention that is written out, of any of the `gathered` tensors."""
+    """Finds nodes that look like attention that is written out, of any of the `gathered` tensors."""
     found = []
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         weights, values = node.args
         assert isinstance(weights, fx.Node) and isinstance(values, fx.Node)
         above = _above(weights)
-        if not any(one.target in EXPONENTIALS for one in above):
+        if not any(node_above.target in EXPONENTIALS for node_above in above):
             continue
-        products = [one for one in above if one.target is aten.bmm.default]
-        operands = [values, *(one for product in products for one in product.all_input_nodes)]
+        products = [node_above for node_above in above if node_above.target is aten.bmm.default]
+        operands = [values, *(operand for product in products for operand in product.all_input_nodes)]
         read = tuple(end for end in map(_end, operands) if end in gathered)
         if read:
             found.append(Written(node, tuple(above), read))
@@ -96,7 +96,7 @@ def find_written(graph: fx.Graph, gathered: Collection[fx.Node]) -> list[Written
 
 
 def _above(weights: fx.Node) -> list[fx.Node]:
-    """What the weights are computed from, up to the next matmuls, these included."""
+    """Returns the nodes from which the weights are computed, up to the next matmuls, which are included."""
     found: dict[fx.Node, None] = {}
     left = [weights]
     while left and len(found) < MOST_BETWEEN:
@@ -110,7 +110,7 @@ def _above(weights: fx.Node) -> list[fx.Node]:
 
 
 def _end(node: fx.Node) -> fx.Node:
-    """What a node is a view or a repetition of, or the same in a wider dtype."""
+    """Returns the tensor of which `node` is a view, a repetition, or a copy in a wider dtype."""
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
         if node.target in (aten.expand.default, aten.repeat.default) or widens(node):
             node = node.args[0]
@@ -123,11 +123,12 @@ def _end(node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class WrittenScores:
-    """What x of an attention is: products of queries and keys over `dim`, indexed by the tokens `atom`; the last of the
-    queries and of the keys is the operand of the product, the others what that is a view of.
+    """The scores x of an attention: products of queries and keys over `dim`, indexed by the tokens `atom`. The last
+    root of the queries and of the keys is the operand of the product, and the roots before it are what it is a view of.
 
-    inside: 0, or a tanh of so many times the product. mask: what is shown, to rows of the atoms `rows`; hidden is what
-    gets a finite number where x counts `hidden_at` times, 0 for -inf. given: the tensor of a mask.
+    inside: 0, or the factor of the product inside a tanh. mask: what is shown, to rows of the atoms `rows`. hidden_at:
+    0 if scores are hidden by -inf; if they are hidden by a finite number, the factor of x at that place. given: the
+    tensor of the mask.
     """
 
     queries: tuple[Root, ...]
@@ -143,7 +144,9 @@ class WrittenScores:
 
 @dataclass(frozen=True)
 class Given:
-    """A mask as a tensor, which is added to scores with these axes, or is true where they are shown, or (hides) not."""
+    """A mask as a tensor with these axes. It is added to scores, or is true where they are shown, or (hides) where they
+    are not.
+    """
 
     tensor: fx.Node
     axes: Axes
@@ -162,18 +165,18 @@ class _Refused(Exception):
 
 
 class Proof:
-    """The seeds of the algebra, and what it makes of them."""
+    """The seeds of the algebra, and the values that it derives from them."""
 
     def __init__(self, written: Written, gathered: Collection[fx.Node]) -> None:
         self.written = written
         self.atoms = Atoms()
         self.algebra = Algebra(self.atoms, self._seed)
         self._gathered = gathered
-        # What is computed from the scores.
-        self.scored = {one for one in written.above if one.target is aten.bmm.default}
-        for one in sorted(written.above):
-            if self.scored.intersection(one.all_input_nodes):
-                self.scored.add(one)
+        # The nodes that are computed from the scores.
+        self.scored = {node for node in written.above if node.target is aten.bmm.default}
+        for node in sorted(written.above):
+            if self.scored.intersection(node.all_input_nodes):
+                self.scored.add(node)
 
     def _seed(self, node: fx.Node) -> Value | None:
         if node is self.written.node:
@@ -201,7 +204,7 @@ class Proof:
         return Value((batch, rows, tokens), {("x", origin): factor}, is_log=True)
 
     def _weighted(self, node: fx.Node) -> Value:
-        """Weights times values, summed up."""
+        """Returns the value of the sum of weights times values."""
         left, right = node.args
         assert isinstance(right, fx.Node)
         weights = self.algebra.value(left)
@@ -215,7 +218,7 @@ class Proof:
         return replace(total, axes=(*total.axes[:2], wide))
 
     def _origin(self, value: Value, node: fx.Node) -> tuple[WrittenScores, float]:
-        """(what the scores are, how often they count) of scores that nothing hides."""
+        """Returns (the scores, their factor) for scores that no mask hides."""
         ((symbol, count),) = value.power.items() if len(value.power) == 1 else (((), 0.0),)
         if not value.is_log or not symbol or symbol[0] != "x" or symbol[1].mask is not None:
             raise Unknown(node)
@@ -235,11 +238,13 @@ class Proof:
         tensor = proofs.tensor(bias)
         if bias in self.scored or tensor is None or proofs.arguments(node)["alpha"] != 1:
             return None
-        # A truth would be added as 0 or 1.
+        # A tensor of bool would be added as 0 or 1.
         return self._masked(node, scores, bias) if tensor.is_floating_point() else None
 
     def _hidden(self, node: fx.Node) -> Value | None:
-        """Scores, and the least number where the condition says so; None if that is not what `node` is."""
+        """Returns the value of scores that are replaced by the least number where a condition says so; None if `node`
+        is something else.
+        """
         condition, yes, no = node.args
         if condition in self.scored:
             return self._guarded(node)
@@ -252,7 +257,9 @@ class Proof:
         return self._masked(node, scores, condition, hides=scores is no, lowest=lowest)
 
     def _guarded(self, node: fx.Node) -> Value | None:
-        """Weights, and 0 for a row whose scores are all -inf; None if that is not what `node` is."""
+        """Returns the value of weights that are set to 0 in rows whose scores are all -inf; None if `node` is something
+        else.
+        """
         condition, zero, weights = node.args
         test = _all_hidden(condition)
         if test is None or weights not in self.scored or _number(node, zero) != 0.0:
@@ -267,7 +274,9 @@ class Proof:
     def _masked(
         self, node: fx.Node, scores: object, given: object, hides: bool = False, lowest: float | None = None
     ) -> Value:
-        """The scores of which a mask, or a bias, `given` shows a part, elsewhere `lowest`, or what the bias has."""
+        """Returns the value of scores of which a mask or a bias, `given`, shows a part. Hidden scores become `lowest`,
+        or get what the bias has.
+        """
         value = self.algebra.value(scores)
         origin, count = self._origin(value, node)
         shape = static_shape(node)
@@ -279,7 +288,7 @@ class Proof:
             mask = read_mask(given, *shape[-2:], hides=hides, lowest=lowest)
         except masks.UnknownMask as unknown:
             if lowest not in (None, -math.inf):
-                # Beside it scores count for little, and not for nothing, in a row that sees nothing.
+                # In a row that sees nothing, scores beside such a number count for little, but not for nothing.
                 raise _Refused(ReasonCode.ATTENTION_MASK.at(unknown.node)) from None
             mask = BY_TENSOR
         if mask == ALL:
@@ -289,7 +298,9 @@ class Proof:
         return replace(value, power={("x", shown): count})
 
     def result(self) -> tuple[fx.Node, Value]:
-        """The weighted mean of the values: what the second matmul gives, or a quotient behind it. Raises Unknown."""
+        """Returns the weighted mean of the values: the second matmul, or a division behind it, with its value. Raises
+        Unknown.
+        """
         node: fx.Node | None = self.written.node
         for _ in range(MOST_BEHIND):
             if node is None:
@@ -305,20 +316,20 @@ class Proof:
         raise Unknown(self.written.node)
 
     def code(self) -> ReasonCode:
-        """What is said where the algebra knows no more."""
-        if any(one.target in RANDOM for one in self.written.above):
+        """Returns the reason to report if the algebra proves no more."""
+        if any(node.target in RANDOM for node in self.written.above):
             return ReasonCode.ATTENTION_DROPOUT
         try:
-            for one in self.written.above:
-                if one.target is aten.tanh.default:
-                    self.algebra.value(one)
+            for node in self.written.above:
+                if node.target is aten.tanh.default:
+                    self.algebra.value(node)
         except (Unknown, _Refused):
             return ReasonCode.ATTENTION_SOFTCAP
         return ReasonCode.ATTENTION_WRITTEN_OUT
 
     def between(self, result: fx.Node) -> tuple[fx.Node, ...]:
-        """The nodes from the scores to the result, without it."""
-        found = {one for one in self.scored if one.target is aten.bmm.default}
+        """Returns the nodes from the scores to the result, without the result."""
+        found = {scores for scores in self.scored if scores.target is aten.bmm.default}
         node = min(found)
         while node is not result:
             node = node.next
@@ -326,16 +337,18 @@ class Proof:
                 found.add(node)
         needed, left = set[fx.Node](), [result]
         while left:
-            for one in left.pop().all_input_nodes:
-                if one in found and one not in needed:
-                    needed.add(one)
-                    left.append(one)
+            for source in left.pop().all_input_nodes:
+                if source in found and source not in needed:
+                    needed.add(source)
+                    left.append(source)
         return tuple(sorted(needed))
 
 
 def prove(graph: fx.Graph, written: Written, gathered: Collection[fx.Node]) -> AttentionCall | Refused:
-    """The attention [B, H, S, D] that is written out, or why it is not proved. Inserts views in front of its result,
-    if keys and values do not have these dimensions in this order: whoever does not take them erases them.
+    """Returns the attention [B, H, S, D] that is written out, or why it is not proved.
+
+    If keys and values do not have these dimensions in this order, it inserts views in front of the result. A caller
+    that does not use them erases them.
     """
     proof = Proof(written, gathered)
     try:
@@ -373,7 +386,7 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
         q = _placed(graph, atoms, queries, (*whole, dim))
         k = _placed(graph, atoms, keys, (of_batch, of_heads, tokens, dim))
         v = _placed(graph, atoms, values, (of_batch, of_heads, tokens, wide))
-    found = [proofs.tensor(one) for one in (q, k, v)]
+    found = [proofs.tensor(operand) for operand in (q, k, v)]
     rejected = proofs.rejected_dtypes(found)
     if rejected is not None:
         raise _Refused(rejected.at(node))
@@ -384,7 +397,7 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
     result = moved(atoms, (*whole, wide), value.axes)
     if result is None:
         raise Unknown(node)
-    views = tuple(one.node for chain in (keys, values) for one in chain[1:] if one.node not in (k, v))
+    views = tuple(root.node for chain in (keys, values) for root in chain[1:] if root.node not in (k, v))
     softcap = _rounded(count) if origin.inside else 0.0
     attention = AttentionCall(
         node,
@@ -407,12 +420,12 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
 
 
 def _operand(graph: fx.Graph, atoms: Atoms, given: Given, wanted: Axes, node: fx.Node) -> fx.Node | None:
-    """A mask as the bias of our op, whose scores have the `wanted` axes; None where it has others. Inserts its negation
-    in front of `node`, if that is what is wanted.
+    """Returns a mask as the bias of our op, whose scores have the `wanted` axes; None if the mask has other axes.
+    Inserts its negation in front of `node` if that is needed.
     """
     tensor = unexpanded(given.tensor)
     shape = static_shape(tensor)
-    # The same for all batches and heads, in whatever order they stand.
+    # A mask that is the same for all batches and heads fits, whatever their order.
     alike = len(shape) <= len(wanted) and all(size == 1 for size in shape[:-2])
     axes = [atoms.flat(axis) for axis in given.axes]
     if axes[-2:] != [atoms.flat(axis) for axis in wanted[2:]]:
@@ -426,7 +439,7 @@ def _operand(graph: fx.Graph, atoms: Atoms, given: Given, wanted: Axes, node: fx
 
 
 def _number(node: fx.Node, argument: object) -> float | None:
-    """What an operand of `node` holds everywhere."""
+    """Returns the number that an operand of `node` holds everywhere; None if there is none."""
     try:
         value = masks.Masks().operand(node, argument)
     except masks.UnknownMask:
@@ -435,7 +448,7 @@ def _number(node: fx.Node, argument: object) -> float | None:
 
 
 def _all_hidden(node: object) -> tuple[object, int] | None:
-    """(scores, dimension) of a node that says, with the dimension kept, where all of them are -inf."""
+    """Returns (scores, dimension) for a node that says, with the dimension kept, where all scores are -inf."""
     if not isinstance(node, fx.Node) or node.target not in NEGATIONS:
         return None
     found = node.args[0]
@@ -452,7 +465,7 @@ def _all_hidden(node: object) -> tuple[object, int] | None:
 
 
 def _last_view(node: fx.Node) -> fx.Node:
-    """The last of a chain of views from `node` on, none of which is used otherwise; copies are what a program wants."""
+    """The last of a chain of views from `node` on, none of which is used elsewhere; copies are what a program wants."""
     user = proofs.sole_user(node)
     while user is not None and user.target in MOVES:
         node, user = user, proofs.sole_user(user)
@@ -464,7 +477,7 @@ def _flat(atoms: Atoms, root: Root) -> list[int]:
 
 
 def _shared(atoms: Atoms, chain: Sequence[Root]) -> tuple[int, ...]:
-    """Batch and heads of keys or values, without those that only repeat them. Raises Unknown."""
+    """Returns the atoms of batch and heads of keys or values, without those that only repeat them. Raises Unknown."""
     batch, *others = atoms.of(chain[-1].axes)
     own = _flat(atoms, chain[0])
     found = tuple(atom for atom in batch if atom in own)
@@ -476,7 +489,9 @@ def _shared(atoms: Atoms, chain: Sequence[Root]) -> tuple[int, ...]:
 def _batches(
     atoms: Atoms, keys: Sequence[Root], shared: tuple[int, ...], tokens: tuple[int, ...], dim: tuple[int, ...]
 ) -> int:
-    """How many of the `shared` atoms are batches: what keys in the graph have so, or else their first dimension."""
+    """Returns how many of the `shared` atoms are batches: as many as in the keys of the graph, or else the atoms of
+    their first dimension.
+    """
     for root in keys:
         axes = atoms.of(root.axes)
         if len(axes) == 4 and axes[2:] == (tokens, dim) and axes[0] + axes[1] == shared:
@@ -486,7 +501,9 @@ def _batches(
 
 
 def _placed(graph: fx.Graph, atoms: Atoms, chain: Sequence[Root], wanted: Axes) -> fx.Node:
-    """What has these dimensions: one of the views in the graph, or views that are inserted. Raises Unknown."""
+    """Returns a tensor with these dimensions: one of the views in the graph, or views that are inserted. Raises
+    Unknown.
+    """
     dtype = chain[0].node.meta["val"].dtype
     for root in chain:
         same = root.factor == 1.0 and root.node.meta["val"].dtype == dtype

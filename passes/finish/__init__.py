@@ -1,1 +1,1 @@
-"""What a graph with Task nodes needs last: names, order, padding, facts for the peers, verification."""
+"""The last passes on a graph with Task nodes: names, order, padding, facts for the peers, verification."""

@@ -5,13 +5,13 @@
     wait(all_gather(x))         ->  all_gather_matmul(x, [0 [K, 1]], return_gathered)[1]
     wait(reduce_scatter(x))     ->  matmul_reduce_scatter(.., as the first)[0]
 
-A rank whose graph has no matmul in front of a collective, where its peers wait for the tiles of one, sends tiles too:
-of a product of zeros to which x is added, which is x bit for bit, but for the sign of zeros. This is no pass of the
-pipeline. It is run on a graph as it was before the passes, when the graph meets an agreement that was made without it
-(device/agreements.py), and costs a small product that nobody needs.
+If a rank's graph has no matmul in front of a collective, but its peers wait for the tiles of one, the rank has to send
+tiles too. They are those of a product of zeros to which x is added. The sum is x bit for bit, except for the sign of
+zeros. This is not a pass of the pipeline. It runs on a graph as it was before the passes, if the graph comes under an
+agreement that was made without it (device/agreements.py). It costs a small product that nobody needs.
 
-It must not fire where the collective is no functional one that is waited for once, where x has no dimension, or where
-the peers' node is of a kind that is not drawn above or of a dtype that no kernel takes: DitronDiverged.
+It raises DitronDiverged if the collective is not a functional collective that is waited for once, if x has no
+dimension, or if the peers' node is of a kind that is not drawn above or of a dtype that no kernel takes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ADD_ALL = "pre: mm0 + full(x0); mm0"
 
 @dataclass(frozen=True)
 class Match:
-    """A collective, and what rank 0 has of its own in the node that its peers run."""
+    """A collective, the form of the node that its peers run, and the local facts of rank 0 in this node."""
 
     collective: Collective
     form: Form
@@ -77,9 +77,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
 
 
 def conform(graph: fx.Graph, forms: Mapping[str, Sequence[Form]], *, options: Options) -> int:
-    """Give the launches of every group the forms that the ranks agreed on; returns how many were rewritten.
+    """Gives the launches of every group the forms that the ranks agreed on, and returns how many were rewritten.
 
-    Raises DitronDiverged where that cannot be done.
+    Raises DitronDiverged if that is impossible.
     """
     count = 0
     for group_name, launches in launches_of(graph).items():
@@ -121,7 +121,7 @@ def _zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
 
 
 def _factors(graph: fx.Graph, x: fx.Node) -> dict[str, list[fx.Node]]:
-    """A product of zeros in the shape of x."""
+    """Returns the operands of a product of zeros in the shape of x."""
     shape = tuple(x.meta["val"].shape)
     return {"a": [_zeros(graph, x, (*shape[:-1], 1))], "b": [_zeros(graph, x, (1, shape[-1]))]}
 
@@ -143,7 +143,7 @@ def _all_reduce(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 
 def _reduce_with_norm(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
-    """The sum alone: what norm is behind it concerns no other rank."""
+    """Inserts the reduction without a norm, because a norm behind it concerns no other rank."""
     collective = match.collective
     x, wait = _contiguous(graph, collective.operand), collective.wait
     assert collective.reduce_op is not None

@@ -3,13 +3,14 @@
     matmul_all_reduce(.., site="")  ->  matmul_all_reduce(.., site="3f9c01ab/2:matmul_all_reduce")
 
 A site is `region/number:kind`. The region is a hash of the launches of the node's group in this graph, by their wire
-facts (see wire_facts.py): kind of collective, reduction, dtype. The number counts these launches, those that were left
-alone included. So two ranks have the same names although one has a bias, an epilogue or a
-collective without a matmul where the other has none. Sizes are not part of the name: one rank may compile a graph with
-a symbol where another has a number, and DTensor shards unevenly. Nor are group names: the ranks of a tensor-parallel
-group are in different data-parallel groups.
+facts (see wire_facts.py): kind of collective, reduction, dtype. The number counts these launches, including those that
+were left alone. So two ranks have the same names even if only one of them has a bias, an epilogue or a collective
+without a matmul. Sizes are not part of the name: one rank may compile a graph with a symbol where another has a number,
+and DTensor shards unevenly. Group names are not either, because the ranks of a tensor-parallel group are in different
+data-parallel groups.
 
-Behind all passes `add_key` appends `@key` to the names: by it a site finds what the ranks agreed on for its graph.
+Behind all passes `add_key` appends `@key` to the names. By this key a site finds what the ranks agreed on for its
+graph.
 """
 
 from __future__ import annotations
@@ -36,17 +37,19 @@ def find_sites(graph: fx.Graph) -> tuple[str, list[fx.Node]]:
 
 
 def region_of(launches: Sequence[LaunchFacts]) -> str:
-    """Eight hex digits over what the launches of one group have in common with those of its other ranks."""
+    """Returns eight hex digits of a hash of the facts that the launches of one group share with those of its other
+    ranks.
+    """
     return _digest([launch.wire for launch in launches])
 
 
 def rewrite(node: fx.Node, site: str) -> None:
-    """Write `site` into the arguments of a Task node."""
+    """Writes `site` into the arguments of a Task node."""
     rewriting.change_task(node, replace(node_from_call(node.target, node.args), site=site))
 
 
 def name_sites(graph: fx.Graph, *, options: Options) -> int:
-    """Name all sites of `graph`; returns how many names changed."""
+    """Names all sites of `graph`, and returns how many names changed."""
     changed = 0
     for launches in _of_tasks(graph):
         region = region_of([facts for _, facts in launches])
@@ -62,7 +65,7 @@ def name_sites(graph: fx.Graph, *, options: Options) -> int:
 
 
 def add_key(graph: fx.Graph, key: str) -> None:
-    """Append the key of the graph to the names of its sites."""
+    """Appends the key of the graph to the names of its sites."""
     for node in graph.nodes:
         if is_task(node):
             site = shared_site(node_from_call(node.target, node.args).site)

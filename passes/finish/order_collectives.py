@@ -9,18 +9,17 @@ extern ops. So the launches form one chain, which only data dependencies can hol
                                                  token_1 = token_of(h)
     z, _ = matmul_all_reduce(c, d, None)         z, _ = matmul_all_reduce(c, d, token_1)
 
-A Task kernel keeps SMs while it waits, so the chain is one across all groups that have a Task node: two groups that
-overlap in their ranks must not wait for each other either. A collective of any other group stays as it is, and so
-does a graph without a Task node. A group that the graph holds as an object, or by vLLM's name for it, may be any group:
-it is chained.
+A Task kernel keeps SMs while it waits, so there is one chain across all groups that have a Task node: two groups that
+share ranks must not wait for each other either. Collectives of other groups stay as they are, and so do graphs without
+a Task node. If the graph holds a group as an object, or by vLLM's name for it, it may be any group, so it is chained.
 
-What puts a collective behind the token costs no copy. `after` is an alias: right for collectives that read their input
-where it lies. A reduction whose input nobody uses afterwards is run in place by Inductor, which loses sight of what an
-alias stands for once somebody writes into it, and would give the memory away before the wait: there `after_(x, token)`
-says that it writes into x, and the collective keeps its input. Otherwise Inductor copies the input and works on the
-copy, fused with what computes the input; an alias in between would split the two. There the token becomes an operand
-of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the token holds. `token_of` hangs on the launch, not
-on the wait, so transfers still overlap with what follows.
+Putting a collective behind the token costs no copy. There are three cases. For collectives that only read their input,
+`after` is an alias of the input. Inductor runs a reduction in place if nobody uses its input afterwards. But Inductor
+loses track of an alias that is written to, and would free the memory before the wait. So there `after_(x, token)` says
+that it writes into x, and the collective keeps its input. In the third case Inductor copies the input of a reduction
+and works on the copy, which is fused with the computation of the input; an alias in between would split the two. There
+the token becomes an operand of the copy, `where(token != 0, x, x)`, which is x bit for bit, whatever the token holds.
+`token_of` depends on the launch, not on the wait, so transfers still overlap with what follows.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def find_chain(graph: fx.Graph) -> list[Match]:
 
 
 def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
-    """Put each launch of `chain` behind the one before it."""
+    """Puts each launch of `chain` behind the one before it."""
     for previous, current in zip(chain, chain[1:], strict=False):
         token = _token_after(graph, previous)
         if current.is_task:
@@ -90,7 +89,9 @@ def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
 
 
 def order_collectives(graph: fx.Graph, *, options: Options) -> int:
-    """Chain the launches of `graph`; returns how many were put behind another one, 0 for a graph chained before."""
+    """Chains the launches of `graph`, and returns how many were put behind another one; 0 if the graph was chained
+    before.
+    """
     chain = find_chain(graph)
     if any(_is_chained(match) for match in chain):
         return 0
@@ -99,7 +100,7 @@ def order_collectives(graph: fx.Graph, *, options: Options) -> int:
 
 
 def _token_after(graph: fx.Graph, match: Match) -> fx.Node:
-    """The token that the launch returns, or a new one that hangs on its first output."""
+    """Returns the token that the launch returns, or a new token that depends on its first output."""
     value = match.node.meta["val"]
     if match.is_task:
         return _getitem(graph, match.node, len(value) - 1)
@@ -137,7 +138,7 @@ def _ordered_input(graph: fx.Graph, node: fx.Node, x: fx.Node, token: fx.Node) -
 
 
 def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
-    """Whether nothing reads the memory of x after `node`, and the caller does not own it."""
+    """Returns whether nothing reads the memory of x after `node`, and the caller does not own it."""
     storage = x.meta["val"].untyped_storage()._cdata
     for other in graph.nodes:
         value = other.meta.get("val")
@@ -149,7 +150,7 @@ def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_chained(match: Match) -> bool:
-    """Whether something waits for the token of the launch."""
+    """Returns whether something waits for the token of the launch."""
     value = match.node.meta["val"]
     if match.is_task:
         getitems = [user for user in match.node.users if user.target is operator.getitem]

@@ -1,4 +1,5 @@
-"""Matmuls whose rows do not begin on 16 bytes get padded operands, where a rule of their sizes says that it pays.
+"""Matmuls whose rows do not begin at multiples of 16 bytes get padded operands, if a rule of their sizes says that it
+pays.
 
     x [M, 4097], w [4097, N] -> mm [M, N]
 
@@ -11,31 +12,31 @@ and, where the width of the result is not aligned either (N = 1023),
 
     w -> constant_pad_nd [4104, 1024] -> mm [M, 1024] -> slice [M, 1023]
 
-The same for addmm, whose bias is padded too, bmm and baddbmm. Inductor does this by `shape_padding`, in front of all
-passes, and decides it by a benchmark on each rank: two ranks may compile two graphs, of which one has a site that the
-other has not. So that is off (see `backend`), and this pass stands behind all fusions, where nothing depends on what it
-does: it sees the products that no site took, it looks at sizes, dtypes and strides only, and the constants of its rule
-(`task.alignment`) are the same on all machines.
+The same is done for bmm, baddbmm, and addmm, whose bias is padded too. Inductor does this by `shape_padding`, in front
+of all passes, and decides by a benchmark on each rank. So two ranks may compile two graphs, of which only one has a
+certain site. Therefore `shape_padding` is off (see `backend`), and this pass runs behind all fusions, where no other
+pass depends on it. It sees the products that no site took, it looks at sizes, dtypes and strides only, and the
+constants of its rule (`task.alignment`) are the same on all machines.
 
 A padded operand is computed by the kernel that computes the operand itself, if only the product reads it and Inductor
-generates it; otherwise it is a copy. The result is a view, whose rows are further apart than they are long, also where
-it leaves the graph, as with Inductor's padding. What needs them together, a collective say, gets a copy. A matrix that
-lies column by column is padded as the rows that it lies in. A size is only padded where elements lie together along it:
-M never, for a plain `x @ w`.
+generates it; otherwise it is a copy. The result is a view with gaps between its rows, also where it leaves the graph,
+as with Inductor's padding. What needs contiguous rows, such as a collective, gets a copy. In a matrix that lies column
+by column the columns are padded. A size is padded only if elements are contiguous along it, so M is never padded for a
+plain `x @ w`.
 
-The products of a site grow along K too, which each rank contracts alone: what is reduced, scattered or gathered behind
-them stays as it is, and so do all facts that ranks compare.
+The products of a site are padded along K too, which each rank contracts alone. What is reduced, scattered or gathered
+behind them stays the same, and so do all facts that ranks compare.
 
     matmul_all_reduce([a [M, 4097]], [b [4097, N]])  ->  matmul_all_reduce([pad(a)], [pad(b)])
 
-What a site gathers is sent as it is: another rank may have a collective there that no pass has fused.
+What a site gathers is not padded, because another rank may have a collective there that no pass has fused.
 
 It must not fire when
 * the product is not on a GPU, or of another dtype than bf16, fp16 and fp32, or its operands differ in it;
 * a size is dynamic, 0 or 1;
-* it is a site's, and padding K would leave an operand unaligned;
-* an operand lies neither by rows nor by columns, or the rows of a view are not as long as what lies between them;
-* all rows begin on 16 bytes already;
+* the product belongs to a site, and padding K would leave an operand unaligned;
+* an operand is contiguous neither along rows nor along columns, or there are gaps between the rows of a view;
+* all rows begin at multiples of 16 bytes already;
 * the rule finds that the copies cost more than the faster kernel saves.
 """
 
@@ -71,10 +72,11 @@ GPUS = ("cuda",)
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """How a matrix, or a batch of them, lies in memory.
+    """The layout in memory of a matrix, or of a batch of matrices.
 
-    by_rows: whether elements lie together along the rows; else along the columns. aligned: bytes to which all of these
-    begin. whole: whether they are as far apart as they are long, so that longer ones are further apart.
+    by_rows: whether the elements of a row are adjacent; otherwise those of a column are. aligned: the largest number of
+    bytes of which every row (or column) begins at a multiple. whole: whether rows (or columns) lie without gaps, so
+    that longer ones would lie further apart.
     """
 
     by_rows: bool
@@ -97,13 +99,13 @@ class Match:
 
 
 def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | None:
-    """Proves that a node is a product of which padding would align what is not; None if it is not one."""
+    """Proves that a node is a product that padding would align; None if it is not."""
     if node.target not in OPERANDS:
         return None
     bound = proofs.arguments(node)
     lhs, rhs = (bound[name] for name in OPERANDS[node.target])
     bias = bound["self"] if node.target in BIASED else None
-    values = [proofs.tensor(one) for one in (lhs, rhs, node, *([bias] if node.target in BIASED else []))]
+    values = [proofs.tensor(each) for each in (lhs, rhs, node, *([bias] if node.target in BIASED else []))]
     if not _paddable(values, devices):
         return None
     a, b, out = values[0], values[1], values[2]
@@ -114,17 +116,17 @@ def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | No
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     missing = {name: alignment.missing(size, a.dtype) for name, size in (("m", M), ("k", K), ("n", N))}
     needed: set[str] = set()
-    for one, (along_rows, along_columns) in ((of_lhs, "km"), (of_rhs, "nk"), (of_out, "nm")):
-        along = along_rows if one.by_rows else along_columns
-        if one.aligned < ALIGNED_BYTES:
-            if not one.whole or not missing[along]:
+    for operand, (along_rows, along_columns) in ((of_lhs, "km"), (of_rhs, "nk"), (of_out, "nm")):
+        along = along_rows if operand.by_rows else along_columns
+        if operand.aligned < ALIGNED_BYTES:
+            if not operand.whole or not missing[along]:
                 return None
             needed.add(along)
     if not needed:
         return None
     m, k, n = (missing[name] if name in needed else 0 for name in "mkn")
     operands = ([lhs] if m + k else []) + ([rhs] if k + n else [])
-    copied = [_copied_bytes(one, node) for one in operands]
+    copied = [_copied_bytes(operand, node) for operand in operands]
     if n and not rewriting.views_and_strides(node)[1]:
         copied.append(2 * _nbytes(out))
     work = ProductWork(
@@ -150,7 +152,9 @@ class SiteProduct:
 
 
 def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[SiteProduct | None]:
-    """For each product that a site makes before it communicates, what padding K would align; None for the others."""
+    """Returns, for each product that a site computes before it communicates, the product if padding K would align it,
+    and otherwise None.
+    """
     if not is_task(node):
         return []
     given = schema.operands_from_call(node)
@@ -167,9 +171,10 @@ def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...
     k = alignment.missing(K, rhs.dtype)
     if of_lhs is None or of_rhs is None or not k:
         return None
-    unaligned = [(one, along) for one, along in ((of_lhs, True), (of_rhs, False)) if one.aligned < ALIGNED_BYTES]
-    # K lies together in a by rows, in b by columns.
-    if not unaligned or any(not one.whole or one.by_rows != along for one, along in unaligned):
+    operands = ((of_lhs, True), (of_rhs, False))
+    unaligned = [(operand, along) for operand, along in operands if operand.aligned < ALIGNED_BYTES]
+    # K is contiguous in `a` if it lies by rows, and in `b` if it lies by columns.
+    if not unaligned or any(not operand.whole or operand.by_rows != along for operand, along in unaligned):
         return None
     copied = [_copied_bytes(a, node), _copied_bytes(b, node)]
     out_bytes = lhs.numel() // K * N * lhs.dtype.itemsize
@@ -188,7 +193,7 @@ def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...
 
 
 def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bool:
-    """Whether these are tensors of one dtype that is known here, of known sizes above 1, on a GPU."""
+    """Returns whether these are tensors of one dtype that is known here, of known sizes above 1, on a GPU."""
     if any(value is None for value in values):
         return False
     found = [value for value in values if value is not None]
@@ -201,12 +206,12 @@ def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bo
 
 
 def _steps(value: torch.Tensor) -> tuple[Any, ...]:
-    """Where the tensor begins in its memory, and its strides."""
+    """Returns the offset of the tensor in its memory, and its strides."""
     return (value.storage_offset(), *value.stride())
 
 
 def form(value: torch.Tensor) -> MatrixForm | None:
-    """How a tensor [.., R, C] of known sizes lies; None where neither rows nor columns do."""
+    """Returns the layout of a tensor [.., R, C] of known sizes; None if neither rows nor columns are contiguous."""
     rows, columns = value.stride()[-2:]
     if columns == 1:
         apart, length = rows, value.shape[-1]
@@ -224,7 +229,9 @@ def _nbytes(value: torch.Tensor) -> int:
 
 
 def _copied_bytes(operand: fx.Node, product: fx.Node) -> int:
-    """What a padded operand costs beside the operand: nothing where one kernel writes it in its place."""
+    """Returns the bytes that have to be copied for a padded operand: 0 if one kernel writes the operand with its
+    padding.
+    """
     value = proofs.tensor(operand)
     assert value is not None
     written_here = operand.op == "call_function" and list(operand.users) == [product] and _generated(operand)
@@ -232,7 +239,7 @@ def _copied_bytes(operand: fx.Node, product: fx.Node) -> int:
 
 
 def _generated(node: fx.Node) -> bool:
-    """Whether Inductor generates the kernel that computes a node, and could write its result anywhere."""
+    """Returns whether Inductor generates the kernel that computes a node, and could write its result anywhere."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target is CONVERT or torch.Tag.pointwise in node.target.tags
     return False
@@ -262,7 +269,7 @@ def rewrite(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> None:
 
 
 def _padded(graph: fx.Graph, source: fx.Node, rows: int, columns: int, padded: dict[Any, fx.Node]) -> fx.Node:
-    """Inserts a matrix, or each of a batch, with zeros below and to the right; in the layout that it has."""
+    """Inserts a matrix, or a batch of matrices, with zeros below and to the right, in the same layout."""
     if not rows + columns:
         return source
     key = (source, rows, columns)
@@ -287,7 +294,9 @@ def _swapped(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def _padded_bias(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> fx.Node:
-    """Inserts what is added to the padded product: as long as that where it was as long as the product."""
+    """Inserts the bias of the padded product, which is padded along each dimension in which it is as long as the
+    product.
+    """
     bias = match.bias
     assert bias is not None
     shape = bias.meta["val"].shape
@@ -309,20 +318,21 @@ def rewrite_site(
     operands = schema.operands_from_call(node)
     a, b = operands["a"], operands["b"]
     with graph.inserting_before(node):
-        for index, one in enumerate(found):
-            if one is not None:
-                a[index] = _padded(graph, one.a, 0, one.k, padded)
-                b[index] = _padded(graph, one.b, one.k, 0, padded)
+        for index, product in enumerate(found):
+            if product is not None:
+                a[index] = _padded(graph, product.a, 0, product.k, padded)
+                b[index] = _padded(graph, product.b, product.k, 0, padded)
     rewriting.change_task(node, schema.node_from_call(node.target, node.args), a=a, b=b)
     node.meta.pop("eager_input_vals", None)
 
 
 def pad_by(graph: fx.Graph, rule: Rule, devices: tuple[str, ...] = GPUS) -> int:
-    """Pads every product for which it pays by a rule; returns how many."""
+    """Pads every product for which this pays by the rule, and returns how many."""
     padded: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
-        factors = [one if one and rule.pays(one.work) else None for one in find_site_products(node, devices)]
+        found = find_site_products(node, devices)
+        factors = [product if product and rule.pays(product.work) else None for product in found]
         if any(factors):
             rewrite_site(graph, node, factors, padded)
             count += sum(map(bool, factors))

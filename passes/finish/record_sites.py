@@ -21,7 +21,7 @@ from ditron_inductor.task.torch_dtypes import precision_of
 
 
 def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
-    """What the passes did with the collectives of `graph`, read from the rewritten graph."""
+    """Returns a record of what the passes did with the collectives of `graph`, read from the rewritten graph."""
     region, _ = find_sites(graph)
     sites = [_task_record(node) for node in graph.nodes if is_task(node)]
     alone = [_collective_record(node) for node in graph.nodes if launches_collective(node)]
@@ -74,14 +74,14 @@ def _task_record(node: fx.Node) -> SiteRecord:
 
 
 def _values(given: Any) -> Any:
-    """The fake tensor of an operand, or those of a list."""
-    return [_value(one) for one in given] if isinstance(given, list) else _value(given)
+    """Returns the fake tensor of an operand, or the fake tensors of a list."""
+    return [_value(operand) for operand in given] if isinstance(given, list) else _value(given)
 
 
 def _hints(value: Any) -> Any:
-    """The shape of a tensor whose sizes are known, or those of a list."""
+    """Returns the shape of a tensor whose sizes are known, or the shapes of a list of tensors."""
     if isinstance(value, list):
-        return [_hints(one) for one in value]
+        return [_hints(each) for each in value]
     return tuple(_hint(size) for size in value.shape)
 
 
@@ -135,7 +135,7 @@ def _collective_bytes(kind: str, inputs: Sequence[torch.Tensor], world_size: int
 
 
 def shape_text(shape: Sequence[Any]) -> str:
-    """`[8, s0, 16]`."""
+    """Returns a shape as text, such as `[8, s0, 16]`."""
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
@@ -147,7 +147,7 @@ def _value(node: Any) -> torch.Tensor:
 
 
 def _hint(size: Any) -> int | None:
-    """The size, or for a symbol the size that the compiler saw; None where it saw none."""
+    """Returns the size, or for a symbol the size that the compiler saw; None if it saw none."""
     if isinstance(size, int):
         return size
     assert isinstance(size, torch.SymInt)

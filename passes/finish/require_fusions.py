@@ -1,8 +1,8 @@
 """The option `ditron.strict`: a graph in which a collective beside a matmul could be fused, and is not, is an error.
 
-No node changes. `ReasonCode.changeable` decides what counts; a fusion that the option `ditron.fusions` leaves out does
-not. The reasons are equal on all ranks, so either all of them raise or none does; and a graph that raises is in no
-cache.
+No node changes. `ReasonCode.changeable` decides which reasons count. A fusion that the option `ditron.fusions` excludes
+does not count. The reasons are equal on all ranks, so either all ranks raise or none does. A graph that raises is not
+put into a cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def _counts(reason: Reason, options: Options) -> bool:
 
 
 def require_fusions(graph: fx.Graph, *, options: Options) -> int:
-    """Raises `DitronNotFused` if the option asks for it and a site is left alone without need; returns 0."""
+    """Raises `DitronNotFused` if the option asks for it and a site is left alone for a reason that a user can change.
+    Returns 0.
+    """
     found = find_not_fused(graph, options) if options.strict else []
     if found:
         raise DitronNotFused(count=len(found), sites="".join(f"\n{_text(node)}" for node in found))

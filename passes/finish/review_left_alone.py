@@ -1,4 +1,4 @@
-"""The last word on the collectives that were left alone, once all fusions have had their turn. No node changes.
+"""Reviews the reasons of the collectives that were left alone, after all fusions. No node changes.
 
     gather bf16 -> to fp8 -> _scaled_mm     no_matmul, cast_between    -> fp8_matmul
     gather int8 -> dequantize -> mm         no_matmul, cast_between    -> quantized_matmul
@@ -7,13 +7,13 @@
     fused product -> relu -> all_reduce     pointwise_between          -> already_fused
     keys -> all_to_all -> part -> attention unequal_splits, no_matmul  -> attention_parts
 
-A fusion looks for the matmuls that it takes; what it says of a chain with another kind at its end misses the point. So
-the chain is followed here: from a reduction upwards through casts, views and scales, from a gather downwards through
-those that make or read quantised numbers. A gather that is scaled more than once on the way down (a norm) is not next
-to the matmul.
+A fusion looks only for the matmuls that it takes. If a chain ends in a matmul of another kind, the reason that the
+fusion gives is not the real one. So the chain is followed here: from a reduction upwards through casts, views and
+scales, and from a gather downwards through ops that make or read quantised numbers. A gather that is scaled more than
+once on the way down (a norm) does not count as next to the matmul.
 
-A reason of the collective itself, such as its reduce op, counts where a matmul is next to it; else there is nothing to
-fuse, whatever the collective.
+A reason of the collective itself, such as its reduce op, counts only if a matmul is next to it. Otherwise there is
+nothing to fuse, whatever the collective.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ CLAMPS: frozenset[object] = frozenset(
 
 
 def find_other_matmul(collective: fx.Node) -> Refusal | None:
-    """The matmul of a kind that no fusion takes yet, or the dequantisation, that a collective is next to; or None."""
+    """Returns the matmul of a kind that no fusion takes yet, or the dequantisation, next to a collective; None if there
+    is none.
+    """
     below = None if _reduces(collective) else _below(collective)
     if below is not None:
         return below
@@ -86,14 +88,15 @@ def find_other_matmul(collective: fx.Node) -> Refusal | None:
 
 
 def _reduces(collective: fx.Node) -> bool:
-    """Whether a collective reduces what it sends: then its result is as good as any other tensor."""
+    """Returns whether a collective reduces what it sends: then its result is as good as any other tensor."""
     target = collective.target
     assert isinstance(target, torch._ops.OpOverload)
     return target._opname.startswith(("all_reduce", "reduce_scatter"))
 
 
 def _below(gather: fx.Node) -> Refusal | None:
-    """What a gather feeds, at most one scaling away."""
+    """Returns the matmul that a gather feeds, with at most one scaling in between, as a refusal; None if there is none.
+    """
     pending: list[tuple[fx.Node, int, fx.Node | None]] = [(gather, 0, None)]
     seen: set[tuple[fx.Node, int]] = set()
     while pending:
@@ -122,7 +125,7 @@ def _passes(node: fx.Node) -> bool:
 
 
 def _widens_bytes(node: fx.Node) -> bool:
-    """Whether a node converts elements of one byte, which are quantised numbers, to larger ones."""
+    """Returns whether a node converts elements of one byte, which are quantised numbers, to larger ones."""
     if node.target not in proofs.CASTS or node.target is aten.view.dtype:
         return False
     source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
@@ -132,8 +135,8 @@ def _widens_bytes(node: fx.Node) -> bool:
 
 
 def is_beside_matmul(collective: fx.Node) -> bool:
-    """Whether a matmul of any kind makes what a collective sends, or uses what it brings, with nothing between but
-    moves and casts.
+    """Returns whether a matmul of any kind makes what a collective sends, or uses what it brings, with nothing between
+    but moves and casts.
     """
     quiet = MOVES | proofs.CASTS
     near = _upwards(collective, quiet)
@@ -141,7 +144,7 @@ def is_beside_matmul(collective: fx.Node) -> bool:
 
 
 def _upwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
-    """What `node` is made from through ops of `through`, their first sources that are none included."""
+    """Yields the sources of `node` through ops of `through`, including the first sources that are no such op."""
     pending, seen = list(node.all_input_nodes), set[fx.Node]()
     while pending:
         current = pending.pop()
@@ -152,7 +155,7 @@ def _upwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
 
 
 def _downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
-    """What uses `node` through ops of `through`, their first users that are none included."""
+    """Yields the users of `node` through ops of `through`, including the first users that are no such op."""
     pending, seen = list(node.users), set[fx.Node]()
     while pending:
         current = pending.pop()
@@ -163,7 +166,7 @@ def _downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
 
 
 def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
-    """Puts the reasons right that the fusions could not know; returns how many."""
+    """Corrects the reasons that the fusions could not know, and returns how many."""
     count = 0
     for node in [node for node in graph.nodes if LEFT_ALONE in node.meta and is_collective(node)]:
         given = node.meta[LEFT_ALONE]
@@ -189,7 +192,7 @@ def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
 
 
 def _fused_product(reduction: fx.Node) -> Refusal | None:
-    """The output of a Task node from which one op makes what is reduced, where no other matmul does."""
+    """Returns the output of a Task node from which one op computes what is reduced, if no other matmul does."""
     (operand, *_) = reduction.all_input_nodes
     sources = [proofs.views_up(source)[-1] for source in proofs.views_up(operand)[-1].all_input_nodes]
     fused = [source for source in sources if source.target is getitem and is_task(source.all_input_nodes[0])]

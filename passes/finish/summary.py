@@ -1,11 +1,11 @@
-"""One line on what was fused, when the first graph that holds collectives is compiled.
+"""One line is logged about what was fused, when the first graph that holds collectives is compiled.
 
     ditron: 2 of 3 collectives of the first graph fused (1 all_gather_matmul, 1 matmul_reduce_scatter), left alone: ..
 
-It is a warning of the logger `ditron_inductor.passes.finish.summary`: that is shown where no logging is set up, as
-torch's own hints are. It comes once per process, on rank 0 only; later graphs, backward graphs among them, add up at
-debug level.
-A graph from a cache runs no pass and is not counted. The option `ditron.summary` silences it.
+It is a warning of the logger `ditron_inductor.passes.finish.summary`, because warnings are shown even if logging is not
+configured; torch's own hints are warnings too. The line comes once per process, on rank 0 only. For later graphs, such
+as backward graphs, the totals are logged at debug level. A graph from a cache runs no pass and is not counted. The
+option `ditron.summary` turns the line off.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Summary:
-    """How many collectives were fused, by kind, and left alone, by reason, in the graphs of a process.
+    """Counts the collectives in the graphs of a process: those that were fused, by kind, and those left alone, by
+    reason.
 
-    Only the text that it logs depends on it. Backward graphs are compiled by threads of their own.
+    The counts are used for the text of the log only. Backward graphs are compiled by threads of their own.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Summary:
         self._left: Counter[str] = Counter()
 
     def add(self, graph: fx.Graph) -> None:
-        """Count the sites of a rewritten graph, and log the sum: the first time for everybody to see."""
+        """Counts the sites of a rewritten graph, and logs the totals: the first time as a warning."""
         fused = Counter(_name(node) for node in graph.nodes if is_task(node))
         left = Counter(_reason(node) for node in graph.nodes if launches_collective(node))
         if not fused and not left:
@@ -51,7 +52,7 @@ class Summary:
             log.log(level, "%s", text)
 
     def text(self) -> str:
-        """The line."""
+        """Returns the line that is logged."""
         fused, left = self._fused.total(), self._left.total()
         graphs = "the first graph" if self._graphs == 1 else f"{self._graphs} graphs"
         text = f"ditron: {fused} of {fused + left} collectives of {graphs} fused"
@@ -74,4 +75,4 @@ def _reason(node: fx.Node) -> str:
 
 
 summary = Summary()
-"""That of this process."""
+"""The summary of this process."""

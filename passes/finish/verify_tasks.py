@@ -1,6 +1,7 @@
 """Checks the legality of all Task nodes of a graph; rewrites nothing.
 
-Runs last: a mistake of a pass becomes an error at compile time that names the node, and not a wrong result or a hang.
+It runs last. A mistake of a pass becomes an error at compile time that names the node, and not a wrong result or a
+hang.
 """
 
 from __future__ import annotations
@@ -12,6 +13,6 @@ from ditron_inductor.task.verify import verify_graph
 
 
 def verify_tasks(graph: fx.Graph, *, options: Options) -> int:
-    """Raise InvalidTaskNode or GraphVerificationError if the graph is not legal; returns 0."""
+    """Raises InvalidTaskNode or GraphVerificationError if the graph is not legal. Returns 0."""
     verify_graph(graph)
     return 0

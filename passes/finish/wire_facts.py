@@ -1,12 +1,12 @@
-"""What the collectives of a graph look like to the other ranks, and what only this rank has beside them.
+"""Facts about the collectives of a graph: what the other ranks have to share, and what only this rank has beside them.
 
 *Wire facts* are what two ranks must share for a collective to be right: its kind, the reduction, the dtype, and how
-many elements a rank contributes. *Local facts* are what a rank may have for itself: a bias, an epilogue, how many
-products are added up. `facts_of(graph)` lists both, group by group, in graph order. `device/meetings.py` compares the
-lists of all ranks when a graph first runs.
+many elements a rank contributes. *Local facts* may differ from rank to rank: a bias, an epilogue, how many products are
+added up. `facts_of(graph)` lists both, group by group, in graph order. `device/meetings.py` compares the lists of all
+ranks when a graph first runs.
 
-A Task node has the wire facts of the collective that it stands for, where it stands for exactly one, so that a rank
-which has fused a collective and a rank which has not describe it alike.
+A Task node that stands for exactly one collective has the wire facts of this collective. So a rank that has fused a
+collective and a rank that has not describe it in the same way.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ WIRES: Mapping[str, str] = {
     "reduce_scatter": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-"""The collective that an op of torch launches, by the op's name; others are compared by their own names."""
+"""The collective that an op of torch launches, by the op's name. Other ops are compared by their own names."""
 LOCAL_FIELDS = (
     "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered",
     "gather_dim", "scatter_dim",
 )  # fmt: skip
-"""Fields of a Task node that a rank may have for itself."""
+"""Fields of a Task node that may differ between ranks."""
 
 
 def launches_of(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, LaunchFacts]]]:
     """The launches of every group with more than one rank, by the group's name, in graph order: nodes and their facts.
 
-    Groups that the graph holds as objects are left out, and so are groups that this process does not know: nobody can
-    say by which store their ranks would meet.
+    Groups that the graph holds as objects are left out, and so are groups that this process does not know, because it
+    is not known by which store their ranks would meet.
     """
     aliases = group_names()
     found: dict[str, list[tuple[fx.Node, LaunchFacts]]] = {}
@@ -80,14 +80,16 @@ def facts_of(graph: fx.Graph) -> dict[str, list[LaunchFacts]]:
 
 @dataclass(frozen=True)
 class Before:
-    """What is noted of a graph before the passes: its launches by group, and the hash of its ops."""
+    """Facts about a graph before the passes: its launches by group, and the hash of its ops."""
 
     launches: Mapping[str, Sequence[LaunchFacts]]
     structure: str
 
 
 def before_passes(graph: fx.Graph) -> Before | None:
-    """What has to be known of a graph that the passes are going to change; None for one without collectives."""
+    """Returns the facts of a graph that have to be known before the passes change it; None for a graph without
+    collectives.
+    """
     launches = facts_of(graph)
     return Before(launches, _structure(graph)) if launches else None
 
@@ -111,15 +113,15 @@ def graph_facts(
 
 
 def _structure(graph: fx.Graph) -> str:
-    """A hash of the ops and of what they read, and of the numbers with a fraction among their arguments. Whole numbers
-    are left out: sizes and offsets, which may be one rank's own.
+    """Returns a hash of the ops, of what they read, and of the numbers with a fraction among their arguments. Whole
+    numbers are left out, because they are sizes and offsets, which may differ between ranks.
     """
     numbers: dict[fx.Node, int] = {}
     lines = []
     for number, node in enumerate(graph.nodes):
         numbers[node] = number
         inputs = [numbers[given] for given in node.all_input_nodes]
-        fractions = [one for one in (*node.args, *node.kwargs.values()) if isinstance(one, float)]
+        fractions = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
         lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {inputs} {fractions}")
     return digest("\n".join(lines))
 
@@ -164,7 +166,9 @@ def _wire(collective: str, reduce_op: object, dtype: torch.dtype | None) -> str:
 
 
 def wire_of(task: TaskNode) -> str:
-    """The collective of a node; where a node stands for several, its kind, and what decides how its parts travel."""
+    """Returns the collective of a node. If a node replaces several, it returns the kind of the node, and what decides
+    how its parts are sent.
+    """
     if isinstance(task, AttentionNode):
         return f"{task.kind} {task.mask.name} {task.scale:g} {task.softcap:g} {getattr(task, 'return_gathered', '')}"
     if isinstance(task, FlashDecode):
@@ -174,7 +178,9 @@ def wire_of(task: TaskNode) -> str:
 
 
 def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
-    """Elements that this rank contributes: of its operand, or of its product where that is what travels."""
+    """Returns the number of elements that this rank contributes: those of its operand, or of its product if the product
+    is sent.
+    """
     first = _first_tensor(node)
     if isinstance(task, AttentionNode | FlashDecode):
         return None
@@ -186,7 +192,9 @@ def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
 
 
 def _is_transposed(node: fx.Node) -> bool:
-    """Whether a Task node solves the transposed problem, and sends the transposes of what its collective had sent."""
+    """Returns whether a Task node solves the transposed problem, and sends the transposes of what its collective had
+    sent.
+    """
     return bool(node.meta.get(TRANSPOSED))
 
 
@@ -198,7 +206,7 @@ def _first_tensor(node: fx.Node) -> torch.Tensor:
 
 
 def _known(shape: Sequence[Any]) -> int | None:
-    """The number of elements, where every size is a number."""
+    """Returns the number of elements if every size is a number, and otherwise None."""
     return math.prod(shape) if all(isinstance(size, int) for size in shape) else None
 
 

@@ -1,1 +1,1 @@
-"""Other forms of the same program, which fuse better or send fewer bytes."""
+"""The passes of this folder give a program other forms, which fuse better or send fewer bytes."""

@@ -11,19 +11,20 @@ After, where the last of the two reductions stood:
     a, b -> add [M, N] -> all_reduce -> wait -> add [M, N]
     x ------------------------------------------'
 
-Half the bytes and half the launches. Parallel attention and MLP blocks (GPT-NeoX, Phi) hold such a sum, and mixtures of
-experts with an expert that all tokens take; all-reduces may be of different views then. Reduce-scatters along one
-dimension are merged alike; where `split` and `cat` move chunks first, the sum stands in front of these.
+This halves the bytes and the launches. Parallel attention and MLP blocks (GPT-NeoX, Phi) contain such a sum. So do
+mixtures of experts with an expert that all tokens use; there the all-reduces may have different views. Reduce-scatters
+along one dimension are merged in the same way. If `split` and `cat` move chunks first, the sum stands in front of
+these.
 
 The result is that of eager mode up to rounding: the same numbers are added in another order.
 
 It must not fire when
-* a reduction is used otherwise than by the sum, a partial sum otherwise than by the next one, or a summand is scaled
-  (`alpha`) or of another dtype;
+* a reduction is used by something other than the sum, a partial sum by something other than the next one, or a summand
+  is scaled (`alpha`) or has another dtype;
 * groups, reduce ops, shapes or scattered dimensions differ, or the op is neither sum nor avg;
 * the operand of a reduce-scatter is padded: only the last rank cuts its result then, and would not see the sum. An
-  unpadded operand, which all ranks have alike, is cut on none;
-* fusions take the reductions one by one, but not the merged one (tried on a copy of the graph).
+  unpadded operand is the same on all ranks and is cut on none;
+* each reduction would be fused alone, but the merged one would not (tried on a copy of the graph).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ aten = torch.ops.aten
 class SummedReduction:
     """One reduction in a sum: `leaf` is the summand, a view of the result that only the sum uses.
 
-    `source` is what is reduced, before `between` (splits, pieces, cat) moves the chunks of `scatter_dim`.
+    `source` is the tensor that is reduced, before `between` (splits, pieces, cat) moves the chunks of `scatter_dim`.
     """
 
     collective: Collective
@@ -75,29 +76,31 @@ def find_merged(root: fx.Node) -> Match | None:
     if not _adds(root):
         return None
     leaves, additions = _summands(root)
-    found = [one for leaf in leaves if (one := _read(leaf, root)) is not None]
+    found = [reduction for leaf in leaves if (reduction := _read(leaf, root)) is not None]
     for first in found:
-        equal = [one for one in found if _same_form(one, first)]
+        equal = [reduction for reduction in found if _same_form(reduction, first)]
         if len(equal) > 1:
-            equal.sort(key=lambda one: one.collective.node)
-            merged = {one.leaf for one in equal}
+            equal.sort(key=lambda reduction: reduction.collective.node)
+            merged = {reduction.leaf for reduction in equal}
             others = tuple(leaf for leaf in leaves if leaf not in merged)
             return Match(root, tuple(equal), others, tuple(additions))
     return None
 
 
 def _adds(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of one dtype, unscaled."""
+    """Returns whether a node adds two tensors of one dtype, unscaled."""
     if node.op != "call_function" or node.target is not aten.add.Tensor:
         return False
     bound = proofs.arguments(node)
-    values = [proofs.tensor(one) for one in (node, bound["self"], bound["other"])]
+    values = [proofs.tensor(tensor_node) for tensor_node in (node, bound["self"], bound["other"])]
     dtypes = {None if value is None else value.dtype for value in values}
     return None not in dtypes and len(dtypes) == 1 and bound["alpha"] == 1
 
 
 def _summands(root: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What is added up at `root`, and the additions: each but the root used by the next one only, and of its shape."""
+    """Returns the terms that are added up at `root`, and the additions. Each addition but the root has the shape of the
+    root and is used only by the next one.
+    """
     leaves, additions, pending = list[fx.Node](), list[fx.Node](), [root]
     whole = root.meta["val"].shape
     while pending:
@@ -116,7 +119,7 @@ def _read(leaf: fx.Node, root: fx.Node) -> SummedReduction | None:
     """The reduction whose result `leaf` is a view of, if only the sum uses it."""
     chain = proofs.views_up(leaf)
     wait = chain[-1]
-    if wait.target is not WAIT or any(proofs.sole_user(one) is None for one in chain):
+    if wait.target is not WAIT or any(proofs.sole_user(step) is None for step in chain):
         return None
     node, value = wait.args[0], proofs.tensor(leaf)
     if not isinstance(node, fx.Node) or node.target not in (ALL_REDUCE, REDUCE_SCATTER) or value is None:
@@ -142,16 +145,17 @@ def _read_scatter(collective: Collective, leaf: fx.Node) -> SummedReduction | No
     return SummedReduction(collective, leaf, chunks.source, chunks.split_dim, (*chunks.between, cat))
 
 
-def _same_form(one: SummedReduction, other: SummedReduction) -> bool:
-    left, right = one.collective, other.collective
+def _same_form(first: SummedReduction, other: SummedReduction) -> bool:
+    left, right = first.collective, other.collective
     kinds = [(at.node.target, at.group_name, at.reduce_op) for at in (left, right)]
-    dims = [(each.scatter_dim, bool(each.between)) for each in (one, other)]
+    dims = [(each.scatter_dim, bool(each.between)) for each in (first, other)]
     if kinds[0] != kinds[1] or dims[0] != dims[1]:
         return False
-    if left.node.target is ALL_REDUCE and all(_is_static(each.source) for each in (one, other)):
-        # Both results are seen as the sum's shape: views of them keep the order, so views of the operands do.
+    if left.node.target is ALL_REDUCE and all(_is_static(each.source) for each in (first, other)):
+        # Both results are viewed in the sum's shape by order-keeping views, so the operands can be viewed in the same
+        # way.
         return True
-    return proofs.same_shape(_shape(one.source), _shape(other.source)) and proofs.same_shape(
+    return proofs.same_shape(_shape(first.source), _shape(other.source)) and proofs.same_shape(
         _shape(left.wait), _shape(right.wait)
     )
 
@@ -171,7 +175,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     for node in last.between:
         start.prepend(node)
     with graph.inserting_before(last.between[0] if last.between else start):
-        total = _sum(graph, [one.source for one in match.reductions], last.source)
+        total = _sum(graph, [reduction.source for reduction in match.reductions], last.source)
     for node in (*last.between, start):
         if last.source in node.all_input_nodes:
             node.replace_input_with(last.source, total)
@@ -180,15 +184,15 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         result = _sum(graph, [last.leaf, *match.others], match.root)
     match.root.replace_all_uses_with(result)
     gone = [*match.additions]
-    for one in match.reductions[:-1]:
-        gone += [*proofs.views_up(one.leaf), one.collective.node, *one.between]
+    for reduction in match.reductions[:-1]:
+        gone += [*proofs.views_up(reduction.leaf), reduction.collective.node, *reduction.between]
     rewriting.erase_unused(graph, gone)
     return result
 
 
 def loses_fusion(graph: fx.Graph, match: Match) -> bool:
-    """Whether fusions would take every reduction of the match, but not the one that they are merged into."""
-    if not all(_is_fused(one.collective.node) for one in match.reductions):
+    """Returns whether fusions would take every reduction of the match, but not the one that they are merged into."""
+    if not all(_is_fused(reduction.collective.node) for reduction in match.reductions):
         return False
     copy, twins = rewriting.copied(graph)
     twin = find_merged(twins[match.root])
@@ -224,7 +228,7 @@ def merge_reductions(graph: fx.Graph, *, options: Options) -> int:
     count = 0
     if not options.fusions:
         return count
-    # The last addition of a sum first: it sees all of it.
+    # Begin with the last addition of a sum, because it covers the whole sum.
     pending = list(graph.find_nodes(op="call_function", target=aten.add.Tensor))
     while pending:
         root: fx.Node | None = pending.pop()

@@ -1,6 +1,6 @@
-"""What stands beside a collective moves to its other side, where that sends fewer bytes or lets a fusion take it.
+"""Ops beside a collective move to its other side, if fewer bytes are then sent or a fusion can take the collective.
 
-A widening cast moves behind a gather, which copies elements: the same bits, half the bytes. This is the pass:
+A widening cast moves behind a gather, which copies elements: the same bits, half the bytes. The pass does this:
 
     x bf16 -> to fp32 -> all_gather -> wait -> split .. cat      x -> all_gather -> wait -> split .. cat -> to fp32
 
@@ -10,16 +10,17 @@ this, for a reduction that a fusion takes then:
     mm -> * 0.5 -> reduce_scatter -> wait                        mm -> reduce_scatter -> wait -> * 0.5
     mm -> * 0.5 -> transpose -> all_reduce -> wait               mm -> all_reduce -> wait -> * 0.5 -> transpose -> clone
 
-A factor that is a power of two gives the same bits, as long as nothing leaves the range of the dtype. Any other one
-rounds once, behind the sum, and not once on each rank. In float16, whose range a sum of products may leave, factors
-stay. Views change nothing.
+A factor that is a power of two gives the same bits, as long as nothing leaves the range of the dtype. With any other
+factor the result is rounded once, behind the sum, in place of once on each rank. A sum of products may leave the range
+of float16, so in float16 factors stay in front. Views change no value.
 
 It must not fire when
 * the cast narrows (see `move_casts`), a part of the gathered tensor is taken (then one rank may have padded its shard,
   behind the cast), or a fusion takes the gather as it is;
-* it is a reduction that stands next to a cast: it would add up other numbers, a narrow sum being less exact;
-* the factor is a tensor, which may differ between ranks, or no finite number;
-* anything that moves is used otherwise.
+* the collective is a reduction and the op is a cast: the reduction would add up other numbers, and a narrow sum is less
+  exact;
+* the factor is a tensor, which may differ between ranks, or is not a finite number;
+* anything that moves is used elsewhere too.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Match:
 
 
 def find_moved(node: fx.Node) -> Match | None:
-    """Proves that what keeps a matmul from its reduction could stand behind it; None if it could not, or there is
-    nothing of the kind.
+    """Proves that the ops between a matmul and its reduction could stand behind the reduction; None if they could not,
+    or if there are none.
     """
     if node.op != "call_function" or node.target not in (ALL_REDUCE, REDUCE_SCATTER):
         return None
@@ -77,8 +78,8 @@ def find_moved(node: fx.Node) -> Match | None:
             return None
         source, users = chunks.source, set(chunks.between)
     chain, innermost = _chain_up(source, transposes=node.target is ALL_REDUCE)
-    needed = [one for one in chain if not proofs.keeps_order(one)]
-    alone = all(proofs.sole_user(one) is not None for one in (*chain[1:], innermost)) and set(source.users) <= users
+    needed = [step for step in chain if not proofs.keeps_order(step)]
+    alone = all(proofs.sole_user(step) is not None for step in (*chain[1:], innermost)) and set(source.users) <= users
     if not needed or not alone or not (innermost.target in proofs.MATMULS or innermost.target is aten.add.Tensor):
         return None
     # A scatter cuts what the views make, so these stay in front of it.
@@ -97,7 +98,7 @@ def _chain_up(node: fx.Node, *, transposes: bool) -> tuple[list[fx.Node], fx.Nod
 
 
 def is_factor(node: fx.Node) -> bool:
-    """Whether a node multiplies a tensor with a number, and nothing else."""
+    """Returns whether a node multiplies a tensor with a number, and nothing else."""
     source, result = proofs.tensor(node.args[0]) if node.args else None, proofs.tensor(node)
     if source is None or result is None or result.dtype not in FACTOR_DTYPES or source.dtype != result.dtype:
         return False
@@ -122,20 +123,20 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
     node.update_arg(0, source)
     wait.replace_all_uses_with(last)
     first.update_arg(0, wait)
-    for one in (node, wait):
+    for changed in (node, wait):
         shape = tuple(value.shape)
-        one.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
-        one.meta.pop("eager_input_vals", None)
+        changed.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
+        changed.meta.pop("eager_input_vals", None)
     behind = wait
-    for one in match.moved:
-        behind.append(one)
-        behind = one
-    if any(one.target in proofs.TRANSPOSES and not proofs.keeps_order(one) for one in match.moved):
+    for step in match.moved:
+        behind.append(step)
+        behind = step
+    if any(step.target in proofs.TRANSPOSES and not proofs.keeps_order(step) for step in match.moved):
         _copy_row_major(graph, last)
 
 
 def _copy_row_major(graph: fx.Graph, node: fx.Node) -> None:
-    """A collective returns a row-major tensor, and so does what now stands in its place."""
+    """Inserts a row-major copy. A collective returns a row-major tensor, so what replaces it has to do the same."""
     users = list(node.users)
     with graph.inserting_before(node.next):
         shape = tuple(node.meta["val"].shape)
@@ -176,7 +177,7 @@ def find_widened(node: fx.Node) -> Gather | None:
 
 
 def rewrite_widened(graph: fx.Graph, match: Gather) -> None:
-    """Gathers what is cast, and casts what is gathered; a cast back to the first dtype goes."""
+    """Gathers the operand of the cast, and casts the gathered tensor. A cast back to the first dtype is removed."""
     gathered, cast = match.gathered, match.collective.operand
     source = cast.args[0]
     assert isinstance(source, fx.Node)

@@ -6,13 +6,13 @@ becomes
 
     x fp32 -> to bf16 -> all_gather_into_tensor -> wait -> split .. cat -> mm
 
-A gather, and all that moves its chunks, copies elements, so casting them before gives the same bits; half as many bytes
-are sent. Done by `try_forms`, for a gather that a fusion takes then.
+A gather, and the ops that move its chunks, copy elements, so a cast in front gives the same bits, and half as many
+bytes are sent. `try_forms` does this for a gather that a fusion then takes.
 
 It must not fire when
 * the gathered tensor is used in its own dtype too, or cast to two dtypes;
 * the cast widens: before the gather it would double what is sent;
-* it is a reduction that is next to the cast: it would add up other numbers.
+* the collective is a reduction, which would add up other numbers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def find_narrowed(node: fx.Node) -> Match | None:
     operand = proofs.tensor(collective.operand)
     assert operand is not None
     # A cat with another tensor: that one would have to be cast as well.
-    cats = [one for one in between if one.target is aten.cat.default]
+    cats = [step for step in between if step.target is aten.cat.default]
     mixed = any(source not in between for cat in cats for source in cat.all_input_nodes)
     if not casts or mixed or not all(_narrows(cast, operand.dtype) for cast in casts):
         return None
@@ -71,7 +71,7 @@ def find_narrowed(node: fx.Node) -> Match | None:
 
 
 def _narrows(cast: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node makes fewer bytes of each floating-point element, and changes nothing else."""
+    """Returns whether a node makes fewer bytes of each floating-point element, and changes nothing else."""
     source, result = proofs.tensor(cast.args[0]), proofs.tensor(cast)
     if source is None or result is None or source.device != result.device or set(cast.kwargs) - {"dtype"}:
         return False
@@ -84,7 +84,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     dtype = cast.meta["val"].dtype
     rest = (cast.target, cast.args[1:], cast.kwargs)
     # Gathers of one tensor share its cast, so that equal ones stay equal.
-    known = [one for one in operand.users if one < node and (one.target, one.args[1:], one.kwargs) == rest]
+    known = [user for user in operand.users if user < node and (user.target, user.args[1:], user.kwargs) == rest]
     if known:
         narrow = known[0]
     else:
@@ -93,19 +93,19 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         narrow.meta.update(rewriting.copied_meta(cast))
         narrow.meta["val"] = as_dtype(operand.meta["val"], dtype)
     node.update_arg(0, narrow)
-    for one in match.between:
-        one.meta["val"] = as_dtype(one.meta["val"], dtype)
-        one.meta.pop("eager_input_vals", None)
-    for one in match.casts:
-        source = one.args[0]
+    for step in match.between:
+        step.meta["val"] = as_dtype(step.meta["val"], dtype)
+        step.meta.pop("eager_input_vals", None)
+    for cast_node in match.casts:
+        source = cast_node.args[0]
         assert isinstance(source, fx.Node)
-        one.replace_all_uses_with(source)
-        graph.erase_node(one)
+        cast_node.replace_all_uses_with(source)
+        graph.erase_node(cast_node)
     return node
 
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:
     """A fake tensor, or several, in another dtype."""
     if isinstance(value, (list, tuple)):
-        return type(value)(as_dtype(one, dtype) for one in value)
+        return type(value)(as_dtype(item, dtype) for item in value)
     return rewriting.fake_like(value, value.shape, value.stride(), dtype)

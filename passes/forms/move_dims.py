@@ -1,19 +1,19 @@
-"""A dimension that moves to the front, is scattered there, and moves back, is scattered where it stands.
+"""A dimension that moves to the front, is scattered there, and moves back, is scattered in its own place.
 
     x [B, S, N] -> permute [S, B, N] -> clone -> reduce_scatter -> wait [S/W, B, N] -> permute [B, S/W, N]
 
-becomes what DTensor writes, which the fusions read:
+becomes the form that DTensor writes and the fusions read:
 
     x [B, S, N] -> split .. cat [W*B, S/W, N] -> reduce_scatter -> wait [B, S/W, N]
 
-Whoever uses the result without moving it back gets a permute of it: a view, where any strides are taken, else with a
-copy behind. The same numbers are added up, in the same order. `try_forms` does this, for a scatter that a fusion takes
-then.
+Readers that use the result without moving it back get a permute of it. This is a view if they accept any strides;
+otherwise a copy follows. The same numbers are added up, in the same order. `try_forms` applies this to a scatter that a
+fusion then takes.
 
 It must not fire when
-* the other dimensions change their order, too;
-* the dimension is of a dynamic size, or does not divide by W;
-* anything between the matmul and the collective is used otherwise.
+* the other dimensions change their order too;
+* the dimension has a dynamic size, or does not divide by W;
+* anything between the matmul and the collective is used elsewhere too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Match:
-    """`source` is what stands in front of the permute; `between` are the nodes from there to the collective, without
-    both, the innermost last; `dim` moves to the front.
+    """`source` is the operand of the permute. `between` are the nodes from there to the collective, without both, the
+    innermost last. `dim` is the dimension that moves to the front.
     """
 
     collective: Collective
@@ -44,8 +44,8 @@ class Match:
 
 
 def find_moved(node: fx.Node) -> Match | None:
-    """Proves that a scatter of dimension 0 is one of another dimension of what a matmul or a sum gives; None if it is
-    not.
+    """Proves that a scatter of dimension 0 scatters another dimension of the result of a matmul or a sum; None if it
+    does not.
     """
     if node.op != "call_function" or node.target is not REDUCE_SCATTER:
         return None
@@ -64,7 +64,7 @@ def find_moved(node: fx.Node) -> Match | None:
         return None
     source = permute.args[0]
     assert isinstance(source, fx.Node)
-    alone = all(proofs.sole_user(one) is not None for one in (*between, source))
+    alone = all(proofs.sole_user(step) is not None for step in (*between, source))
     return Match(collective, source, tuple(between), dim) if alone and _is_computed(source) else None
 
 
@@ -73,7 +73,7 @@ def _divides(length: object, world_size: int) -> bool:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether a matmul or a sum stands behind views and factors: else no fusion takes the scatter."""
+    """Returns whether a matmul or a sum stands behind views and factors: else no fusion takes the scatter."""
     while proofs.keeps_order(node) or is_factor(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -82,7 +82,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def rewrite(graph: fx.Graph, match: Match) -> None:
-    """Scatters the dimension where it stands."""
+    """Scatters the dimension in its own place."""
     collective, dim = match.collective, match.dim
     node, wait, world_size = collective.node, collective.wait, collective.world_size
     views, takes_any = rewriting.views_and_strides(wait)
@@ -92,9 +92,9 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
         operand = rewriting.regrouped(graph, match.source, dim, 0, world_size, match.source)
     node.update_arg(0, operand)
     users, old = list(wait.users), wait.meta["val"]
-    for one in (node, wait):
-        one.meta["val"] = rewriting.fake_like(old, tuple(shape), rewriting.contiguous_strides(shape))
-        one.meta.pop("eager_input_vals", None)
+    for moved in (node, wait):
+        moved.meta["val"] = rewriting.fake_like(old, tuple(shape), rewriting.contiguous_strides(shape))
+        moved.meta.pop("eager_input_vals", None)
     _hand_out(graph, match, users, old, views if takes_any else None)
     rewriting.erase_unused(graph, match.between)
 
@@ -102,7 +102,9 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
 def _hand_out(
     graph: fx.Graph, match: Match, users: list[fx.Node], old: torch.Tensor, views: list[fx.Node] | None
 ) -> None:
-    """Gives its users the result with the dimension in front; as `views` of it, or row-major as it was (None)."""
+    """Gives the users the result with the dimension in front: as `views` of it, or, if `views` is None, row-major as
+    before.
+    """
     wait, ndim = match.collective.wait, old.ndim
     order = [match.dim, *(dim for dim in range(ndim) if dim != match.dim)]
     back = [order.index(dim) for dim in range(ndim)]

@@ -10,13 +10,13 @@ After, with K = D*H:
     x -> permute [B, S, D, H] -> reshape [B, S, K] -> all_gather -> wait -> split .. cat [B, W*S, K]
       -> reshape [B, W*S, D, H] -> reshape [B*W*S, D*H] -> mm
 
-`torch.einsum("bshd,hdn->bsn")` writes its products so. A gather copies elements, so moving them before gives the same
-bits; what had to be copied for the new order is the shard and no longer the whole. Permutes may move the gathered
-dimension too (batch and sequence change places). Done by `try_forms`, for a gather that a fusion takes then.
+`torch.einsum("bshd,hdn->bsn")` writes its products in this way. A gather copies elements, so moving them before gives
+the same bits. If the new order needs a copy, only the shard is copied, and not the whole tensor. Permutes may move the
+gathered dimension too (batch and sequence change places). `try_forms` does this for a gather that a fusion then takes.
 
 It must not fire when
-* the gathered tensor, or a view before the last permute, is used otherwise;
-* the contracted dimensions are not the last ones, or the gathered one is among them.
+* the gathered tensor, or a view before the last permute, is used elsewhere;
+* the contracted dimensions are not the last dimensions, or the gathered dimension is among them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Match:
 
     @property
     def last(self) -> fx.Node:
-        """The node whose place the new gathered tensor takes."""
+        """The node that the new gathered tensor replaces."""
         return self.moved[-1] if self.moved else self.gathered.node
 
 
@@ -107,7 +107,7 @@ def _merged(last: fx.Node, value: torch.Tensor, dim: int) -> int | None:
     width = 1
     for first in range(value.ndim - 1, dim, -1):
         width = width * value.shape[first]
-        if widths and all(proofs.known_equal(one, width) for one in widths):
+        if widths and all(proofs.known_equal(other_width, width) for other_width in widths):
             return first
     return None
 
@@ -120,8 +120,8 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         shard = old.operand
         for view in match.moved:
             shard = _viewed(graph, view, shard)
-        # The whole's sizes as arguments.
-        sizes = [_size(graph, shard, one) for one in range(len(whole))]
+        # The sizes of the whole tensor, as arguments.
+        sizes = [_size(graph, shard, place) for place in range(len(whole))]
         sizes[dim] = whole[dim] if isinstance(whole[dim], int) else -1
         shard = _merged_shard(graph, match, shard, sizes)
         chunk = _size(graph, shard, 0)
@@ -153,7 +153,7 @@ def _size(graph: fx.Graph, node: fx.Node, dim: int) -> Any:
 
 
 def _viewed(graph: fx.Graph, view: fx.Node, shard: fx.Node) -> fx.Node:
-    """An unsqueeze or permute of the gathered tensor, of the shard instead."""
+    """Applies an unsqueeze or permute of the gathered tensor to the shard instead."""
     node = graph.call_function(view.target, (shard, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
     node.meta.update(rewriting.copied_meta(view))
     value = shard.meta["val"]
@@ -164,7 +164,7 @@ def _viewed(graph: fx.Graph, view: fx.Node, shard: fx.Node) -> fx.Node:
         shape.insert(dim, 1)
     else:
         order = proofs.permutation(view)
-        shape, strides = [shape[one] for one in order], [strides[one] for one in order]
+        shape, strides = [shape[place] for place in order], [strides[place] for place in order]
     node.meta["val"] = rewriting.fake_like(value, tuple(shape), tuple(strides))
     return node
 

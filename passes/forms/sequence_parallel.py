@@ -12,21 +12,21 @@ After, for a dimension that divides, S here:
 
     .. -> split .. cat [B, S, N] -> mm, mm
 
-so that both collectives are fused with the matmuls beside them (`matmul_reduce_scatter`, `all_gather_matmul`), and the
-row-wise work shrinks to 1/W. The residual stays in parts from one all-reduce to the next. What leaves the region
-otherwise is gathered: every rank has the same bits of it.
+Then both collectives are fused with the matmuls beside them (`matmul_reduce_scatter`, `all_gather_matmul`), and the
+row-wise work shrinks to 1/W. The residual stays in parts from one all-reduce to the next. Other values that leave the
+region are gathered, so every rank has the same bits of them.
 
-`own_chunk` cuts a replicated tensor where it enters; the rank is found at run time and is no part of the graph. Whether
-the graph's inputs that enter are replicated cannot be seen in it, nor whether a number in it is another one on another
-rank (`x * rank`, `mask[rank:]`): `replicated` compares samples of the inputs, and the numbers, over the ranks while the
-program runs, and raises where they differ.
+`own_chunk` cuts a replicated tensor where it enters. The rank is found at run time and is not a part of the graph. The
+graph does not show whether its inputs that enter are replicated, nor whether a number in it differs on another rank (`x
+* rank`, `mask[rank:]`). So `replicated` compares samples of the inputs, and the numbers, over the ranks while the
+program runs, and raises if they differ.
 
 The result is that of eager mode up to rounding: a reduction may add in another order.
 
-Decided by sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel`. It must not fire
+Sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel` decide. It must not fire
 * with dynamic sizes, or if no dimension of the rows divides by the number of ranks;
-* in a backward graph, or where what has to be gathered for others costs more than is saved: training graphs save
-  what is replicated for the backward;
+* in a backward graph, or if gathering values for other readers costs more than is saved: training graphs save
+  replicated values for the backward;
 * across ops that are not row-wise, random ones, and operands that are not replicated (see `row_regions`).
 """
 
@@ -89,7 +89,7 @@ def find_sequence_parallel(region: Region, options: Options) -> Match | None:
 
 
 def work(region: Region, options: Options) -> RegionWork:
-    """What the cost model has to know of a region."""
+    """Returns what the cost model has to know about a region."""
     rows = 1
     for length in region.rows:
         rows *= length
@@ -98,7 +98,8 @@ def work(region: Region, options: Options) -> RegionWork:
     return RegionWork(
         m=rows,
         reduced=tuple(
-            Reduced(n=_columns(one.wait), k=_contracted(one), has_norm=one.node in normed) for one in region.reductions
+            Reduced(n=_columns(reduction.wait), k=_contracted(reduction), has_norm=reduction.node in normed)
+            for reduction in region.reductions
         ),
         gathered=tuple(GatheredRows(n=_columns_behind(node, region), k=_columns(node)) for node in region.exits),
         precision=precision_of(first.wait.meta["val"].dtype),
@@ -107,7 +108,7 @@ def work(region: Region, options: Options) -> RegionWork:
 
 
 def _with_norm(region: Region) -> set[fx.Node]:
-    """The all-reduces that would be one node with a norm behind them, if nothing were divided."""
+    """Returns the all-reduces that would be one node with the norm behind them, if nothing were divided."""
     found = set()
     for rsqrt in region.members:
         rows = normalised(rsqrt) if rsqrt.target is aten.rsqrt.default else None
@@ -124,7 +125,7 @@ def _columns(node: fx.Node) -> int:
 
 
 def _contracted(start: Collective) -> int:
-    """K of the matmuls that are reduced, of all together; 0 if no fusion takes them, or a size is dynamic."""
+    """Returns the sum of K over the matmuls that are reduced; 0 if no fusion takes them, or a size is dynamic."""
     product = find_prepared(start.operand, (start.node,))
     if refused(product):
         return 0
@@ -142,13 +143,13 @@ def _columns_behind(node: fx.Node, region: Region) -> int:
 
 
 def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
-    """Cuts the rows of the region, which is the graph's `index`th that is cut."""
+    """Cuts the rows of the region. It is the `index`th region of the graph that is cut."""
     region = match.region
     places, constants = [_place(root) for root in region.roots], _constants(region)
     inside = set(region.members)
     outside_users = {node: [user for user in node.users if user not in inside] for node in region.exits}
     chunks = {source: _own_chunk(graph, match, source) for source in region.entering}
-    starts = {one.wait: one for one in region.reductions}
+    starts = {reduction.wait: reduction for reduction in region.reductions}
     for node in region.members:
         part = node
         if node in starts:
@@ -168,7 +169,9 @@ def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
 
 
 def _scatter(graph: fx.Graph, start: Collective, dim: int) -> fx.Node:
-    """A reduce-scatter of what the all-reduce reads now: where that was a member, it has been gathered meanwhile."""
+    """Inserts a reduce-scatter of the present operand of the all-reduce. An operand that was a member has been gathered
+    before.
+    """
     operand = start.node.args[0]
     assert isinstance(operand, fx.Node) and start.reduce_op is not None
     with graph.inserting_before(start.node):
@@ -194,25 +197,26 @@ def _own_chunk(graph: fx.Graph, match: Match, source: fx.Node) -> fx.Node:
 
 
 def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) -> None:
-    """Has the ranks compare what is taken for replicated: the smallest root is read behind the comparison, or where
-    there is none the smallest input. texts: where the roots are read, and the constants, a line for each.
+    """Makes the ranks compare what is assumed to be replicated. The smallest root is read behind the comparison; if
+    there is no root, the smallest input. texts: where the roots are read, and the constants, a line for each.
     """
     roots = list(match.region.roots)
     placeholders = list(graph.find_nodes(op="placeholder"))
-    users = {one: _readers(one) for one in roots or placeholders if proofs.tensor(one) is not None}
-    one = min((one for one in users if users[one]), key=_num_elements, default=None)
-    if one is None:
+    users = {source: _readers(source) for source in roots or placeholders if proofs.tensor(source) is not None}
+    smallest = min((source for source in users if users[source]), key=_num_elements, default=None)
+    if smallest is None:
         return
-    args = (one, roots, match.group_name, _site(match, index), *texts)
+    args = (smallest, roots, match.group_name, _site(match, index), *texts)
     with graph.inserting_before(placeholders[-1].next):
-        compared = rewriting.call(graph, schema.overload("replicated"), args, one, tuple(one.meta["val"].shape))
-    compared.meta["val"] = one.meta["val"]
-    for user in users[one]:
-        user.replace_input_with(one, compared)
+        shape = tuple(smallest.meta["val"].shape)
+        compared = rewriting.call(graph, schema.overload("replicated"), args, smallest, shape)
+    compared.meta["val"] = smallest.meta["val"]
+    for user in users[smallest]:
+        user.replace_input_with(smallest, compared)
 
 
 def _num_elements(node: fx.Node) -> float:
-    """Infinite where a size is dynamic: comparing it would fix it."""
+    """Returns the number of elements; infinity if a size is dynamic, because comparing the size would specialise it."""
     shape = node.meta["val"].shape
     return math.prod(shape) if all(isinstance(length, int) for length in shape) else math.inf
 
@@ -222,15 +226,17 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _place(root: fx.Node) -> str:
-    """Where the program reads an input of the graph, without the folders; empty if that is not known."""
+    """Returns the line of the program that reads an input of the graph, without the folders; "" if it is not known."""
     lines = (user_line(user.meta.get("stack_trace") or "") for user in root.users)
     file, _, rest = next(filter(None, lines), "").partition(":")
     return f"{Path(file).name}:{rest}" if rest else ""
 
 
 def _constants(region: Region) -> list[str]:
-    """A hash of all numbers in the region, and in what enters it, and each of them with its op once; none of none."""
-    reduced = {one.wait for one in region.reductions}
+    """Returns a hash of all numbers in the region and in what enters it, and then each of them once, with its op;
+    nothing if there are no numbers.
+    """
+    reduced = {reduction.wait for reduction in region.reductions}
     found = {node for node in region.members if node not in reduced}
     pending = [source for node in found for source in node.all_input_nodes if source not in region.members]
     while pending:
@@ -245,7 +251,9 @@ def _constants(region: Region) -> list[str]:
 
 
 def _constant(node: fx.Node) -> str:
-    """An op with its arguments, `_` for tensors, devices left out; empty if it has no others."""
+    """Returns an op with its arguments as text, with `_` for tensors and without devices; empty if it has no other
+    arguments.
+    """
     given = [value for value in (*node.args, *node.kwargs.values()) if not isinstance(value, torch.device)]
     text = ", ".join(map(_argument, given))
     name = str(getattr(node.target, "__name__", node.target))
@@ -276,7 +284,7 @@ def sequence_parallel(graph: fx.Graph, *, options: Options) -> int:
     if any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
         return 0
     count = index = 0
-    # Read anew after each: what a region reads may have been a member of another one.
+    # Read the region again after each rewrite: what it reads may have been a member of another region.
     while (match := _first_match(graph, options)) is not None:
         count += len(match.region.reductions)
         rewrite(graph, match, index)

@@ -1,4 +1,4 @@
-"""A weight that holds gate and up side by side becomes two views of it, where one epilogue combines their products.
+"""A weight that holds gate and up side by side becomes two views of it, if one epilogue combines their products.
 
 Before:
 
@@ -12,22 +12,24 @@ After:
     shard, [slice, slice] -> ditron.all_gather_matmul -> getitem 0 [M, F] -> reshape [B, S, F] -> silu ..
                                                       -> getitem 1 [M, F] -> reshape [B, S, F] -> mul by that
 
-and then, by absorb_epilogues, `cast(silu(mm0), bf16) * mm1`: the two halves of the product are in one program's
-registers, while a tile of the one product has columns of one half only. A view costs nothing; nothing is copied.
+Then absorb_epilogues makes the epilogue `cast(silu(mm0), bf16) * mm1`: one program has both halves of the product in
+its registers, while a tile of the undivided product has columns of one half only. A view costs nothing, and nothing is
+copied.
 
 A bias of the whole product becomes two views of it likewise: `silu(mm0 + row(x0)) * (mm1 + row(x1))`.
 
-The same for a plain `mm` or `addmm` of a few rows, which `projections` takes then. It is tried on a copy of the graph:
-what no epilogue combines stays one product, such as Q, K and V in one weight.
+The same is done for a plain `mm` or `addmm` of a few rows, which `projections` then takes. It is tried on a copy of the
+graph. A product whose parts no epilogue combines stays one product, such as Q, K and V in one weight.
 
 It must not fire when
-* the product is not cut into two halves of its columns, at once and completely, or is used as a whole too, as by a
+* the product is not cut directly and completely into two halves of its columns, or is used as a whole too, as by a
   backward that splits it again: there two products were measured as no faster, see docs/deleted.md;
 * the width of the product is dynamic;
 * the result feeds something that Inductor fuses with it, see absorb_epilogues;
-* the strategy is `library`, to which one wide matmul is better than two.
+* the strategy is `library`, for which one wide matmul is faster than two.
 
-Only whether the halves are equally wide counts: wherever one rank combines them element by element, all do.
+Only one fact counts, namely that the halves are equally wide: if one rank combines them element by element, all ranks
+do.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Match:
 
     @property
     def width(self) -> int:
-        """Of a half."""
+        """The number of columns of each half."""
         return int(self.product.meta["val"].shape[-1]) // HALVES
 
 
@@ -108,7 +110,7 @@ def _added_row(node: fx.Node, product: fx.Node) -> fx.Node | None:
     """The row of its own dtype that `node` adds to a product; None if it does something else."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.all_input_nodes) != 2:
         return None
-    (other,) = (one for one in node.all_input_nodes if one is not product)
+    (other,) = (operand for operand in node.all_input_nodes if operand is not product)
     row, value = proofs.tensor(other), proofs.tensor(node)
     if row is None or value is None or not row.dtype == value.dtype == product.meta["val"].dtype:
         return None
@@ -146,7 +148,7 @@ def _parts(view: fx.Node) -> Iterator[fx.Node]:
 
 
 def _half(part: fx.Node, view: fx.Node, width: int) -> int | None:
-    """Which half of the columns of `view` a node is; None if it is something else."""
+    """Returns which half of the columns of `view` a node is, 0 or 1; None if it is something else."""
     found = proofs.piece(part)
     value = proofs.tensor(part)
     whole = proofs.tensor(view)
@@ -159,7 +161,7 @@ def _half(part: fx.Node, view: fx.Node, width: int) -> int | None:
 
 def rewrite(graph: fx.Graph, product: fx.Node) -> tuple[fx.Node, ...]:
     """Replaces a product that `find_split` accepts by two; returns the views of its weight."""
-    # Not a match of before: a product may have halves of another one for operands, which are others since that was cut.
+    # Match again: a product may have halves of another product as operands, which were replaced when that one was cut.
     match = find_split(product)
     assert match is not None, product
     width = match.width
@@ -184,7 +186,7 @@ def rewrite(graph: fx.Graph, product: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _columns(graph: fx.Graph, weight: fx.Node, start: int, width: int) -> fx.Node:
-    """Inserts a view of columns of a matrix, or of a row."""
+    """Inserts a view of some columns of a matrix, or of some elements of a row."""
     value: torch.Tensor = weight.meta["val"]
     args = (weight, value.ndim - 1, start, start + width)
     node = graph.create_node("call_function", aten.slice.Tensor, args, name="columns")
@@ -257,7 +259,7 @@ def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.
 
 
 def _combines(views: tuple[fx.Node, ...]) -> bool:
-    """Whether one epilogue makes something of the products with all of these weights."""
+    """Returns whether one epilogue makes something of the products with all of these weights."""
     for call in views[0].users:
         if call.target not in (schema.overload(AllGatherMatmul.kind), schema.overload(Projections.kind)):
             continue
@@ -269,14 +271,14 @@ def _combines(views: tuple[fx.Node, ...]) -> bool:
 
 
 def split_weights(graph: fx.Graph, *, options: Options) -> int:
-    """Splits every weight of which an epilogue combines the halves of the product then; returns how many."""
+    """Splits every weight if an epilogue then combines the halves of its product, and returns how many."""
     if options.strategy == "library" or not any(is_task(node) for node in graph.nodes):
         return 0
     found: dict[object, Match] = {}
     for node in graph.nodes:
         match = find_split(node)
         if match is not None:
-            # One product of a call: the others are made anew with it.
+            # One product of a call at a time: the others are made anew with it.
             found.setdefault(node.args[0] if node.target is getitem else node, match)
     if not found:
         return 0

@@ -1,4 +1,5 @@
-"""Forms that are worth another one only if a fusion follows: tried on a copy of the graph, kept where one did.
+"""Some forms are worth rewriting only if a fusion follows. They are tried on a copy of the graph, and rewritten if one
+does.
 
     a collective of several tensors             -> single collectives, see `split_coalesced`
     a batched matmul with one matrix for all    -> a matmul, see `fold_batches`
@@ -7,10 +8,11 @@
     a factor or transpose, then a reduction     -> the reduction, then the factor or transpose, see `move_across`
     a dimension moved to the front, scattered   -> scattered where it stands, see `move_dims`
 
-A graph without such a form is not copied. On the copy all of them are rewritten and the fusions run; in the graph those
-are rewritten whose node a fusion took. The others stay as they were, and get the reason that the fusions found.
+A graph without such a form is not copied. On the copy all forms are rewritten, and the fusions run. In the graph itself
+only the forms whose node a fusion took are rewritten. The others stay as they were, and get the reason that the fusions
+found.
 
-The fusions decide by facts that are equal on all ranks, so this does too.
+The fusions decide by facts that are equal on all ranks, and so does this pass.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ REDUCTION_FORMS: tuple[tuple[Any, Callable[[fx.Node], Any]], ...] = (
 
 
 def try_forms(graph: fx.Graph, *, options: Options) -> int:
-    """Rewrites every form that a fusion takes then; returns how many."""
+    """Rewrites every form that a fusion then takes, and returns how many."""
     coalesced = [match for node in graph.nodes if (match := split_coalesced.find_coalesced(node)) is not None]
     folded = [node for node in graph.nodes if fold_batches.find_folded(node) is not None]
     starts = [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]
@@ -111,12 +113,12 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
 
 
 def _gathers_otherwise(node: fx.Node) -> tuple[Any, ...]:
-    """The forms (modules with a finder and a rewrite) in which a gather could stand otherwise."""
+    """Returns the other forms that a gather could have, as modules with a finder and a rewrite."""
     return tuple(form for form, find in GATHER_FORMS if find(node) is not None)
 
 
 def _rewritten(graph: fx.Graph, node: fx.Node, forms: tuple[Any, ...]) -> fx.Node:
-    """The gather `node` after all these forms."""
+    """Rewrites the gather `node` into all these forms, and returns it."""
     for form, find in GATHER_FORMS:
         if form in forms:
             match = find(node)
@@ -139,7 +141,7 @@ def _move(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _split(graph: fx.Graph, node: fx.Node, taken: list[int] | None = None) -> dict[int, fx.Node]:
-    """Splits off the members `taken`, or all whose result somebody takes."""
+    """Splits off the members `taken`, or all members whose result is used."""
     match = split_coalesced.find_coalesced(node)
     assert match is not None
     if taken is None:

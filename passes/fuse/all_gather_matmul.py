@@ -11,18 +11,18 @@ After:
 
     shard, [weight_0, weight_1] -> ditron.all_gather_matmul -> getitem 0 [B*W*S, N_0]
                                                             -> getitem 1 [B*W*S, N_1]
-                                                            -> getitem 2 [B, W*S, K]   only if used otherwise
+                                                            -> getitem 2 [B, W*S, K]   only if used elsewhere
 
 A view instead of split and cat (batch size 1) keeps row-major order, so it reads as a gather along dimension 0.
 
 `addmm` with a row as its bias counts as mm: the bias is added behind the node (and absorbed, see absorb_epilogues).
 
-All matmuls of one gather go into one node if their weights are available before the gathered tensor is first
-used; ops that only prepare a weight (permute, cast) are moved up for that. A matmul whose weight cannot come so
-early uses the node's gathered output instead.
+All matmuls of one gather go into one node if their weights are available before the gathered tensor is first used; ops
+that only prepare a weight (permute, cast) are moved up for that. A matmul whose weight cannot come so early uses the
+node's gathered output instead.
 
-A gathered tensor that is the second operand (a sharded parameter) is fused as the transposed problem, where the matmul
-keeps the gathered dimension: it makes the columns of the product.
+A gathered tensor that is the second operand (a sharded parameter) is fused as the transposed problem, if the matmul
+keeps the gathered dimension, which then becomes the columns of the product.
 
     shard [N/W, K] -> all_gather -> wait -> permute [K, N] -> mm(x [M, K], permute) [M, N]
     shard [K, N/W] -> all_gather -> wait -> split -> cat [K, N] -> mm(x, cat) [M, N]
@@ -33,15 +33,15 @@ become
     permute(shard), [permute(x)] -> the same
 
 It must not fire when
-* the chunks are not all of the W equal chunks, once, in order, or any of them is used otherwise;
-* the matmul contracts the gathered dimension: a first operand that was gathered along its last one, or transposed (a
-  weight gradient), or a second operand gathered along its first one: measured as no faster, hence `no_gain`;
+* the chunks are not all of the W equal chunks, once, in order, or any of them is used elsewhere;
+* the matmul contracts the gathered dimension: a first operand that was gathered along its last dimension, or transposed
+  (a weight gradient), or a second operand gathered along its first dimension. This was measured as no faster, hence
+  `no_gain`;
 * a view changes the last dimension before the matmul, or the other operand depends on the gathered tensor;
 * there is a bias that is no row (addmm with a matrix, or with factors), a cast, a matmul with a matrix for each batch,
   or a dtype other than bfloat16, float16 and float32;
-* the gathered tensor is cut (DTensor, where the dimension does not divide): only the last rank pads its shard, but
-  the cut stands on every rank. Nothing here looks at how the shard was made, so all ranks leave such a site alone
-  together.
+* the gathered tensor is cut (DTensor, where the dimension does not divide): only the last rank pads its shard, but the
+  cut stands on every rank. Nothing here looks at how the shard was made, so all ranks leave such a site alone together.
 """
 
 from __future__ import annotations

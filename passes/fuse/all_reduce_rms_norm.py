@@ -11,26 +11,26 @@ After, with the same views behind the call:
     a, b, bias, residual, weight, shift -> ditron.matmul_all_reduce_rms_norm -> getitem 0 -> mm, ..
                                                                                 getitem 1 -> ..
 
-Two norms of one sum, as of parallel attention and MLP blocks (GPT-NeoX), are both the node's: the `other` one has the
-same form and a weight and shift of its own. In training they share their scaled rows, since the compiler has removed
-what both compute, and are fused together or not at all; in inference they share nothing but the sum.
+If one sum has two norms, as with parallel attention and MLP blocks (GPT-NeoX), the node computes both: the `other` norm
+has the same form, and a weight and shift of its own. In training they share their scaled rows, because the compiler has
+removed what both compute; then they are fused together or not at all. In inference they share nothing but the sum.
 
-A norm in front of the residual alone, with none behind (OLMo 2), gives the node without the last norm, and without its
-output. There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm
-in front of the residual (Gemma 2 and 3): `post`. What the backward saves of all this is returned too: the reduced
-tensor, means and inverse deviations of the rows, and scaled rows. What `prepare_products` has put in front of the
-reduction stays there.
+If there is a norm in front of the residual and none behind (OLMo 2), the node has no last norm and no output of it.
+There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm in front of
+the residual (Gemma 2 and 3): `post`. The node also returns what the backward saves: the reduced tensor, means and
+inverse deviations of the rows, and scaled rows. An epilogue that `prepare_products` has put in front of the reduction
+stays there.
 
-Runs behind `matmul_all_reduce`, so what has become of the all-reduce is known: one that is still there gives the node
-without a matmul. The call stands where that stood, and what it needs in addition is moved in front of it; the
-order of collectives does not change. The norm may be of the RMS or the layer kind: see `norms`.
+The pass runs behind `matmul_all_reduce`. An all-reduce that is still in the graph then becomes the node without a
+matmul. The call takes the place of the all-reduce or of its node, and what it needs in addition is moved in front of
+it, so the order of collectives does not change. The norm may be an RMS norm or a layer norm (see `norms`).
 
 It must not fire when
 * something that the call needs is computed from the sum, or cannot be moved in front of it;
-* the reduced tensor is used before bias and residual are added, by an op on elements; a sum before the last, or a
-  value of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
-* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two; so do more
-  than two norms of one sum that share its scaled rows, which the compiler makes in one kernel;
+* an elementwise op uses the reduced tensor before bias and residual are added; or a sum before the last one, or a value
+  of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
+* the norm feeds an elementwise op, which the compiler computes in the kernel of the norm, or more than two norms of one
+  sum share its scaled rows, which the compiler computes in one kernel: with the node there would be another kernel;
 * the rows of the norm are not those of the reduced tensor, or are longer than one program takes.
 """
 
@@ -71,8 +71,8 @@ PATTERN = AllReduceRmsNorm.kind
 
 @dataclass(frozen=True)
 class Sum:
-    """`total` = post(reduced + bias + second_bias) + residual. launch: what reduces. between: from `reduced` to the
-    total, without it. views: those among them, and behind the total up to `rows`.
+    """`total` = post(reduced + bias + second_bias) + residual. launch: the node that reduces. between: the nodes from
+    `reduced` to the total, without the total. views: the views among them, and those behind the total up to `rows`.
     """
 
     launch: fx.Node
@@ -87,14 +87,15 @@ class Sum:
 
     @property
     def kept(self) -> int:
-        """How many of `between` may be used elsewhere too: the reduced tensor and views of it."""
+        """The number of leading nodes of `between` that may be used elsewhere too: the reduced tensor and views of it.
+        """
         return next((i for i, node in enumerate(self.between) if i and node not in self.views), len(self.between))
 
 
 @dataclass(frozen=True)
 class Match:
-    """A sum and the norm of it; None where the one in front of the residual is the only one. other: a second norm of
-    it, of the same form.
+    """A sum and the norm of it. norm: None if the norm in front of the residual is the only one. other: a second norm
+    of the sum, of the same form.
     """
 
     sum: Sum
@@ -104,16 +105,16 @@ class Match:
     @property
     def behind(self) -> tuple[FoundNorm, ...]:
         """The norms of the sum."""
-        return tuple(one for one in (self.norm, self.other) if one is not None)
+        return tuple(norm for norm in (self.norm, self.other) if norm is not None)
 
     @property
     def norms(self) -> tuple[FoundNorm, ...]:
-        """All of them."""
+        """The norms of the match, one or two."""
         return (*self.behind, *(() if self.sum.post is None else (self.sum.post,)))
 
     @property
     def extras(self) -> dict[str, fx.Node | None]:
-        """By their names in `nodes.EXTRAS`."""
+        """The operands of the node besides the reduced tensor, by their names in `nodes.EXTRAS`."""
         post, (bias, second_bias) = self.sum.post, (*self.sum.biases, None, None)[:2]
         return {
             "bias": bias,
@@ -129,7 +130,7 @@ class Match:
 
     @property
     def saved(self) -> dict[str, fx.Node]:
-        """What others use too, by the names in `nodes.SAVED`, in their order."""
+        """The values of the match that other nodes use too, by the names in `nodes.SAVED` and in their order."""
         found, post = self.sum, self.sum.post
         nodes = {} if self.norm is None else dict(self.norm.saved)
         nodes |= {} if self.other is None else {"other": self.other.result}
@@ -140,7 +141,7 @@ class Match:
 
 
 def find_sum(rows: fx.Node) -> Sum | None:
-    """What the rows are, if an all-reduce is what they come from."""
+    """Returns the sum that the rows are, if they come from an all-reduce, and otherwise None."""
     *views_behind, total = _views(rows)
     for way in _ways(total):
         *between, reduced = way.nodes
@@ -213,7 +214,8 @@ def _proved(match: Match, rows: fx.Node) -> Match | ReasonCode:
 
 
 def _is_shared(norm: FoundNorm) -> bool:
-    """Whether more norms are made of the same scaled rows: what one does with its weight is none of the others'.
+    """Returns whether more norms are made of the same scaled rows: what one does with its weight is none of the
+    others'.
 
     The compiler finds the common part of them in training, where it removes equal subexpressions.
     """
@@ -221,8 +223,8 @@ def _is_shared(norm: FoundNorm) -> bool:
         return False
     columns = norm.result.meta["val"].shape[-1]
     scaled = [user for user in norm.result.users if user.target is aten.mul.Tensor]
-    rows = {one for user in scaled for one in user.all_input_nodes if one is not norm.result}
-    return sum((value := proofs.tensor(one)) is not None and proofs.is_row(value, columns) for one in rows) > 1
+    rows = {node for user in scaled for node in user.all_input_nodes if node is not norm.result}
+    return sum((value := proofs.tensor(row)) is not None and proofs.is_row(value, columns) for row in rows) > 1
 
 
 def _find_post_norm(rsqrt: fx.Node) -> Found | None:
@@ -244,36 +246,36 @@ def _find_post_norm(rsqrt: fx.Node) -> Found | None:
 
 
 def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
-    """Proves all but what stands behind the node, of which `rows` is the sum; None if it is."""
+    """Proves everything except what stands behind the node, whose sum is `rows`. Returns None if it is proved."""
     found = match.sum
     if found.launch.target is ALL_REDUCE and isinstance(collective := read_collective(found.launch), ReasonCode):
         return collective
     reduced, total = proofs.tensor(found.reduced), proofs.tensor(rows)
     assert reduced is not None and total is not None
     normed = [total] if found.post is None else [total, found.post.x.meta["val"]]
-    if reduced.ndim == 0 or not all(proofs.known_equal(reduced.shape[-1], one.shape[-1]) for one in normed):
+    if reduced.ndim == 0 or not all(proofs.known_equal(reduced.shape[-1], value.shape[-1]) for value in normed):
         return ReasonCode.LAYOUT
     if reduced.dtype != total.dtype:
         return ReasonCode.CAST_BETWEEN
     if not proofs.known(total.shape[-1] <= MOST_NORM_COLUMNS):
         return ReasonCode.NORM_WIDTH
-    needed = [one for one in match.extras.values() if one is not None]
-    if any(found.launch < one and proofs.depends_on(one, {found.launch}) for one in needed):
+    needed = [extra for extra in match.extras.values() if extra is not None]
+    if any(found.launch < extra and proofs.depends_on(extra, {found.launch}) for extra in needed):
         return ReasonCode.OPERAND_DEPENDS
     for index, node in enumerate(found.between):
         others = _others(found, node)
         if others and (index >= found.kept or not all(map(_is_kept, others))):
             return ReasonCode.INTERMEDIATE_USED
     as_sum = [found.reduced, *(norm.result for norm in match.behind)]
-    if any(one not in as_sum and _rows_shape(found, one) is None for one in match.saved.values()):
+    if any(saved not in as_sum and _rows_shape(found, saved) is None for saved in match.saved.values()):
         return ReasonCode.SHAPE_UNPROVEN
     return None
 
 
 def _hoisted(match: Match) -> Match | ReasonCode:
     """The match, if what it needs can be computed before the reduction."""
-    needed = [one for one in match.extras.values() if one is not None]
-    late = not all(rewriting.can_hoist(one, match.sum.launch) for one in needed)
+    needed = [extra for extra in match.extras.values() if extra is not None]
+    late = not all(rewriting.can_hoist(extra, match.sum.launch) for extra in needed)
     return ReasonCode.OPERAND_LATE if late else match
 
 
@@ -281,10 +283,10 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     found, saved = match.sum, match.saved
     launch = found.launch
-    results = {name: one.result for name, one in zip(("normed", "other"), match.behind, strict=False)}
-    for one in match.extras.values():
-        if one is not None:
-            rewriting.hoist(one, launch)
+    results = {name: norm.result for name, norm in zip(("normed", "other"), match.behind, strict=False)}
+    for extra in match.extras.values():
+        if extra is not None:
+            rewriting.hoist(extra, launch)
     task, operands = _task(match, options)
     like: torch.Tensor = found.reduced.meta["val"]
     outputs = [_contiguous(like, name) for name in task.returned]
@@ -311,7 +313,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         found.total.replace_all_uses_with(_replayed(graph, made["total"], found.views))
     if "reduced" in saved:
         found.reduced.replace_all_uses_with(made["reduced"])
-    inner = {one for each in match.norms for one in each.inner}
+    inner = {inside for each in match.norms for inside in each.inner}
     for name, node in of_rows.items():
         with graph.inserting_before(node):
             rows = _as_rows(graph, made[name], node, shapes[name])
@@ -323,7 +325,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 def all_reduce_rms_norm(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every all-reduce with the norm behind it, if proved; returns how many were. Others may get a reason."""
-    # What has a norm behind goes with that: it is looked for first.
+    # A sum with a norm behind it is fused with that norm, so such norms are looked for first.
     count = sum(_fuse(graph, rsqrt, _find_norm_behind, options) for rsqrt in _rsqrts(graph))
     return count + sum(_fuse(graph, rsqrt, _find_post_norm, options) for rsqrt in _rsqrts(graph))
 
@@ -333,7 +335,7 @@ def _rsqrts(graph: fx.Graph) -> list[fx.Node]:
 
 
 Found = tuple[fx.Node, Match | ReasonCode]
-"""What reduces, and a match, or why there is none."""
+"""The node that reduces, and a match or the reason why there is none."""
 
 
 def _find_norm_behind(rsqrt: fx.Node) -> Found | None:
@@ -344,7 +346,7 @@ def _find_norm_behind(rsqrt: fx.Node) -> Found | None:
 
 
 def _fuse(graph: fx.Graph, rsqrt: fx.Node, find: Callable[[fx.Node], Found | None], options: Options) -> bool:
-    """Fuses what is found at `rsqrt`; whether it did."""
+    """Fuses what is found at `rsqrt`, and returns whether it did."""
     found = find(rsqrt)
     if found is None:
         return False
@@ -363,8 +365,8 @@ def _fuse(graph: fx.Graph, rsqrt: fx.Node, find: Callable[[fx.Node], Found | Non
 
 @dataclass(frozen=True)
 class _Way:
-    """From a total up to `nodes[-1]`, the total first: steps are its (sum, other term), in this order. post: a norm on
-    it, of which only the result is among the nodes.
+    """The nodes from a total up to the reduced tensor `nodes[-1]`, the total first. steps: its sums, each with its
+    other term, in this order. post: a norm on the way, of which only the result is among the nodes.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -373,7 +375,9 @@ class _Way:
 
 
 def _ways(total: fx.Node) -> list[_Way]:
-    """All ways to a reduced tensor, through at most three sums and a norm; to the latest reduction first."""
+    """Returns all ways from a total to a reduced tensor, through at most three sums and a norm. The way to the latest
+    reduction is the first one.
+    """
     found, pending = [], [_Way((total,))]
     while pending:
         way = pending.pop()
@@ -393,7 +397,7 @@ def _ways(total: fx.Node) -> list[_Way]:
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """As `proofs.views_up`, but not beyond a reduced tensor."""
+    """Like `proofs.views_up`, but does not go beyond a reduced tensor."""
     chain = [node]
     while not _is_reduced(chain[-1]) and proofs.keeps_order(chain[-1]):
         source = chain[-1].args[0]
@@ -419,7 +423,7 @@ def _norm_up(result: fx.Node) -> FoundNorm | None:
 
 
 def _others(found: Sum, node: fx.Node) -> list[fx.Node]:
-    """Who uses one of `between` besides what is fused."""
+    """Returns the nodes that use one of `between` and are not fused."""
     fused = {*found.between, found.total}
     if found.post is not None:
         fused |= {*found.post.inner}
@@ -428,21 +432,23 @@ def _others(found: Sum, node: fx.Node) -> list[fx.Node]:
 
 
 def _is_kept(user: fx.Node) -> bool:
-    """Whether what uses the reduced tensor too takes it from memory, or is a view."""
+    """Returns whether what uses the reduced tensor too takes it from memory, or is a view."""
     return all(map(_is_kept, user.users)) if proofs.keeps_order(user) else _is_final(user)
 
 
 PICKS = frozenset({aten.index.Tensor, aten.index_select.default})
-"""Rows in another number and order, as for the experts that they are sent to: a kernel of its own."""
+"""Ops that pick rows in another number and order, as for the experts that rows are sent to. They run in a kernel of
+their own.
+"""
 
 
 def _is_foreign(user: fx.Node) -> bool:
-    """Whether nobody but its author knows what an op does: the compiler gives it tensors."""
+    """Returns whether nobody but its author knows what an op does: the compiler gives it tensors."""
     return isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
 
 
 def _is_final(user: fx.Node) -> bool:
-    """Whether the compiler computes `user` apart from what it reads."""
+    """Returns whether the compiler computes `user` apart from what it reads."""
     if user.op == "output" or user.target in proofs.MATMULS or is_task(user) or _is_foreign(user):
         return True
     if user.target in proofs.TRANSPOSES:
@@ -451,10 +457,10 @@ def _is_final(user: fx.Node) -> bool:
 
 
 def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
-    """The node, and its operands but for those of the norm."""
+    """The node, and its operands except those of the norm."""
     found, norm = match.sum, match.norm
     last = Norm(NO_NORM, 0.0) if norm is None else norm.norm
-    extras = tuple(name for name, one in match.extras.items() if one is not None)
+    extras = tuple(name for name, extra in match.extras.items() if extra is not None)
     behind = None if found.post is None else found.post.norm, tuple(match.saved)
     policy, site = rewriting.policy(options), rewriting.UNNAMED_SITE
     if found.launch.target is ALL_REDUCE:
@@ -492,7 +498,7 @@ def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
 def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
     """The shape of what is saved as arguments of a reshape of the node's output; None if that is not known.
 
-    Dynamic sizes are taken from the last view on the way, which has the same but for the last dimension.
+    Dynamic sizes are taken from the last view on the way, whose sizes are the same except for the last dimension.
     """
     value, reduced = proofs.tensor(node), proofs.tensor(found.reduced)
     assert value is not None and reduced is not None
@@ -511,7 +517,7 @@ def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
 
 
 def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] | None) -> fx.Node:
-    """What is saved, in the shape that it had."""
+    """Returns a saved value in the shape that it had."""
     assert sizes is not None
     value, wanted = source.meta["val"], like.meta["val"]
     if not sizes or proofs.same_shape(value.shape, wanted.shape):
@@ -524,14 +530,14 @@ def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] |
 
 
 def _replaced(match: Match) -> list[fx.Node]:
-    """All nodes of the match, which go where nobody else uses them."""
+    """Returns all nodes of the match. Each of them is removed if nothing else uses it."""
     found = match.sum
-    norms = [one for norm in match.norms for one in (*norm.inner, norm.wide)]
+    norms = [node for norm in match.norms for node in (*norm.inner, norm.wide)]
     return [*norms, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
 
 
 def _replayed(graph: fx.Graph, node: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:
-    """The same views of `node`, at the graph's insertion point."""
+    """Inserts the same views of `node` at the insertion point of the graph, and returns the last one."""
     for view in views:
         assert isinstance(view.target, torch._ops.OpOverload)
         copy = graph.create_node("call_function", view.target, (node, *view.args[1:]), dict(view.kwargs), name="rows")

@@ -1,4 +1,4 @@
-"""all_to_all -> mm becomes one `ditron::all_to_all_matmul`: a rank's rows of what all ranks have, side by side, times
+"""all_to_all -> mm becomes one `ditron::all_to_all_matmul`: this rank's rows of all ranks' tensors, side by side, times
 w.
 
 Before, as behind an attention that has all of the sequence and some of the heads (Ulysses), C columns in a head:
@@ -11,19 +11,20 @@ Before, as behind an attention that has all of the sequence and some of the head
 After:
 
     x -> reshape [B, W*S, h*C], w [K, N] -> ditron.all_to_all_matmul -> getitem 0 [B*S, N]
-                                                                     -> getitem 1 [B, S, K]   only if used otherwise
+                                                                     -> getitem 1 [B, S, K]   only if used elsewhere
 
-Any order of the elements on their way will do: views, permutes, copies and cats of equal chunks are followed by axes.
-What the node reads is the last node in front of the collective that holds rows and then columns in the order in which
-the matmul has them. Several runs of columns for each rank, as of the gradients of queries, keys and values that lie
-side by side, are `parts`. What has come is returned too where somebody else wants it: the weight's gradient, above all,
-which is left to the library, as it contracts the rows, which one rank has. `addmm` with a row as its bias counts as mm.
+The elements may be in any order on their way: views, permutes, copies and cats of equal chunks are followed by axes.
+The node reads the last tensor in front of the collective that holds rows and then columns in the order in which the
+matmul has them. If each rank has several runs of columns, as with the gradients of queries, keys and values side by
+side, they are `parts`. If what is received is used elsewhere too, the node returns it. The most common such user is the
+weight's gradient, which is left to the library, because it contracts rows that one rank has. `addmm` with a row as its
+bias counts as mm.
 
 It must not fire when
-* what comes is used otherwise before it has the order in which the matmul reads it;
+* what is received is used elsewhere before it has the order in which the matmul reads it;
 * the splits are not W equal ones, or the ranks' parts make rows of the matmul;
 * no node in front of the collective has the order of the matmul;
-* the weight depends on what comes, or is computed behind an op that has to stay where it is;
+* the weight depends on what is received, or is computed behind an op that cannot move;
 * there is a cast, a bias that is no row, a batched matmul, or a dtype other than bfloat16, float16 and float32;
 * it is not certain how views divide symbolic sizes.
 """
@@ -71,7 +72,7 @@ class Match:
 
 @dataclass(frozen=True)
 class _Use:
-    """A matmul that reads a view of what comes, with this layout, as its first operand."""
+    """A matmul whose first operand is a view of what is received, with this layout."""
 
     mm: fx.Node
     matmul: Matmul
@@ -106,7 +107,7 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
         return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
     ranks, came, _ = exchange
     rows, columns = (list(axes.leaves(dim)) for dim in use.layout)
-    if not any(one is came for one in columns):
+    if not any(axis is came for axis in columns):
         turned = matmul.rows.target in proofs.TRANSPOSES
         return (ReasonCode.ROWS_CONTRACTED if turned else ReasonCode.ROWS_EXCHANGED).at(use.mm)
     outer, inner = all_to_all.split_at(columns, came)
@@ -120,8 +121,8 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
     sizes = all_to_all.rows_and_columns(first, collective.world_size * second, kept)
     if parts is None or sizes is None or all_to_all.sizes_of(down.nodes[-1]) is None:
         return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
-    order = {one: index for index, one in enumerate(node.graph.nodes)}
-    first_use = min(uses, key=lambda one: order[one])
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
+    first_use = min(uses, key=lambda use: order[use])
     others = [user for user in uses if user is not use.mm]
     code = _unfit(collective, use, first_use, others, down.nodes[-1])
     if code is not None:
@@ -143,7 +144,7 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
 
 
 def _no_matmul(uses: list[fx.Node]) -> Refused:
-    """Why none of the uses of what comes is a matmul with it as first operand."""
+    """Returns the reason why no use of what is received is a matmul with it as first operand."""
     for user in uses:
         if proofs.is_matmul(user):
             return ReasonCode.ROWS_CONTRACTED.at(user)
@@ -158,7 +159,7 @@ def _no_matmul(uses: list[fx.Node]) -> Refused:
 
 
 def _use(down: all_to_all.Chain, views: list[fx.Node], mm: fx.Node, matmul: Matmul, came: Layout) -> _Use | None:
-    """The matmul with the layout of its first operand, [rows, columns]; None where that is not certain."""
+    """Returns the matmul with the layout of its first operand, [rows, columns]; None if that is not certain."""
     behind = list(down.layouts(came))
     value = proofs.tensor(matmul.rows)
     if len(behind) < len(down.nodes) or value is None or matmul.rows not in views:
@@ -185,7 +186,7 @@ def _operand(
 def _unfit(
     collective: AllToAll, use: _Use, first_use: fx.Node, others: list[fx.Node], received: fx.Node
 ) -> Refused | None:
-    """What keeps a matmul whose order is proved from being fused; None if nothing does."""
+    """Returns the reason why a matmul whose order is proved cannot be fused; None if it can."""
     weight, value = use.matmul.weight, proofs.tensor(received)
     assert value is not None
     if proofs.depends_on(weight, {collective.wait}):
@@ -237,7 +238,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             assert sizes is not None
             received = all_to_all.reshape(graph, received, sizes, tuple(match.received.meta["val"].shape))
             match.received.replace_all_uses_with(received)
-            # Views of it may stand before the call: all uses stand behind it.
+            # Views of what is received may stand before the call, but all uses stand behind it.
             for view in match.steps:
                 if view < call and view is not match.received and proofs.depends_on(view, {received}):
                     first_use.prepend(view)

@@ -1,8 +1,8 @@
 """mm -> all_gather becomes one `ditron::matmul_all_gather`.
 
 Before, for a gather along any dimension of the product, most often the last one (a column-parallel layer whose output
-is replicated, logits above all). What is gathered along dimension 0 is moved there by split, getitem and cat, by slices
-and cat, or by a view with the ranks as a dimension, a permute and a reshape:
+is replicated, such as logits). The collective gathers along dimension 0. Then split, getitem and cat, or slices and
+cat, or a view with the ranks as a dimension, a permute and a reshape, move the parts to that dimension:
 
     a [B, S, K] -> reshape [B*S, K] -> mm(reshape, b [K, N]) -> reshape [B, S, N] -> all_gather_into_tensor
       -> wait [W*B, S, N] -> split -> getitem x W -> cat [B, S, W*N]
@@ -13,23 +13,23 @@ After:
 
     a [B, S, K], b [K, N] -> ditron.matmul_all_gather -> getitem 0 [B, S, W*N]
 
-A product of one row is gathered along dimension 0, and a view does the rest: its columns are one after the other.
-A sum of matmuls, and a bias of one row, are computed by the node too: each rank adds its own part before the gather.
-`a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape makes it.
-The call stands where the collective stood, so the order of collectives does not change.
+A product of one row is gathered along dimension 0, and a view does the rest: its columns are one after the other. A sum
+of matmuls, and a bias of one row, are computed by the node too: each rank adds its own part before the gather. `a` is
+the tensor that the graph already has in the shape of the product; where there is none, one new reshape makes it. The
+call stands where the collective stood, so the order of collectives does not change.
 
-A gather that feeds a matmul belongs to `all_gather_matmul`, which runs first: what it takes is not here any more.
+A gather that feeds a matmul belongs to `all_gather_matmul`, which runs first.
 
 It must not fire when
-* the product, or anything between it and the gathered tensor, is used otherwise;
-* the chunks are not all of the W equal chunks, once, in order (a permute that moves anything else than the ranks stays,
-  behind a gather along dimension 0);
+* the product, or anything between it and the gathered tensor, is used elsewhere;
+* the chunks are not all of the W equal chunks, once, in order (a permute that also moves another dimension stays in the
+  graph, behind a gather along dimension 0);
 * a view between the product and the gather changes the last dimension;
-* there is a cast, a batched matmul, an op on the elements, an added tensor that is no row, or a dtype other than
-  bfloat16, float16 and float32;
-* fewer elements than there are ranks are cut off behind the gather, or elements are picked by index (DTensor, where
-  the dimension does not divide): the last rank pads its product, and only there it is seen. But the cut stands on every
-  rank, and W or more elements are never padding.
+* there is a cast, a batched matmul, an elementwise op, an added tensor that is no row, or a dtype other than bfloat16,
+  float16 and float32;
+* fewer elements than there are ranks are cut off behind the gather, or elements are picked by index (DTensor, where the
+  dimension does not divide): the last rank pads its product, which is seen only there. But the cut is in the graph of
+  every rank, and W or more elements are never padding.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ PICKS: frozenset[object] = frozenset({aten.index_select.default, aten.index.Tens
 
 @dataclass(frozen=True)
 class GatheredProducts:
-    """The products of all ranks, each of `shape`, along its dimension `dim`: what the node `result` holds.
+    """The node `result` holds the products of all ranks, each of `shape`, concatenated along dimension `dim`.
 
-    between: the nodes from the waited-for tensor to the result, without both. sizes: of the result, as arguments of a
-    reshape, where the ranks are a dimension of their own there.
+    between: the nodes from the result of the wait to `result`, without both. sizes: the sizes of `result` as arguments
+    of a reshape, if the ranks are a dimension of their own there.
     """
 
     result: fx.Node
@@ -138,12 +138,12 @@ def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | Non
     value = source.meta["val"]
     order = proofs.permutation(move)
     dim = order.index(0)
-    moved = [0] + [one for one in order if one != 0]
+    moved = [0] + [dim for dim in order if dim != 0]
     if moved != list(range(value.ndim)) or dim >= value.ndim - 1 or collective.wait not in chain:
         return None
     between = chain[: chain.index(collective.wait)]
-    only = all(proofs.sole_user(one) is not None for one in (*between, collective.wait))
-    # Whoever reads it as it lies would see that it lies in another way: only copies of it in row-major order do not.
+    only = all(proofs.sole_user(step) is not None for step in (*between, collective.wait))
+    # A user that depends on the strides would see others. Only copies in row-major order would not.
     copies = [user for user in move.users if user.target in proofs.ORDER_KEEPING and proofs.row_major(user.meta["val"])]
     sizes = _sizes_in_graph(source, move.meta["val"].shape)
     apart = proofs.known_equal(value.shape[0], collective.world_size)
@@ -155,7 +155,7 @@ def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | Non
 def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
     """`shape` as arguments of a reshape: ints, what the arguments of `view` hold, and -1 for what they do not."""
     bound = proofs.arguments(view) if isinstance(view.target, torch._ops.OpOverload) else {}
-    named = [one for one in bound.get("shape") or bound.get("size") or () if isinstance(one, fx.Node)]
+    named = [size for size in bound.get("shape") or bound.get("size") or () if isinstance(size, fx.Node)]
     sizes: list[Any] = []
     for length in shape:
         holders = [node for node in named if proofs.known_equal(proofs.size(node), length)]
@@ -164,7 +164,9 @@ def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _cut_behind(gathered: GatheredProducts, world_size: int) -> fx.Node | None:
-    """What cuts off, or leaves out, what may be the padding of uneven shards; None if nothing does."""
+    """Returns the node that cuts off, or leaves out, elements which may be the padding of uneven shards; None if there
+    is no such node.
+    """
     whole = gathered.result.meta["val"]
     for view in proofs.views_down(gathered.result):
         value = view.meta["val"]

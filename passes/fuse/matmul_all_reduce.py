@@ -8,19 +8,20 @@ After, with the very same view nodes behind the call:
 
     [a [M, K]], [b [K, N]] -> ditron.matmul_all_reduce -> getitem 0 [M, N] -> reshape [B, S, N] -> ..
 
-Of a sum all products are operands, and a bias; the adds go, and the views on the way from the first product stay:
+All products of a sum are operands of the node, and so is a bias. The adds are removed, and the views on the way from
+the first product stay:
 
     add(reshape(mm(a, b)), reshape(mm(c, d))) -> all_reduce  ->  matmul_all_reduce([a, c], [b, d], None) -> reshape
     addmm(row [N], a, b) -> all_reduce                       ->  matmul_all_reduce([a], [b], row)
 
-An all-reduce works on elements, so views of its operand are views of its result; no size has to be known for
-that. The call stands where the collective stood, so the order of collectives does not change.
+An all-reduce works on elements, so views of its operand are views of its result; no size has to be known for that. The
+call stands where the collective stood, so the order of collectives does not change.
 
 It must not fire when
-* the product, or a view between it and the collective, is used otherwise;
-* something is added that is neither a product nor a row, see `products` (DTensor's bias, divided by the group size,
-  is a row);
-* there is a cast, a batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than
+* the product, or a view between it and the collective, is used elsewhere;
+* something is added that is neither a product nor a row, see `products` (DTensor's bias, divided by the group size, is
+  a row);
+* there is a cast, a batched matmul, an elementwise op, another reduction than sum and avg, or a dtype other than
   bfloat16, float16 and float32.
 
 An all-reduce has no sharded dimension, so nothing is padded. The contracted dimension may differ between ranks.
@@ -54,7 +55,7 @@ class Match:
 def find_matmul_all_reduce(node: fx.Node, find: FindProduct | None = None) -> Match | Refused:
     """Proves that the all-reduce `node` reduces matmuls as drawn above, or says why not.
 
-    find: what reads the product, by default `find_product`.
+    find: the function that reads the product, by default `find_product`.
     """
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):

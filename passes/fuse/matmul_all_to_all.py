@@ -1,4 +1,4 @@
-"""mm -> all_to_all becomes one `ditron::matmul_all_to_all`: of the product each rank gets some columns of every row.
+"""mm -> all_to_all becomes one `ditron::matmul_all_to_all`: each rank gets some columns of every row of the product.
 
 Before, as in front of an attention that has all of the sequence and some of the heads (Ulysses), C columns in a head:
 
@@ -11,17 +11,17 @@ After:
 
     x [B, S, K], w [K, N] -> ditron.matmul_all_to_all -> getitem 0 [B, W*S, h*C] -> reshape [B, W*S, h, C]
 
-Any order of the elements on their way will do: views, permutes, copies and cats of equal chunks are followed by axes.
-The last node that holds rows and then columns in their order, the ranks in front of some of the rows, is what the op
-returns. Where there is none, the last copy is made from the output by a permute.
-Several runs of columns for each rank, as of queries, keys and values that lie side by side, are `parts`. A sum of
-matmuls, and a bias of one row, are computed by the node too. The call stands where the collective stood.
+The elements may be in any order on their way: views, permutes, copies and cats of equal chunks are followed by axes.
+The op returns the last node that holds rows and then columns in their order, with the ranks in front of some of the
+rows. If there is no such node, a permute of the output replaces the last copy. If each rank has several runs of
+columns, as with queries, keys and values side by side, they are `parts`. A sum of matmuls, and a bias of one row, are
+computed by the node too. The call stands where the collective stood.
 
 It must not fire when
-* the product, or anything between it and what the node returns, is used otherwise;
-* the splits are not W equal ones, or the ranks share out rows of the product;
-* there is a cast, a batched matmul, an op on the elements, an added tensor that is no row, or a dtype other than
-  bfloat16, float16 and float32;
+* the product, or anything between it and what the node returns, is used elsewhere;
+* the splits are not W equal ones, or rows of the product are divided among the ranks;
+* there is a cast, a batched matmul, an elementwise op, an added tensor that is no row, or a dtype other than bfloat16,
+  float16 and float32;
 * it is not certain how views divide symbolic sizes.
 """
 
@@ -46,17 +46,17 @@ aten = torch.ops.aten
 
 PATTERN = MatmulAllToAll.kind
 ATTENTION = "_scaled_dot_product"
-"""How the names of torch's attentions begin, which take any strides."""
+"""The prefix of the names of torch's attention ops, which accept any strides."""
 
 
 @dataclass(frozen=True)
 class Match:
     """A product, or a sum of them, and the all-to-all of its columns.
 
-    The product is [first * second, parts * W * columns], what the node returns [first, W * second, parts * columns].
-    result: the node whose place that takes, with these sizes as arguments of a reshape. order: the axes of the result
-    by their place in what the node returns, `axes_sizes`, where it has to be permuted; else None. steps: all nodes from
-    the products to the result.
+    The product is [first * second, parts * W * columns], and the node returns [first, W * second, parts * columns].
+    result: the node that this output replaces; sizes: its sizes, as arguments of a reshape. order: if the output has to
+    be permuted, the axes of the result by their place in the output, whose sizes are `axes_sizes`; otherwise None.
+    steps: all nodes from the products to the result.
     """
 
     collective: AllToAll
@@ -72,7 +72,8 @@ class Match:
 
 
 def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
-    """Proves that the all-to-all `node` shares out the columns of matmuls as drawn above, or says why not."""
+    """Proves that the all-to-all `node` divides the columns of matmuls among the ranks as drawn above, or says why not.
+    """
     collective = read_all_to_all(node)
     if isinstance(collective, ReasonCode):
         return collective
@@ -86,7 +87,7 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
     other = proofs.other_user((*up.nodes, *up.between), {node, *up.nodes, *up.between})
     if other is not None:
         return ReasonCode.INTERMEDIATE_USED.at(other)
-    writes = all_to_all.written(one for factors in product.factors for one in (factors.lhs, factors.rhs))
+    writes = all_to_all.written(factor for factors in product.factors for factor in (factors.lhs, factors.rhs))
     if writes is not None:
         return ReasonCode.INTERMEDIATE_USED.at(writes)
     value, whole = proofs.tensor(product.mm), proofs.tensor(top)
@@ -101,7 +102,7 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
     down = all_to_all.below(collective)
     behind = list(down.layouts(layout))
     of_rows, of_columns = list(axes.leaves([rows])), list(axes.leaves([columns]))
-    if not any(one is ranks for one in of_columns):
+    if not any(axis is ranks for axis in of_columns):
         return ReasonCode.ROWS_EXCHANGED.at(product.mm)
     outer, inner = all_to_all.split_at(of_columns, ranks)
     parts = all_to_all.concrete(axes.size_of(outer))
@@ -111,10 +112,10 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
     result, sizes, place, order = found
     first, second = axes.size_of(of_rows[:place]), axes.size_of(of_rows[place:])
     lhs_columns = [factors.lhs.meta["val"].shape[1] for factors in product.factors]
-    if any(all_to_all.rows_and_columns(first, second, one) is None for one in lhs_columns):
+    if any(all_to_all.rows_and_columns(first, second, columns) is None for columns in lhs_columns):
         return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
     given = [*of_rows[:place], came, *of_rows[place:], *outer, *inner]
-    nodes = [one for one, _ in behind]
+    nodes = [step for step, _ in behind]
     steps = (*product.steps, *up.nodes, *up.between, node, *nodes[: nodes.index(result) + 1], *down.between)
     return Match(
         collective,
@@ -131,7 +132,7 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
 
 
 def _last(chain: Chain, first: axes.Layout) -> axes.Layout | None:
-    """The layout of a chain's last node."""
+    """Returns the layout of a chain's last node."""
     found = list(chain.layouts(first))
     return found[-1][1] if len(found) == len(chain.nodes) else None
 
@@ -139,8 +140,9 @@ def _last(chain: Chain, first: axes.Layout) -> axes.Layout | None:
 def _result(
     behind: list[tuple[fx.Node, axes.Layout]], came: Axis, rows: list[Axis], columns: list[Axis]
 ) -> tuple[fx.Node, list[Any], int, tuple[int, ...] | None] | None:
-    """(the node that the op's output stands for, its sizes, which of the rows' axes the ranks stand in front of, the
-    permutation that makes the node from the output, if one is needed); None where its sizes cannot be written.
+    """Returns (the node that the op's output replaces, its sizes, the index of the row axis that the ranks stand in
+    front of, the permutation from the output to the node, if one is needed); None if its sizes cannot be written as
+    arguments.
     """
     for node, layout in reversed(behind):
         order = axes.flat(layout)
@@ -155,11 +157,12 @@ def _result(
     given, sizes = [came, *rows, *columns], all_to_all.sizes_of(node)
     if sizes is None or sum(not isinstance(axis.size, int) for axis in given) > 1:
         return None
-    return node, sizes, 0, tuple(next(i for i, one in enumerate(given) if one is axis) for axis in axes.flat(layout))
+    places = tuple(next(i for i, found in enumerate(given) if found is axis) for axis in axes.flat(layout))
+    return node, sizes, 0, places
 
 
 def _takes_any_strides(node: fx.Node) -> bool:
-    """Whether whatever reads the elements of a node, or of views of it, takes them however they lie."""
+    """Returns whether whatever reads the elements of a node, or of views of it, takes them however they lie."""
     views, takes_any = rewriting.views_and_strides(node)
     if takes_any:
         return True
@@ -222,7 +225,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 
 def _permuted(graph: fx.Graph, out: fx.Node, match: Match) -> fx.Node:
-    """Inserts what puts the output's axes into the order of the result: a copy."""
+    """Inserts a copy of the output with its axes in the order of the result."""
     assert match.order is not None
     sizes = [size if isinstance(size, int) else -1 for size in match.axes_sizes]
     apart = all_to_all.reshape(graph, out, sizes, match.axes_sizes)

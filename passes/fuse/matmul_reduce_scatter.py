@@ -10,14 +10,14 @@ After:
 
     [a [B, W*S, K]], [b [K, N]] -> ditron.matmul_reduce_scatter -> getitem 0 [B, S, N]
 
-Of a sum of products all of them are operands, and so is a bias, a row:
+All products of a sum are operands of the node, and so is a bias, which is a row:
 
     reshape(mm(dq, wq)) + reshape(mm(dk, wk)) -> split, cat -> reduce_scatter_tensor -> wait
     [dq, dk], [wq, wk] -> ditron.matmul_reduce_scatter -> getitem 0
 
-`a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape
-makes it from sizes that stand in the graph. The call stands where the collective stood, so the order of
-collectives does not change.
+`a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape makes it
+from sizes that stand in the graph. The call stands where the collective stood, so the order of collectives does not
+change.
 
 A scatter along the last dimension is fused as the transposed problem, in two dimensions:
 
@@ -27,15 +27,15 @@ A scatter along the last dimension is fused as the transposed problem, in two di
 and a bias is a column [N, 1] there.
 
 It must not fire when
-* the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat` sends
-  every chunk to another rank);
+* the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat` sends every
+  chunk to another rank);
 * a view changes the last dimension in between;
-* the product, or anything between it and the collective, is used otherwise: it has to be computed as a whole anyway;
+* the product, or anything between it and the collective, is used elsewhere, so it has to be computed as a whole;
 * something is added that is neither a product nor a row, see `products`;
-* there is a cast, a batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than
+* there is a cast, a batched matmul, an elementwise op, another reduction than sum and avg, or a dtype other than
   bfloat16, float16 and float32;
-* the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the
-  pad stands on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone
+* the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the pad
+  stands on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone
   together.
 """
 
@@ -77,7 +77,7 @@ class Match:
 def find_matmul_reduce_scatter(node: fx.Node, find: FindProduct | None = None) -> Match | Refused:
     """Proves that the reduce-scatter `node` reduces matmuls as drawn above, or says why not.
 
-    find: what reads the product, by default `find_product`.
+    find: the function that reads the product, by default `find_product`.
     """
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
@@ -120,7 +120,7 @@ def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Re
         return _classify_cat(chain[-1]) if chunks is ReasonCode.NO_MATMUL else chunks
     operand, cat = proofs.tensor(chain[0]), proofs.tensor(chain[-1])
     assert operand is not None and cat is not None
-    if any(proofs.sole_user(one) is None for one in chain):
+    if any(proofs.sole_user(step) is None for step in chain):
         return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(chain, {collective.node, *chain}) or chain[-1])
     return chunks if chunks.cat_dim == 0 and proofs.same_shape(operand.shape, cat.shape) else ReasonCode.LAYOUT
 
@@ -213,8 +213,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             scattered = _rows_of_columns(graph, match.column_sizes, scattered, wait)
     wait.replace_all_uses_with(scattered)
     views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
-    operands = [one for factors in product.factors for one in (factors.lhs, factors.rhs)]
-    turned = [one for one in operands if one.target in proofs.TRANSPOSES]
+    operands = [factor for factors in product.factors for factor in (factors.lhs, factors.rhs)]
+    turned = [operand for operand in operands if operand.target in proofs.TRANSPOSES]
     rewriting.erase_unused(graph, [*match.steps, *views, *turned])
     return call
 
@@ -236,7 +236,9 @@ def _operands(graph: fx.Graph, match: Match) -> tuple[list[fx.Node], list[fx.Nod
 
 
 def _bias(graph: fx.Graph, match: Match) -> fx.Node | None:
-    """What every rank adds to its product: a row of it, a column of the transposed one."""
+    """Returns the bias that every rank adds to its product: a row of the product, or a column of the transposed
+    product.
+    """
     bias = rewriting.bias_row(graph, match.product.biases)
     return bias if bias is None or match.column_sizes is None else rewriting.column(graph, bias)
 

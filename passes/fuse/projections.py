@@ -10,17 +10,18 @@ After:
     x -> reshape [B, K], [weight_0, weight_1] -> ditron.projections -> getitem 0 [B, N_0]
                                                                     -> getitem 1 [B, N_1]
 
-With few rows a matmul takes as long as reading its weight, and a weight that is one rank's part of a projection is
-small: each launch ends before it has filled the GPU. One launch reads them all, see
-lowering/projections/projections_kernel.py.
+With few rows a matmul takes as long as reading its weight. A weight that is one rank's part of a projection is too
+small for its launch to keep the whole GPU busy. One launch reads all weights (see
+lowering/projections/projections_kernel.py).
 
 A bias (`addmm`) is added behind the call, where it may become part of the call's epilogue (absorb_epilogues.py), as the
 gate and up projections' silu(gate) * up does.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
-* the graph holds no collective of ours: it is no tensor-parallel model's, and all of it is Inductor's;
+* the graph holds no Task node with a collective: it does not belong to a tensor-parallel model, and is left to
+  Inductor;
 * the number of rows is dynamic, or more than `MOST_PROJECTED_ROWS`;
-* a weight does not lie as `nn.Linear` holds it, with the contracted dimension contiguous;
+* a weight is not in the layout of `nn.Linear`, with the contracted dimension contiguous;
 * a weight cannot be computed before the first of the products, or is computed from one of them;
 * the dtype is none of bfloat16, float16 and float32.
 """
@@ -85,7 +86,9 @@ def _is_candidate(mm: fx.Node) -> bool:
 
 
 def _together(matmuls: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """The matmuls of one source in groups of one shape whose weights are there when the first one runs."""
+    """Yields the matmuls of one source in groups of one shape, whose weights have been computed when the first one
+    runs.
+    """
     left = matmuls
     while left:
         first, group = left[0], [left[0]]
@@ -124,14 +127,14 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 
 def projections(graph: fx.Graph, *, options: Options) -> int:
-    """Puts matmuls of one tensor with few rows together; returns how many calls stand for them now."""
+    """Puts matmuls of one tensor with few rows together, and returns the number of calls that replace them."""
     if PATTERN not in options.fusions or options.strategy == "library":
         return 0
     if not any(is_task(node) for node in graph.nodes):
         return 0
     count = 0
     for match in find_projections(graph):
-        # A weight may be computed from the products of another match, which stay where that one's call is.
+        # A weight may be computed from the products of another match, which stay at the place of that match's call.
         if all(rewriting.can_hoist(weight, match.matmuls[0]) for weight in match.weights):
             rewrite(graph, match, options)
             count += 1

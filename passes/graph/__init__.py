@@ -1,1 +1,2 @@
-"""What a pass knows of a graph: proofs, readings and rewriting. No pass is here."""
+"""The passes read graphs, prove facts about them and rewrite them with the functions of this folder. No pass is here.
+"""

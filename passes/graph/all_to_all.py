@@ -1,14 +1,14 @@
-"""One reading of the all-to-alls of a graph, shared by both fusions: what is sent, what comes, and the views around.
+"""This module reads the all-to-alls of a graph for both fusions: what is sent, what is received, and the views around.
 
-Two forms, of which only equal splits are read:
+There are two forms. Of the first one only equal splits are read:
 
     all_to_all_single(x [W*c, ..], [c] * W, [c] * W, group) -> wait     the chunks of dimension 0
-    shard_dim_alltoall(x, gather_dim, shard_dim, group)                 chunks of one dimension, put together along
+    shard_dim_alltoall(x, gather_dim, shard_dim, group)                 chunks of one dimension, concatenated along
     another
 
-In front and behind stand views, permutes, copies, and cats of equal chunks. What they do to the order of elements is
-followed by axes, see `axes`: the axis of the ranks leaves the dimension that is scattered (`sent`), and another one
-comes in front of the dimension that is gathered (`came`).
+Views, permutes, copies, and cats of equal chunks stand in front of the collective and behind it. Their effect on the
+order of elements is followed by axes (see `axes`). The axis of the ranks leaves the dimension that is scattered
+(`sent`), and another axis of the ranks comes in front of the dimension that is gathered (`came`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AllToAll:
-    """An all-to-all of a known group with equal splits. wait: the node that holds the result; the op itself where it
-    waits.
+    """An all-to-all of a known group with equal splits. wait: the node that holds the result, which is the op itself if
+    the op waits.
     """
 
     node: fx.Node
@@ -53,7 +53,9 @@ class Chain:
     world_size: int
 
     def layouts(self, first: Layout) -> Iterator[tuple[fx.Node, Layout]]:
-        """Each node and its layout, `first` that of the first one; ends where a layout is not certain."""
+        """Yields each node with its layout, given the layout `first` of the first node. It ends where a layout is not
+        certain.
+        """
         layout: Layout | None = first
         for place, node in enumerate(self.nodes):
             if place > 0 and layout is not None:
@@ -83,7 +85,7 @@ def read_all_to_all(node: fx.Node) -> AllToAll | ReasonCode:
             return ReasonCode.LAYOUT
         return AllToAll(node, node, operand, world_size, group_name)
     for splits in (bound["output_split_sizes"], bound["input_split_sizes"]):
-        equal = all(proofs.known_equal(proofs.size(one) * world_size, value.shape[0]) for one in splits)
+        equal = all(proofs.known_equal(proofs.size(split) * world_size, value.shape[0]) for split in splits)
         if len(splits) != world_size or not equal:
             return ReasonCode.UNEQUAL_SPLITS
     wait = proofs.sole_user(node)
@@ -93,7 +95,9 @@ def read_all_to_all(node: fx.Node) -> AllToAll | ReasonCode:
 
 
 def exchanged(collective: AllToAll, sent: Layout) -> tuple[Axis, Axis, Layout] | None:
-    """(the axis of the ranks in what is sent, that in what comes, the layout of what comes); None if not certain."""
+    """Returns (the axis of the ranks in what is sent, the axis of the ranks in what is received, the layout of what is
+    received); None if not certain.
+    """
     came = Axis(collective.world_size)
     dims = list(sent)
     scattered = gathered = 0
@@ -109,7 +113,7 @@ def exchanged(collective: AllToAll, sent: Layout) -> tuple[Axis, Axis, Layout] |
 
 
 def above(collective: AllToAll) -> Chain:
-    """What is sent, upwards through all that moves elements, the source first."""
+    """Returns the chain of nodes that move the elements that are sent, from their source to the collective."""
     nodes, between = [collective.operand], list[fx.Node]()
     while True:
         chunks = axes.chunks_of(nodes[-1], collective.world_size)
@@ -125,7 +129,9 @@ def above(collective: AllToAll) -> Chain:
 
 
 def below(collective: AllToAll) -> Chain:
-    """What comes, downwards as long as it is used once, and by what moves elements."""
+    """Returns the chain of nodes that move the elements that are received, as far as each is the only user of the one
+    before.
+    """
     nodes, between = [collective.wait], list[fx.Node]()
     while True:
         user = proofs.sole_user(nodes[-1])
@@ -153,14 +159,16 @@ def _cat_below(node: fx.Node, world_size: int) -> proofs.Regrouped | None:
 
 
 def written(nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """The first op that writes into one of these nodes: what a fusion reads it would read at another time."""
+    """Returns the first op that writes into one of these nodes. With such an op a fusion would read the node at another
+    time than the program does.
+    """
     users = (user for node in nodes for user in node.users if isinstance(user.target, torch._ops.OpOverload))
     return next((user for user in users if user.target._schema.is_mutable), None)  # type: ignore[union-attr]
 
 
 def split_at(order: Sequence[Axis], axis: Axis) -> tuple[list[Axis], list[Axis]]:
-    """What stands before an axis, and behind it."""
-    place = next(index for index, one in enumerate(order) if one is axis)
+    """Returns the axes in front of `axis`, and those behind it."""
+    place = next(index for index, candidate in enumerate(order) if candidate is axis)
     return list(order[:place]), list(order[place + 1 :])
 
 
@@ -169,7 +177,7 @@ def same_axes(left: Sequence[Axis], right: Sequence[Axis]) -> bool:
 
 
 def concrete(size: Any) -> int | None:
-    """A size that is a number, as one; None for a symbol."""
+    """Returns a size as an int; None for a symbol."""
     return size if isinstance(size, int) else None
 
 
@@ -184,7 +192,9 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
 
 
 def rows_and_columns(first: Any, second: Any, columns: Any) -> list[Any] | None:
-    """Sizes of a reshape to [first * second, columns], or where `first` is not 1 to [first, second, columns]."""
+    """Returns the sizes of a reshape to [first * second, columns], or, if `first` is not 1, to [first, second,
+    columns].
+    """
     sizes = [columns] if isinstance(columns, int) else []
     if not sizes:
         return None
@@ -196,16 +206,16 @@ def rows_and_columns(first: Any, second: Any, columns: Any) -> list[Any] | None:
 
 
 def shape_of(first: Any, second: Any, columns: Any) -> tuple[Any, ...]:
-    """What `rows_and_columns` makes."""
+    """The shape of what `rows_and_columns` makes."""
     return (second, columns) if proofs.known_equal(first, 1) else (first, second, columns)
 
 
 def reshape(graph: fx.Graph, source: fx.Node, sizes: Sequence[Any], shape: Sequence[Any]) -> fx.Node:
-    """Inserts a reshape; or what the source is a view of, or itself, where that has this shape."""
-    for one in proofs.views_up(source):
-        value = proofs.tensor(one)
+    """Inserts and returns a reshape; if the source, or what it is a view of, has this shape already, returns that."""
+    for view in proofs.views_up(source):
+        value = proofs.tensor(view)
         if value is not None and proofs.same_shape(tuple(value.shape), tuple(shape)):
-            return one
+            return view
     return rewriting.call(graph, aten.reshape.default, (source, list(sizes)), source, tuple(shape))
 
 

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor are after views, permutes and an all-to-all: dimensions as products of axes.
+"""Dimensions as products of axes: where the elements of a tensor are after views, permutes and an all-to-all.
 
 A tensor's dimension is a list of axes, outer ones first; a view that divides a dimension divides an axis, for every
 tensor that has it:
@@ -8,7 +8,7 @@ tensor that has it:
     permute to [W, B, S, 3, C]     (w), (b), (s), (q), (c)
 
 Two tensors with the same axes in the same order hold the same elements in the same order. That is a proof, for every
-value of symbolic sizes: an axis is only divided where it is certain that it can be.
+value of symbolic sizes, because an axis is divided only where this is certain to be possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Axis:
         self.parts: tuple[Axis, Axis] | None = None
 
     def divide(self, outer: Any) -> tuple[Axis, Axis]:
-        """The parts, the first of which has the size `outer`, which divides that of the axis."""
+        """Divides the axis into two parts and returns them. The first part has the size `outer`, which has to divide
+        the size of the axis.
+        """
         assert self.parts is None
         self.parts = Axis(outer), Axis(self.size // outer)
         return self.parts
@@ -53,7 +55,7 @@ def leaves(axes: Iterable[Axis]) -> Iterator[Axis]:
 
 
 def flat(layout: Layout) -> list[Axis]:
-    """All axes in row-major order."""
+    """Returns all axes in row-major order."""
     return [axis for dim in layout for axis in leaves(dim)]
 
 
@@ -67,7 +69,9 @@ def of_shape(shape: Sequence[Any]) -> Layout:
 
 
 def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
-    """The layout of an order-keeping view of this shape; None where it is not certain how it divides the axes."""
+    """Returns the layout of an order-keeping view of this shape; None if it is not certain how the view divides the
+    axes.
+    """
     pending = deque(flat(layout))
     result: list[Dim] = []
     for size in shape:
@@ -93,14 +97,16 @@ def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
 
 
 def _divides(part: Any, whole: Any) -> bool:
-    """Whether a size, other than 0, is certain to divide another one."""
+    """Returns whether a size, other than 0, is certain to divide another one."""
     if isinstance(part, int) and isinstance(whole, int):
         return part > 0 and whole % part == 0
     return proofs.known(part > 0) and known_equal(whole % part, 0)
 
 
 def without_lead(dim: Dim, size: Any) -> tuple[Axis, Dim] | None:
-    """(the outermost axis of a dimension, of this size, what is left of the dimension); None if there is none."""
+    """Returns (the outermost axis of a dimension, which has this size; the rest of the dimension); None if there is no
+    such axis.
+    """
     first, *rest = leaves(dim) if any(True for _ in leaves(dim)) else [Axis(1)]
     if known_equal(first.size, size):
         return first, tuple(rest)
@@ -111,7 +117,7 @@ def without_lead(dim: Dim, size: Any) -> tuple[Axis, Dim] | None:
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether a node holds the elements of its first argument, all of them, perhaps in another order."""
+    """Returns whether a node holds the elements of its first argument, all of them, perhaps in another order."""
     if node.op != "call_function":
         return False
     if node.target in proofs.TRANSPOSES:
@@ -120,7 +126,7 @@ def moves(node: fx.Node) -> bool:
 
 
 def moved(node: fx.Node, layout: Layout) -> Layout | None:
-    """The layout of a node that `moves` what has this layout."""
+    """Returns the layout of a node that moves the elements of a tensor with this layout."""
     if node.target in proofs.TRANSPOSES:
         return tuple(layout[dim] for dim in proofs.permutation(node))
     value = proofs.tensor(node)
@@ -134,13 +140,15 @@ def regrouped(chunks: proofs.Regrouped, world_size: int, layout: Layout) -> Layo
     if lead is None:
         return None
     ranks, rest = lead
-    dims = [rest if dim == chunks.split_dim else one for dim, one in enumerate(layout)]
+    dims = [rest if dim == chunks.split_dim else axes for dim, axes in enumerate(layout)]
     dims[chunks.cat_dim] = (ranks, *dims[chunks.cat_dim])
     return tuple(dims)
 
 
 def chunks_of(cat: fx.Node, world_size: int) -> proofs.Regrouped | None:
-    """What a cat puts together, if it is all equal chunks of one tensor in order, of as many dimensions."""
+    """Returns the chunks that a cat puts together. None unless they are all equal chunks of one tensor, in order, and
+    the result has as many dimensions as that tensor.
+    """
     if cat.op != "call_function" or cat.target is not proofs.aten.cat.default:
         return None
     found = proofs.regrouped(cat, world_size)

@@ -29,7 +29,7 @@ def read_matmul(node: fx.Node) -> Matmul | ReasonCode:
         code = proofs.proved_mm(node)
         return Matmul(node.args[0], node.args[1], None) if code is None else code
     bound = proofs.arguments(node)
-    values = [proofs.tensor(one) for one in (node, bound["self"], bound["mat1"], bound["mat2"])]
+    values = [proofs.tensor(tensor_node) for tensor_node in (node, bound["self"], bound["mat1"], bound["mat2"])]
     code = proofs.rejected_dtypes(values)
     if code is not None:
         return code
@@ -42,7 +42,9 @@ def read_matmul(node: fx.Node) -> Matmul | ReasonCode:
 
 
 def with_bias_column(product: fx.Node, matmul: fx.Node) -> fx.Node:
-    """What stands for the transpose of `matmul` once its product's transpose is `product`; as `with_bias`."""
+    """Returns what replaces the transpose of `matmul`, given `product`, the transpose of its product. If there is a
+    bias, an add of the bias as a column is inserted in front of `matmul`.
+    """
     read = read_matmul(matmul)
     assert isinstance(read, Matmul)
     if read.bias is None:
@@ -57,7 +59,9 @@ def with_bias_column(product: fx.Node, matmul: fx.Node) -> fx.Node:
 
 
 def with_bias(product: fx.Node, matmul: fx.Node) -> fx.Node:
-    """What stands for `matmul` once its product is `product`: the product, or an add in front of `matmul`."""
+    """Returns what replaces `matmul`, given its product: the product itself, or an add of the bias in front of
+    `matmul`.
+    """
     read = read_matmul(matmul)
     assert isinstance(read, Matmul)
     if read.bias is None:

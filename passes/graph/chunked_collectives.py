@@ -1,10 +1,11 @@
-"""How a pass writes a reduce-scatter or an all-gather along any dimension, in the forms that the fusions read.
+"""A pass writes a reduce-scatter or an all-gather along any dimension by these functions, in the forms that fusions
+read.
 
     dimension 0               x -> reduce_scatter -> wait
     others of size 1 before   x -> reshape [S, ..] -> reduce_scatter -> wait -> reshape [1, .., S/W, ..]
     any other                 x -> split -> getitem x W -> cat (dimension 0) -> reduce_scatter -> wait
 
-and alike behind a gather. All sizes are known.
+The forms behind a gather are alike. All sizes are known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One reading of the functional collectives of a graph, shared by all passes."""
+"""All passes read the functional collectives of a graph by the functions of this module."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Collective:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective, of any kind (waiting for one is no collective)."""
+    """Returns whether a node starts a collective, of any kind (waiting for one is no collective)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target is WAIT:
         return False

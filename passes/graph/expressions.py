@@ -1,4 +1,4 @@
-"""Pointwise ops read as expressions of an epilogue: what eager computes, rounded where eager rounds.
+"""Reads pointwise ops as expressions of an epilogue, which compute what eager computes and round where eager rounds.
 
 An op works in fp32 and rounds its result to its own dtype; operands that are wider are rounded first, as promotion does
 with scalar tensors. Activations arrive decomposed and get their names back, which changes the text and no value by more
@@ -49,7 +49,8 @@ EXACT = ("neg", "relu")
 HALF, ROOT_HALF, ROOT_2_PI, CUBIC = 0.5, 0.7071067811865476, 0.7978845608028654, 0.044715
 
 def spread(operand: torch.Tensor, value: torch.Tensor, width: Any) -> str:
-    """How an operand is spread over a value [.., width], as a kind of extra tensor; "" for a way that none stands for.
+    """Returns the kind of extra tensor that describes how an operand is broadcast over a value [.., width], or "" if no
+    kind describes it.
     """
     ones = [proofs.known_equal(size, 1) for size in operand.shape]
     if all(ones):
@@ -67,8 +68,8 @@ Read = Callable[[fx.Node], Expression | None]
 
 
 def read_pointwise(node: fx.Node, read: Read) -> Expression | None:
-    """The value of a call of one of POINTWISE as an expression; None for a form of it that has none. read: of a tensor
-    operand.
+    """Returns the value of a call of one of POINTWISE as an expression; None for a form that has no expression. read:
+    returns the expression of a tensor operand.
     """
     value, bound = proofs.tensor(node), proofs.arguments(node)
     if value is None or value.dtype not in NAMES:
@@ -76,7 +77,7 @@ def read_pointwise(node: fx.Node, read: Read) -> Expression | None:
     if node.target in CASTS:
         named = ("self", "a", "dtype", "layout", "device")
         source: Any = bound.get("self", bound.get("a"))
-        given = {name for name, one in bound.items() if name not in named and one not in (None, False)}
+        given = {name for name, argument in bound.items() if name not in named and argument not in (None, False)}
         if given or not _same_place(value, source):
             return None
         argument = _operand(source, read)
@@ -141,7 +142,7 @@ def _result(expression: Expression, dtype: torch.dtype) -> Expression:
 
 
 def named(expression: Expression) -> Expression:
-    """An activation that was written out, by its name; anything else as it is."""
+    """Returns an activation that is written out by its name, and any other expression unchanged."""
     match expression:
         case Binary("/", x, Binary("+", Function("exp", Function("neg", y)), Number(1.0))) if x == y:
             return Function("silu", x)
@@ -157,7 +158,9 @@ def named(expression: Expression) -> Expression:
 
 
 def as_output(expression: Expression, dtype: torch.dtype, of_node: torch.dtype) -> Expression:
-    """The value of `dtype` as an output of a node of dtype `of_node`, whose dtype follows from the expression."""
+    """Returns a value of `dtype` as an output of a node of dtype `of_node`. The dtype of the output follows from the
+    expression.
+    """
     if dtype == of_node:
         if not isinstance(expression, Cast):
             return expression

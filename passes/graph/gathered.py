@@ -1,9 +1,9 @@
-"""A gathered tensor, what uses it, and how a Task node takes its place.
+"""This module finds a gathered tensor and its uses, and puts a Task node in their place.
 
-The tensor is what the collective brings, gathered along dimension 0, or what split and cat make of it, gathered along
-an inner one. Its matmuls read order-keeping views of it, or transposes of those. The fusion says of each use what it
-is (`OrientedMatmul`, or a reason); `collect` finds those that can go into one node in front of the first use of the
-tensor, and `replace` writes that node.
+The gathered tensor is the result of the collective, gathered along dimension 0, or what split and cat make of this
+result, gathered along an inner dimension. Its matmuls read order-keeping views of it, or transposes of such views. The
+fusion decides for each use what it is (an `OrientedMatmul`, or a reason). `collect` finds the matmuls that can go into
+one node in front of the first use of the tensor, and `replace` writes that node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class OrientedMatmul:
-    """`mm` as the node computes it, with `operand`; if `transposed`, it computes the transpose, with the operand's."""
+    """A matmul `mm` as the node computes it, with its other `operand`. If `transposed`, the node computes the transpose
+    of the product, with the transpose of the operand.
+    """
 
     mm: fx.Node
     operand: fx.Node
@@ -57,7 +59,9 @@ class Gathered:
 
 
 def find_feeding(collective: Collective, match: Callable[[Gathered], Found | Refused]) -> Found | Refused:
-    """What `match` finds of the waited-for tensor, or else of what split and cat make of it."""
+    """Returns what `match` finds for the result of the wait, or, if that is a refusal, for what split and cat make of
+    it.
+    """
     # Dimension 0 first: its matmuls use the waited-for tensor itself. If there are none, look behind split and cat.
     direct = match(Gathered(collective.wait, 0, (collective.node, collective.wait)))
     if not refused(direct):
@@ -71,7 +75,9 @@ def find_feeding(collective: Collective, match: Callable[[Gathered], Found | Ref
 
 
 def gathered_tensor(collective: Collective) -> Gathered | Refused:
-    """The tensor gathered along an inner dimension if pieces of the waited-for tensor are put together, else that."""
+    """Returns the tensor gathered along an inner dimension if pieces of the result of the wait are put together, and
+    otherwise the result of the wait.
+    """
     cats = _cats_of_pieces(collective.wait)
     if cats:
         return _inner_gathered(collective, cats)
@@ -119,12 +125,12 @@ class GatheredUse:
 
     @property
     def first(self) -> bool:
-        """Of a matmul: whether the view is its first operand."""
+        """Whether the view is the first operand of `user`, which is a matmul."""
         return self.user.args[-2] is self.view
 
     @property
     def operand(self) -> fx.Node:
-        """Of a matmul: the other operand."""
+        """The other operand of `user`, which is a matmul."""
         # addmm begins with what it adds.
         operand = self.user.args[-1 if self.first else -2]
         assert isinstance(operand, fx.Node)
@@ -132,8 +138,8 @@ class GatheredUse:
 
 
 def contracts(use: GatheredUse, last_dim: bool) -> bool:
-    """Whether a matmul on rows (the last dimension, and all others as one) contracts the gathered dimension, given
-    whether that is the last one.
+    """Returns whether a matmul on rows (the last dimension, and all others as one) contracts the gathered dimension,
+    given whether that is the last one.
     """
     return use.first == (use.transposed != last_dim)
 
@@ -143,7 +149,7 @@ def collect(
 ) -> Feeds | Refused:
     """Collects the matmuls on views of the gathered tensor that can be proved.
 
-    read: what a use is that `read_use` lets through, given the tensor's value.
+    read: returns what a use is, given the tensor's value. It is called for uses that `_read_use` accepts.
     """
     value = proofs.tensor(gathered.node)
     assert value is not None
@@ -159,9 +165,9 @@ def collect(
             refusals.append(found.at(use.user))
     if not candidates:
         return _strongest(refusals)
-    first_use = min((use.user for use in uses), key=lambda one: order[one])
+    first_use = min((use.user for use in uses), key=lambda user: order[user])
     matmuls: list[OrientedMatmul] = []
-    for mm in sorted(candidates, key=lambda one: order[one]):
+    for mm in sorted(candidates, key=lambda mm: order[mm]):
         candidate = candidates[mm]
         if proofs.depends_on(candidate.operand, {collective.wait}):
             refusals.append(ReasonCode.OPERAND_DEPENDS.at(candidate.operand))
@@ -171,7 +177,7 @@ def collect(
             matmuls.append(candidate)
     if not matmuls:
         return _strongest(refusals)
-    fused = {one.mm for one in matmuls}
+    fused = {matmul.mm for matmul in matmuls}
     return_gathered = any(use.user not in fused for use in uses)
     if return_gathered and not proofs.row_major(value):
         return ReasonCode.INTERMEDIATE_USED.at(next(use.user for use in uses if use.user not in fused))
@@ -191,13 +197,13 @@ def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[GatheredUse]]:
                 continue
             turned = list(proofs.views_down(user))
             views += turned
-            uses += [GatheredUse(one, last, True) for one in turned for last in one.users if last not in turned]
+            uses += [GatheredUse(view, last, True) for view in turned for last in view.users if last not in turned]
     return views, uses
 
 
 def _transposes_matrix(node: fx.Node) -> bool:
-    """Whether a node transposes the matrix that its source is with all dimensions but the last one as rows. Dimensions
-    of size 1 may stand anywhere.
+    """Returns whether a node transposes the matrix that its source is with all dimensions but the last one as rows.
+    Dimensions of size 1 may stand anywhere.
     """
     value = proofs.tensor(node)
     if node.target not in proofs.TRANSPOSES or value is None:
@@ -243,7 +249,9 @@ def _read_use(
 
 
 def _rejected_slice(part: fx.Node) -> ReasonCode:
-    """A part of the gathered tensor: the padding of uneven shards is cut off at the end of a dimension but the last."""
+    """Returns the reason why a part of the gathered tensor is not fused. The padding of uneven shards is cut off at the
+    end of a dimension that is not the last.
+    """
     if part.target is not torch.ops.aten.slice.Tensor or not proofs.feeds_matmul(part):
         return ReasonCode.NO_MATMUL
     bound = proofs.arguments(part)
@@ -256,8 +264,8 @@ def _rejected_slice(part: fx.Node) -> ReasonCode:
 
 def _strongest(refusals: list[Refusal]) -> Refused:
     """The reason to report when every use was rejected: the first one that names a matmul, if any does."""
-    named = [one for one in refusals if one.code is not ReasonCode.NO_MATMUL]
-    actionable = [one for one in named if one.code is not ReasonCode.NO_GAIN]
+    named = [refusal for refusal in refusals if refusal.code is not ReasonCode.NO_MATMUL]
+    actionable = [refusal for refusal in named if refusal.code is not ReasonCode.NO_GAIN]
     return next(iter(actionable or named), ReasonCode.NO_MATMUL)
 
 
@@ -272,51 +280,52 @@ def replace(
 ) -> fx.Node:
     """Replaces the matmuls, and all other uses of the gathered tensor, by one op call; returns that call.
 
-    shard: what the node takes. swapped: the node's gathered tensor is the transpose of `gathered`.
+    shard: the operand of the node. swapped: the node's gathered tensor is the transpose of `gathered`.
     """
     first_use = feeds.first_use
-    for one in feeds.matmuls:
-        rewriting.hoist(one.operand, first_use)
+    for matmul in feeds.matmuls:
+        rewriting.hoist(matmul.operand, first_use)
     value = gathered.meta["val"]
     with graph.inserting_before(first_use):
         shard = rewriting.transposed(graph, shard) if swapped else shard
         operands = [
-            rewriting.transposed(graph, one.operand) if one.transposed else one.operand for one in feeds.matmuls
+            rewriting.transposed(graph, matmul.operand) if matmul.transposed else matmul.operand
+            for matmul in feeds.matmuls
         ]
-        values = [_in_order(one.mm, one.transposed) for one in feeds.matmuls]
+        values = [_in_order(matmul.mm, matmul.transposed) for matmul in feeds.matmuls]
         values += [_in_order(gathered, swapped)] if feeds.return_gathered else []
         values.append(rewriting.new_token(value))
         meta = rewriting.copied_meta(feeds.matmuls[0].mm)
         call = rewriting.call_task(graph, task, {"shard": shard, "weights": operands}, meta, values)
         call.meta[rewriting.TRANSPOSED] = swapped
         products = [
-            rewriting.output(graph, call, index, rewriting.copied_meta(one.mm))
-            for index, one in enumerate(feeds.matmuls)
+            rewriting.output(graph, call, index, rewriting.copied_meta(matmul.mm))
+            for index, matmul in enumerate(feeds.matmuls)
         ]
         if feeds.return_gathered:
             returned = rewriting.output(graph, call, len(operands), rewriting.copied_meta(gathered))
             if swapped:
                 returned = rewriting.transposed_back(graph, returned, gathered)
             gathered.replace_all_uses_with(returned)
-            # Views of it may stand before the call: all uses stand behind it.
+            # Views of the gathered tensor may stand before the call, but all uses stand behind it.
             for view in feeds.steps:
                 if view < call and view is not gathered and proofs.depends_on(view, {returned}):
                     first_use.prepend(view)
-    for one, product in zip(feeds.matmuls, products, strict=True):
-        if one.transposed:
-            product = with_bias_column(product, one.mm)
-            with graph.inserting_before(one.mm):
-                product = rewriting.transposed_back(graph, product, one.mm)
+    for matmul, product in zip(feeds.matmuls, products, strict=True):
+        if matmul.transposed:
+            product = with_bias_column(product, matmul.mm)
+            with graph.inserting_before(matmul.mm):
+                product = rewriting.transposed_back(graph, product, matmul.mm)
         else:
-            product = with_bias(product, one.mm)
-        one.mm.replace_all_uses_with(product)
-    turned = [one.operand for one in feeds.matmuls if one.operand.target in proofs.TRANSPOSES]
-    rewriting.erase_unused(graph, [*feeds.steps, *(one.mm for one in feeds.matmuls), *turned])
+            product = with_bias(product, matmul.mm)
+        matmul.mm.replace_all_uses_with(product)
+    turned = [matmul.operand for matmul in feeds.matmuls if matmul.operand.target in proofs.TRANSPOSES]
+    rewriting.erase_unused(graph, [*feeds.steps, *(matmul.mm for matmul in feeds.matmuls), *turned])
     return call
 
 
 def _in_order(node: fx.Node, transposed: bool) -> torch.Tensor:
-    """The fake value of what the op returns for a matmul or for the gathered tensor."""
+    """Returns the fake value of the op's output for a matmul or for the gathered tensor."""
     value: torch.Tensor = node.meta["val"]
     if not transposed:
         return value

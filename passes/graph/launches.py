@@ -1,4 +1,6 @@
-"""What a node of a graph launches: a Task node, or a collective that no pass has fused; and for which group."""
+"""These functions tell what a node of a graph launches (a Task node, or a collective that no pass fused), and for which
+group.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ GROUP_ARGUMENT = "group_name"
 
 
 def is_task(node: fx.Node) -> bool:
-    """Whether the node is a call of one of the Task ops."""
+    """Returns whether the node is a call of one of the Task ops."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -23,7 +25,7 @@ def is_task(node: fx.Node) -> bool:
 
 
 def launches_collective(node: fx.Node) -> bool:
-    """Whether the node launches a collective: any op of others that names a process group."""
+    """Returns whether the node launches a collective: any op of others that names a process group."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace == schema.NAMESPACE:
         return False

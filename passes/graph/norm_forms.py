@@ -1,11 +1,11 @@
-"""Reads an RMS norm or a layer norm off a graph, as Inductor's decompositions leave it, from its `rsqrt`; proved.
+"""Proves that an `rsqrt` belongs to an RMS norm or a layer norm, in the form of Inductor's decompositions.
 
     x -> convert fp32 -> pow 2 -> mean last dim -> + eps -> rsqrt -> * (converted x)                          RMS norm
     x -> convert fp32 -> var_mean last dim -> variance + eps -> rsqrt -> * (converted x - mean)              layer norm
 
-and then, each at most once, in eager's order: a conversion back to the dtype of x, `* weight`, `+ shift`. In fp32 there
-are no conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and their relatives arrive like this, in
-torch 2.11 and 2.13. Weights are rows [N] that lie in memory; `1 + weight` in fp32 is understood.
+Then follow, each at most once and in eager's order, a conversion back to the dtype of x, `* weight`, and `+ shift`. In
+fp32 there are no conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and similar models have this
+form in torch 2.11 and 2.13. Weights are rows [N] in memory; `1 + weight` in fp32 is understood.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ aten = torch.ops.aten
 
 ADDS: frozenset[object] = frozenset({aten.add.Tensor, aten.add.Scalar})
 LAST_OF_NORMS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.mul.Tensor, aten.add.Tensor)
-"""What may follow the inverse deviation, each at most once."""
+"""Ops that may follow the inverse deviation, each of them at most once."""
 
 
 @dataclass(frozen=True)
 class FoundNorm:
-    """`result` = norm(x), of one shape and dtype. wide: x in fp32, which others may use too. inner: the nodes from
-    there to the result, which is the last. saved: those of them that others use too, by their names in `nodes.SAVED`.
+    """`result` = norm(x), of one shape and dtype. wide: x in fp32, which other nodes may use too. inner: the nodes from
+    there to the result, which is the last of them. saved: the inner nodes that other nodes use too, by their names in
+    `nodes.SAVED`.
     """
 
     norm: Norm
@@ -53,7 +54,9 @@ class FoundNorm:
 
 @dataclass(frozen=True)
 class _Statistics:
-    """What an rsqrt is of: wide is x in fp32; mean is what a layer norm subtracts from it. eps: a number if fixed."""
+    """The input of an rsqrt. `wide` is x in fp32, `mean` is what a layer norm subtracts from x, and `eps` is a number
+    if it is fixed.
+    """
 
     form: str
     eps: object
@@ -63,23 +66,25 @@ class _Statistics:
 
 
 def normalised(rsqrt: fx.Node) -> fx.Node | None:
-    """What is normalised if `rsqrt` belongs to a norm over the last dimension, whether all of that is proved or not."""
+    """Returns the tensor that is normalised if `rsqrt` belongs to a norm over the last dimension. The norm need not be
+    proved as a whole.
+    """
     statistics = _statistics(rsqrt)
     return None if statistics is None else _narrow(statistics.wide)
 
 
 def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
-    """Proves that `rsqrt` is part of a norm as drawn above, whose inner values nobody else uses, but for those that a
-    node can return (see `_saved`); or says why not.
+    """Proves that `rsqrt` is a part of a norm as drawn above, or says why not. Nothing else may use its inner values,
+    except those that a node can return (see `_saved`).
     """
     found = _read_norms(rsqrt, (None,))
     return found if isinstance(found, ReasonCode) else found[0]
 
 
 def find_two_norms(rsqrt: fx.Node) -> tuple[FoundNorm, FoundNorm] | None:
-    """As `find_norm`, two norms of one form that part behind the scaled rows: each has a weight or a shift of its own.
+    """Finds two norms of one form that share their scaled rows; each has a weight or a shift of its own.
 
-    The compiler leaves them so where it removes what is computed twice, as in training.
+    The compiler leaves two norms in this form where it removes what is computed twice, as in training.
     """
     found = _read_norms(rsqrt, (0, 1))
     if isinstance(found, ReasonCode):
@@ -90,7 +95,7 @@ def find_two_norms(rsqrt: fx.Node) -> tuple[FoundNorm, FoundNorm] | None:
 
 
 def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNorm, ...] | ReasonCode:
-    """The norms along these branches, see `_Tail`; or why one of them is none."""
+    """Returns the norms along these branches (see `_Tail`), or the reason why one of them is no norm."""
     statistics = _statistics(rsqrt)
     if statistics is None:
         return ReasonCode.NORM_FORM
@@ -137,28 +142,30 @@ def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNo
 
 
 def rsqrt_before(result: fx.Node) -> fx.Node | None:
-    """The inverse deviation of the norm that a node may be the result of: behind it are a conversion, a product and a
-    sum with a row, each at most once.
+    """Returns the inverse deviation of the norm whose result a node may be. Between the two are a conversion, a product
+    and a sum with a row, each at most once.
     """
     node, steps = result, 0
     while node.target in LAST_OF_NORMS and steps < len(LAST_OF_NORMS):
-        rsqrt = next((one for one in node.all_input_nodes if one.target is aten.rsqrt.default), None)
+        rsqrt = next((source for source in node.all_input_nodes if source.target is aten.rsqrt.default), None)
         if rsqrt is not None:
             return rsqrt
-        sources = [one for one in node.all_input_nodes if one.op == "call_function" and _same_rows(one, node)]
+        sources = [each for each in node.all_input_nodes if each.op == "call_function" and _same_rows(each, node)]
         if len(sources) != 1:
             return None
         node, steps = sources[0], steps + 1
     return None
 
 
-def _same_rows(one: fx.Node, other: fx.Node) -> bool:
-    left, right = proofs.tensor(one), proofs.tensor(other)
+def _same_rows(first: fx.Node, other: fx.Node) -> bool:
+    left, right = proofs.tensor(first), proofs.tensor(other)
     return left is not None and right is not None and proofs.same_shape(left.shape, right.shape)
 
 
 def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Node | None:
-    """What `rsqrt` scales: x, or for a layer norm what lies between x and its mean; None if it is neither."""
+    """Returns the tensor that `rsqrt` scales: x, or for a layer norm x minus its mean. None if it scales something
+    else.
+    """
     centred = _other_factor(scaled, rsqrt)
     if centred is None:
         return None
@@ -171,10 +178,11 @@ def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Nod
 def _saved(
     names: Mapping[str, fx.Node], inside: Collection[fx.Node], results: Collection[fx.Node]
 ) -> dict[str, fx.Node] | None:
-    """Of the inner nodes but the results, those that others use too, if a node can return them all.
+    """Returns the inner nodes except the results that others use too, by name, if a Task node can return all of them.
 
-    That are the mean and the inverse deviation of each row, for others with one element in a row; and scaled rows, for
-    the backward: anything else of whole rows would be computed from these anew, by a kernel of its own.
+    A node can return the mean and the inverse deviation of each row, to users that take one element for each row, and
+    it can return scaled rows to the backward. Any other value of whole rows would have to be computed again from these,
+    by a kernel of its own.
     """
     saved = dict[str, fx.Node]()
     known = {node: name for name, node in names.items()}
@@ -195,15 +203,16 @@ def _saved(
 
 
 def _of_rows(node: fx.Node) -> bool:
-    """Whether a node has one element for each row."""
+    """Returns whether a node has one element for each row."""
     value = proofs.tensor(node)
     return value is not None and value.ndim > 0 and proofs.known_equal(value.shape[-1], 1)
 
 
 class _Tail:
-    """What follows the scaled rows [.., N], node by node: conversion, weight, shift.
+    """The ops that follow the scaled rows [.., N], node by node: conversion, weight, shift.
 
-    branch: which way to go, 0 or 1, where two nodes read what has no weight and no shift yet; None: no further there.
+    branch: which of two readers to follow, 0 or 1, where two nodes read a value that has no weight and no shift yet.
+    None: the walk ends there.
     """
 
     def __init__(self, scaled: fx.Node, dtype: torch.dtype, columns: Any, branch: int | None = None) -> None:
@@ -218,12 +227,12 @@ class _Tail:
         self._columns = columns
 
     def follow(self) -> None:
-        """Take nodes as long as they belong to the norm."""
+        """Takes nodes as long as they belong to the norm."""
         while (user := self._next()) is not None and self._takes(user):
             self.nodes.append(user)
 
     def _next(self) -> fx.Node | None:
-        """The user of the last node; what is scaled may be saved for the backward too."""
+        """Returns the user of the last node. The scaled rows may also be saved for the backward."""
         last = self.nodes[-1]
         users = [user for user in last.users if len(self.nodes) > 1 or user.op != "output"]
         if len(users) == 2 and self._branch is not None and self.weight is None and self.shift is None:
@@ -253,8 +262,8 @@ class _Tail:
     def _weight(self, factor: fx.Node | None) -> tuple[fx.Node | None, bool]:
         """(the weight, whether one is added to it) of a factor."""
         if factor is not None and factor.target in ADDS:
-            source, one = factor.args[0], factor.args[1]
-            added = isinstance(source, fx.Node) and one == 1.0 and factor.kwargs.get("alpha", 1) == 1
+            source, addend = factor.args[0], factor.args[1]
+            added = isinstance(source, fx.Node) and addend == 1.0 and factor.kwargs.get("alpha", 1) == 1
             # In 16 bits the sum would be rounded.
             if added and _has_dtype(factor, torch.float32):
                 return self._row(source), True
@@ -262,7 +271,7 @@ class _Tail:
         return self._row(factor), False
 
     def _row(self, node: object) -> fx.Node | None:
-        """A row of N elements that lies in memory: `node`, or what it is a widening conversion of."""
+        """Returns a row of N elements in memory: `node`, or the source of `node` if it is a widening conversion."""
         if not isinstance(node, fx.Node):
             return None
         node = _narrow(node)
@@ -303,7 +312,7 @@ def _statistics(rsqrt: fx.Node) -> _Statistics | None:
 
 
 def _squared(node: object) -> fx.Node | None:
-    """x, in fp32, of x * x."""
+    """Returns x, in fp32, if a node is x * x."""
     if not isinstance(node, fx.Node) or not _has_dtype(node, torch.float32):
         return None
     x = node.args[0] if node.args else None
@@ -321,7 +330,7 @@ def _over_last(dims: Any, keepdim: Any, node: fx.Node) -> bool:
 
 
 def _narrow(node: fx.Node) -> fx.Node:
-    """What `node` is a conversion to fp32 of, or itself."""
+    """Returns the source of `node` if it is a conversion to fp32, and otherwise `node`."""
     source = node.args[0] if node.args else None
     if node.target in proofs.CASTS and _converts(node, torch.float32) and isinstance(source, fx.Node):
         value = proofs.tensor(source)
@@ -331,7 +340,7 @@ def _narrow(node: fx.Node) -> fx.Node:
 
 
 def _converts(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a conversion is one of the values, not of the bits, to `dtype`."""
+    """Returns whether a conversion is one of the values, not of the bits, to `dtype`."""
     source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
     if node.target is aten.view.dtype or source is None or result is None:
         return False
@@ -358,5 +367,5 @@ def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
 
 
 def _other(node: fx.Node, operand: fx.Node) -> fx.Node | None:
-    others = [one for one in node.args if one is not operand]
+    others = [arg for arg in node.args if arg is not operand]
     return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None

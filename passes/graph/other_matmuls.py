@@ -29,22 +29,22 @@ QUANTIZERS = ("quantized_decomposed", "torchao")
 
 
 def other_matmul(node: fx.Node) -> ReasonCode | None:
-    """What kind of matmul a node is, if it is one that no fusion takes yet."""
+    """Returns the kind of a matmul that no fusion takes yet, as a reason. None for any other node."""
     return MATMULS.get(_name(node))
 
 
 def quantizes(node: fx.Node) -> bool:
-    """Whether a node makes integers out of a tensor, by an op of its own."""
+    """Returns whether a node makes integers out of a tensor, by an op of its own."""
     namespace, _, name = _name(node).partition("::")
     return namespace in QUANTIZERS and name.startswith("quantize")
 
 
 def dequantizes(node: fx.Node) -> bool:
-    """Whether a node makes a tensor out of integers and scales, by an op of its own."""
+    """Returns whether a node makes a tensor out of integers and scales, by an op of its own."""
     namespace, _, name = _name(node).partition("::")
     return namespace in QUANTIZERS and name.startswith("dequantize")
 
 
 def _name(node: fx.Node) -> str:
-    """`aten::mm`, whichever overload it is; empty for what is no op."""
+    """Returns the name of an op without its overload, such as `aten::mm`; empty if the node is not a call of an op."""
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

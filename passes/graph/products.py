@@ -1,15 +1,15 @@
-"""The matmuls that a reduction reduces: read upwards from the collective's operand, proved, or named as what they are
-instead.
+"""This module finds the matmuls that a reduction reduces. It reads upwards from the operand of the collective, and
+returns the proved products or the reason why there is no proof.
 
     mm(a, b)                                      a product
     add(p, q), addmm(p, a, b)                     the sum of what p and q are, in this order
     add(p, row), add(row, p), addmm(row, a, b)    p plus a bias: a row [N] of the product, or [1, .., 1, N]
 
-All of it behind views that keep the order of elements, at one dtype, with products of one shape and each tensor in
-between used once. Of several biases, as of parallel attention and MLP blocks, the sum is taken first: it rounds once
-more or once less.
+All of this may stand behind views that keep the order of elements. The products have one dtype and one shape, and each
+tensor in between is used once. If there are several biases, as with parallel attention and MLP blocks, their sum is
+computed first; this rounds once more or once less.
 
-Which nodes these are is the same on all ranks, and so is the order of the products.
+The nodes that are found, and the order of the products, are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ class Factors:
 
 @dataclass(frozen=True)
 class Pre:
-    """What is computed of a product before it is reduced: an expression of `mm0` and of these extra tensors."""
+    """What is computed from a product before it is reduced: an expression of `mm0` and of these extra tensors."""
 
     expression: Expression
     extras: tuple[fx.Node, ...]
 
     def transposed(self) -> Pre | None:
-        """The same of the product's transpose; None where a tensor of its shape would have to be copied."""
-        if any(one.kind == "full" for one in extras_of([self.expression])):
+        """Returns the same expression for the transpose of the product. None if a tensor of its shape would have to be
+        copied.
+        """
+        if any(extra.kind == "full" for extra in extras_of([self.expression])):
             return None
         return Pre(_transposed(self.expression), self.extras)
 
@@ -67,11 +69,11 @@ def _transposed(expression: Expression) -> Expression:
 
 @dataclass(frozen=True)
 class Product:
-    """Views of the sum of one product or several, and perhaps of biases.
+    """A sum of one or several products, and perhaps of biases, behind views.
 
-    mm: the node that computes the first one, [M, N]. views: what lies between it and the result but for the adds,
-    [outermost, .., innermost]. steps: all nodes that compute the result, views and adds included; without the biases.
-    pre: what is computed of it before it is reduced (see `prepare_products`).
+    mm: the node that computes the first product, [M, N]. views: the views between it and the result, [outermost, ..,
+    innermost]. steps: all nodes that compute the result, including views and adds, without the biases. pre: the
+    pointwise ops before the reduction (see `prepare_products`).
     """
 
     factors: tuple[Factors, ...]
@@ -83,28 +85,29 @@ class Product:
 
     @property
     def epilogue(self) -> tuple[tuple[fx.Node, ...], str]:
-        """The extra tensors and the text that a node with this product has; none and "" without a `pre`."""
+        """The extra tensors and the epilogue of a node with this product; none and "" without a `pre`."""
         if self.pre is None:
             return (), ""
         return self.pre.extras, Epilogue((ProductTerm(0),), self.pre.expression).text()
 
 
 FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]
-"""`find_product`, or what finds more."""
+"""`find_product`, or a function that finds more products."""
 
 
 def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
-    """Proves that `node` is a sum of products as above, of which nothing is used otherwise; or says what it is.
+    """Proves that `node` is a sum of products as above, of which nothing is used elsewhere; otherwise returns the
+    reason.
 
     `users` are the nodes that may use `node` itself.
     """
     product = _read(node)
     if isinstance(product, Refusal):
         return product
-    inner = [one for one in product.steps if one is not node]
+    inner = [step for step in product.steps if step is not node]
     # A tensor that is added to itself is used twice by one node.
     twice = len(set(product.steps)) < len(product.steps)
-    if twice or any(proofs.sole_user(one) is None for one in inner) or any(user not in users for user in node.users):
+    if twice or any(proofs.sole_user(step) is None for step in inner) or any(user not in users for user in node.users):
         return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(product.steps, {*users, *product.steps}) or node)
     return product if len(product.factors) <= MAX_PRODUCTS else ReasonCode.SUM_OF_MATMULS.at(node)
 
@@ -138,10 +141,10 @@ def _read_addmm(node: fx.Node) -> Product | Refusal:
 def _read_add(node: fx.Node) -> Product | Refusal:
     bound = proofs.arguments(node)
     left, right = bound["self"], bound["other"]
-    terms = [_read(one) if _same_shape(one, node) else ReasonCode.NO_MATMUL.at(node) for one in (left, right)]
-    products = [one for one in terms if isinstance(one, Product)]
+    terms = [_read(term) if _same_shape(term, node) else ReasonCode.NO_MATMUL.at(node) for term in (left, right)]
+    products = [term for term in terms if isinstance(term, Product)]
     if not products:
-        named = [one for one in terms if isinstance(one, Refusal) and one.code is not ReasonCode.NO_MATMUL]
+        named = [term for term in terms if isinstance(term, Refusal) and term.code is not ReasonCode.NO_MATMUL]
         return named[0] if named else classify(node).at(node)
     if bound["alpha"] != 1:
         return ReasonCode.POINTWISE_BETWEEN.at(node)
@@ -151,7 +154,7 @@ def _read_add(node: fx.Node) -> Product | Refusal:
 
 
 def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
-    """What `node` is, which adds `other`, a row or products before it, to `product`."""
+    """Returns the product that `node` is: `product` plus `other`, which is a row or products in front of it."""
     if _same_shape(other, node):
         before = _read(other)  # type: ignore[arg-type]
         if isinstance(before, Product):
@@ -168,14 +171,14 @@ def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
 
 
 def _added(node: fx.Node, left: Product, right: Product) -> Product | Refusal:
-    """What `node` is, left + right; of one of them there may be the bias alone."""
-    one, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
-    assert one is not None and other is not None
+    """Returns the product that `node` is, left + right. One of them may be a bias alone."""
+    first, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
+    assert first is not None and other is not None
     biases = (*left.biases, *right.biases)
-    dtypes = {value.dtype for value in (one, other, *map(proofs.tensor, biases)) if value is not None}
+    dtypes = {value.dtype for value in (first, other, *map(proofs.tensor, biases)) if value is not None}
     if len(dtypes) > 1:
         return ReasonCode.MIXED_DTYPES.at(node)
-    if not proofs.same_shape(one.shape, other.shape):
+    if not proofs.same_shape(first.shape, other.shape):
         return ReasonCode.LAYOUT.at(node)
     path = left if left.factors else right
     factors, steps = (*left.factors, *right.factors), (*left.steps, *right.steps)
@@ -188,21 +191,23 @@ def _factors(mm: fx.Node) -> Factors:
     return Factors(lhs, rhs)
 
 
-def _same_shape(one: object, node: fx.Node) -> bool:
-    value, result = proofs.tensor(one), proofs.tensor(node)
+def _same_shape(operand: object, node: fx.Node) -> bool:
+    value, result = proofs.tensor(operand), proofs.tensor(node)
     return value is not None and result is not None and proofs.same_shape(value.shape, result.shape)
 
 
-def _is_row(one: object, node: fx.Node) -> bool:
-    """Whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
-    value, result = proofs.tensor(one), proofs.tensor(node)
+def _is_row(operand: object, node: fx.Node) -> bool:
+    """Returns whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
+    value, result = proofs.tensor(operand), proofs.tensor(node)
     if value is None or result is None or value.ndim > result.ndim:
         return False
     return proofs.is_row(value, result.shape[-1])
 
 
 def classify(node: fx.Node) -> ReasonCode:
-    """Why `node`, which is no order-keeping view, is not a matmul that a reduction can be fused with."""
+    """Returns the reason why `node`, which is not an order-keeping view, is not a matmul that can be fused with a
+    reduction.
+    """
     code = proofs.proved_mm(node)
     if code is ReasonCode.BIAS:
         return ReasonCode.SUM_OF_MATMULS if _is_product(node.args[0]) else ReasonCode.BIAS
@@ -232,7 +237,8 @@ def _has_padded_part(node: fx.Node) -> bool:
 
 
 def _is_product(node: object) -> bool:
-    """Whether a node is a matmul of any kind, a sum that holds one, or a matmul that was fused, behind views."""
+    """Returns whether a node is a matmul of any kind, a sum that holds one, or a matmul that was fused, behind views.
+    """
     if not isinstance(node, fx.Node):
         return False
     top = proofs.views_up(node)[-1]

@@ -1,19 +1,19 @@
-"""What the passes prove about a graph: sizes, dtypes, views, chunks, users. Nothing here changes a graph or
-adds a guard.
+"""What the passes prove about a graph: sizes, dtypes, views, chunks, users. Nothing here changes a graph or adds a
+guard.
 
-Sizes may be symbolic. `known_equal` answers True only where equality holds for every value that the symbols can
-take, and never specialises one: what cannot be proved is not equal.
+Sizes may be symbolic. `known_equal` answers True only if equality holds for every value that the symbols can take. It
+never specialises a symbol. What cannot be proved is treated as not equal.
 
-Which facts are equal on all ranks: the full-size side of a collective (the gathered tensor, the operand of a
-reduce-scatter or of an all-reduce) has the same shape on every rank, and in SPMD programs the same ops. The
-shard side may differ: where a dimension does not divide, DTensor pads the last rank's shard before a gather and
-slices its result after a scatter, on that rank alone. But on the full-size side it then cuts the padding off,
-or adds it, on every rank. So the proofs look at the full-size side only, and all ranks come to one answer.
+These facts are equal on all ranks: the full-size side of a collective (the gathered tensor, the operand of a
+reduce-scatter or of an all-reduce) has the same shape on every rank, and in SPMD programs the same ops. The shard side
+may differ. If a dimension does not divide, DTensor pads the last rank's shard before a gather and slices its result
+after a scatter, on that rank alone. But on the full-size side it then cuts the padding off, or adds it, on every rank.
+So the proofs look at the full-size side only, and all ranks reach one answer.
 
-What cannot be seen: the weight's own sharded dimension, one rank's alone, may be uneven (DTensor with
-`use_local_output=False`). The fusions do not care, and the ranks compare it when they first run a site. But a
-rank whose part of it is 1 may have had its matmul replaced by a product of vectors before any pass of ours
-runs; then that rank is missing when the others meet, which is an error with names.
+One thing cannot be seen. The sharded dimension of a weight belongs to one rank alone and may be uneven (DTensor with
+`use_local_output=False`). The fusions do not depend on it, and the ranks compare it when they first run a site. But on
+a rank whose part of the dimension is 1, torch may have replaced the matmul by a product of vectors before any pass of
+ours runs. Then that rank is missing when the others meet, which raises an error with the names of the ranks.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ MATMULS: frozenset[object] = BATCHED | {aten.mm.default, aten.mm.dtype, aten.add
 
 
 def known(condition: Any) -> bool:
-    """Whether a (symbolic) condition is certain to hold; adds no guard."""
+    """Returns whether a (symbolic) condition is certain to hold; adds no guard."""
     return bool(statically_known_true(condition))
 
 
 def known_equal(left: Any, right: Any) -> bool:
-    """Whether two (symbolic) sizes are certain to be equal; adds no guard."""
+    """Returns whether two (symbolic) sizes are certain to be equal; adds no guard."""
     return left == right if isinstance(left, int) and isinstance(right, int) else known(left == right)
 
 
@@ -105,7 +105,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def keeps_order(node: fx.Node) -> bool:
-    """Whether a node holds the elements of its first argument, in row-major order, at the same dtype."""
+    """Returns whether a node holds the elements of its first argument, in row-major order, at the same dtype."""
     if node.op != "call_function" or node.target not in MAY_KEEP_ORDER:
         return False
     source, result = tensor(node.args[0]), tensor(node)
@@ -217,7 +217,7 @@ class Regrouped:
     """`cat(chunks of source along split_dim, cat_dim)` with W equal chunks that cover the source in order.
 
     `between` are the nodes from the source to the result, without both: splits and pieces. None of them is used
-    otherwise.
+    elsewhere.
     """
 
     source: fx.Node
@@ -239,18 +239,18 @@ def regrouped(cat: fx.Node, world_size: int) -> Regrouped | Refused:
     if result is None or not pieces:
         return ReasonCode.NO_MATMUL
     first = pieces[0]
-    found = [one for one in pieces if one is not None]
-    if first is None or len(found) != len(pieces) or any(one.source is not first.source for one in found):
+    found = [chunk for chunk in pieces if chunk is not None]
+    if first is None or len(found) != len(pieces) or any(chunk.source is not first.source for chunk in found):
         return ReasonCode.NO_MATMUL
-    if len(found) != world_size or any(one.dim != first.dim for one in found):
+    if len(found) != world_size or any(chunk.dim != first.dim for chunk in found):
         return ReasonCode.CHUNKS_PARTIAL
     source = tensor(first.source)
     assert source is not None
     total = source.shape[first.dim]
     # W chunks of one length that fill the dimension: this length is the dimension divided by W, on every rank.
-    if not all(known_equal(one.length * world_size, total) for one in found):
+    if not all(known_equal(chunk.length * world_size, total) for chunk in found):
         return ReasonCode.CHUNKS_PARTIAL
-    if not all(known_equal(one.start, index * one.length) for index, one in enumerate(found)):
+    if not all(known_equal(chunk.start, index * chunk.length) for index, chunk in enumerate(found)):
         return ReasonCode.CHUNKS_PERMUTED
     between = list(dict.fromkeys([*_splits(parts), *parts]))
     other = other_user(between, {cat, *between})
@@ -264,12 +264,14 @@ def _splits(parts: list[fx.Node]) -> list[fx.Node]:
 
 
 def padded(node: fx.Node) -> bool:
-    """Whether a node was padded, as a shard is that is smaller than the others."""
+    """Returns whether a node was padded, as a shard is that is smaller than the others."""
     return any(view.target is aten.constant_pad_nd.default for view in views_up(node))
 
 
 def proved_mm(node: fx.Node) -> ReasonCode | None:
-    """None if `node` is a 2-D matmul with one dtype that kernels exist for; else the reason that it is not."""
+    """Returns None if `node` is a 2-D matmul with one dtype that kernels exist for, and otherwise the reason why it is
+    not.
+    """
     if node.target is aten.mm.dtype:
         return ReasonCode.MIXED_DTYPES
     if node.target is aten.addmm.default:
@@ -282,7 +284,7 @@ def proved_mm(node: fx.Node) -> ReasonCode | None:
 
 
 def rejected_dtypes(values: Collection[torch.Tensor | None]) -> ReasonCode | None:
-    """None if all of these are tensors of one dtype that kernels exist for; else the reason that they are not."""
+    """Returns None if all of these are tensors of one dtype that kernels exist for, and otherwise the reason."""
     dtypes = {None if value is None else value.dtype for value in values}
     if len(dtypes) != 1:
         return ReasonCode.MIXED_DTYPES
@@ -290,18 +292,18 @@ def rejected_dtypes(values: Collection[torch.Tensor | None]) -> ReasonCode | Non
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """Whether a node is a matmul of any kind, also of one that no fusion takes."""
+    """Returns whether a node is a matmul of any kind, also of one that no fusion takes."""
     return node.target in MATMULS or other_matmul(node) is not None
 
 
 def feeds_matmul(node: fx.Node) -> bool:
-    """Whether a matmul of any kind uses `node`, or an order-keeping or transposed view of it."""
+    """Returns whether a matmul of any kind uses `node`, or an order-keeping or transposed view of it."""
     users = [user for view in views_down(node) for user in view.users]
     return any(is_matmul(user) or (user.target in TRANSPOSES and feeds_matmul(user)) for user in users)
 
 
 def depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
-    """Whether `node` is, or is computed from, one of `sources`."""
+    """Returns whether `node` is, or is computed from, one of `sources`."""
     return any(ancestor in sources for ancestor in ancestors(node))
 
 
@@ -319,7 +321,9 @@ def ancestors(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a tensor is of this dtype, or is rounded to it at once, behind views and transposes, by all its users."""
+    """Returns whether a tensor is of this dtype, or is rounded to it at once, behind views and transposes, by all its
+    users.
+    """
     value = tensor(node)
     assert value is not None
     if value.dtype == dtype:
@@ -338,14 +342,14 @@ def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def is_row(value: torch.Tensor, columns: Any) -> bool:
-    """Whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
+    """Returns whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
     if value.ndim == 0 or not known_equal(value.shape[-1], columns):
         return False
     return all(known_equal(size, 1) for size in value.shape[:-1])
 
 
 def row_major(value: torch.Tensor) -> bool:
-    """Whether a tensor is certain to be contiguous."""
+    """Returns whether a tensor is certain to be contiguous."""
     expected: Any = 1
     for length, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if not known_equal(length, 1) and not known_equal(stride, expected):

@@ -1,8 +1,9 @@
 """Why a collective was left alone: one code per reason, each with a sentence that says what the user could change.
 
-A function that is asked about one node returns the bare `ReasonCode`: that node is what it speaks of. One that looks
-further returns `code.at(node)`, a `Refusal`, which names the node that stopped the fusion. `refused` tells both from a
-match. A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain` reads it.
+A function that is asked about one node returns the bare `ReasonCode`, which is about that node. A function that looks
+further returns `code.at(node)`, a `Refusal`, which names the node that stopped the fusion. `refused` distinguishes both
+from a match. A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain`
+reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ReasonCode(enum.StrEnum):
     ALREADY_FUSED = "already_fused"
     """The matmul beside the collective was fused with another collective."""
     DECODE_FORM = "decode_form"
-    """It gathers a part of an attention, whose operands or mask the kernel does not take."""
+    """It gathers a part of an attention whose operands or mask the kernel does not take."""
     DECODE_MERGE = "decode_merge"
     """It gathers a part of an attention, and what follows is not proved to merge the parts of all ranks."""
     ATTENTION_BIAS_GRADIENT = "attention_bias_gradient"
@@ -54,7 +55,7 @@ class ReasonCode(enum.StrEnum):
     ATTENTION_SOFTCAP = "attention_softcap"
     """The attention beside the collective is written out, with a tanh that is not proved to be a soft cap."""
     ATTENTION_WEIGHTS_USED = "attention_weights_used"
-    """Scores or probabilities of an attention that is written out are used otherwise too, as by its backward."""
+    """Scores or probabilities of an attention that is written out are used elsewhere too, as by its backward."""
     ATTENTION_WRITTEN_OUT = "attention_written_out"
     """The attention beside the collective is written out, and not proved to be matmul, softmax, matmul."""
     BATCHED_MATMUL = "batched_matmul"
@@ -98,9 +99,9 @@ class ReasonCode(enum.StrEnum):
     NO_MATMUL = "no_matmul"
     """No matmul stands next to the collective."""
     NORM_CONSUMER = "norm_consumer"
-    """The result of the norm is used by an op on elements, which the compiler computes together with the norm."""
+    """The result of the norm is used by an elementwise op, which the compiler computes together with the norm."""
     NORM_FORM = "norm_form"
-    """What follows the reduction is close to a norm of its rows, and none that is known."""
+    """The ops behind the reduction are close to a norm of its rows, but are no form of a norm that is known."""
     NORM_SHARED = "norm_shared"
     """More norms share the scaled rows than a node has, or norms of different forms do."""
     NORM_USED = "norm_used"
@@ -122,7 +123,9 @@ class ReasonCode(enum.StrEnum):
     REDUCE_OP = "reduce_op"
     """The reduction is neither sum nor avg."""
     ROWS_CONTRACTED = "rows_contracted"
-    """What an all-to-all brings is only the second operand of matmuls, or transposed, as for a weight's gradient."""
+    """The result of an all-to-all is read only as the second operand of matmuls, or transposed, as for a weight's
+    gradient.
+    """
     ROWS_EXCHANGED = "rows_exchanged"
     """An all-to-all exchanges rows of the matmul, and not columns for rows."""
     SHAPE_UNPROVEN = "shape_unproven"
@@ -144,7 +147,9 @@ class ReasonCode(enum.StrEnum):
 
     @property
     def changeable(self) -> bool:
-        """Whether the user could have the collective fused by a change: what the option `ditron.strict` raises for."""
+        """Whether the user could have the collective fused by a change. The option `ditron.strict` raises for these
+        reasons.
+        """
         return self not in _NOTHING_TO_CHANGE
 
     def at(self, node: fx.Node) -> Refusal:
@@ -174,13 +179,13 @@ _NOTHING_TO_CHANGE = frozenset(
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason, and the node that gave it: what stands in the way, or uses what it should not."""
+    """A reason, and the node that prevents the fusion."""
 
     code: ReasonCode
     node: fx.Node
 
     def at(self, node: fx.Node) -> Refusal:
-        """Itself: the node that was named first is nearer to the cause."""
+        """Returns the refusal itself: it names a node already, which is nearer to the cause than `node`."""
         return self
 
 
@@ -188,7 +193,7 @@ Refused = ReasonCode | Refusal
 
 
 def refused(found: object) -> TypeIs[Refused]:
-    """Whether a search came back with a reason, and not with a match."""
+    """Returns whether a search came back with a reason, and not with a match."""
     return isinstance(found, (ReasonCode, Refusal))
 
 
@@ -378,11 +383,11 @@ class Reason:
 
 
 def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
-    """Records on the collective's node why it was not fused; a bare code speaks of the collective itself."""
+    """Records on the collective's node why it was not fused. A bare code is about the collective itself."""
     refusal = why.at(collective)
     known = collective.meta.get(LEFT_ALONE)
     if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.pattern in ATTENTION_KINDS:
-        # That says more than that no matmul is there.
+        # The earlier reason says more than that no matmul is there.
         return
     reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
     tried = collective.meta.get(TRIED) if refusal.code is ReasonCode.BATCHED_MATMUL else None

@@ -1,5 +1,5 @@
-"""How a pass writes a Task node into a graph: the op call, its outputs, its metadata, and the removal of what
-it replaces.
+"""Helpers that write a Task node into a graph: the op call, its outputs, its metadata, and the removal of what the call
+replaces.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ ANY_STRIDES: frozenset[object] = frozenset(
 
 
 def policy(options: Options) -> Policy:
-    """What the options say about how a site runs."""
+    """Returns what the options say about how a site runs."""
     return Policy(options.strategy, options.workspace_limit, options.timeout_arg, options.trials)
 
 
 def copied_meta(node: fx.Node) -> dict[str, Any]:
-    """The metadata of a node for its replacement: all but the values of its eager inputs, which are other ones now."""
+    """Returns the metadata of a node for its replacement: all except the values of its eager inputs, which are
+    different now.
+    """
     return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
@@ -89,7 +91,7 @@ def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 def recompute(node: fx.Node) -> None:
     """Brings the fake value of an op call up to date with those of its arguments, whose sizes are all known."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
     target: Any = node.target
     old = node.meta["val"]
     with _mode_of(old[0] if isinstance(old, (list, tuple)) else old):
@@ -193,23 +195,25 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
 
 
 def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
-    """The sum of biases [1, .., 1, N] as [N]: None of none, one itself, or what is inserted."""
+    """Returns the sum of biases [1, .., 1, N] as [N]; None if there are none. Inserts nodes if necessary."""
     total: fx.Node | None = None
     for bias in biases:
-        one = row(graph, bias)
+        bias_row = row(graph, bias)
         if total is None:
-            total = one
+            total = bias_row
             continue
-        summed = graph.create_node("call_function", aten.add.Tensor, (total, one), name="biases")
-        summed.meta.update(copied_meta(one))
-        value: torch.Tensor = one.meta["val"]
+        summed = graph.create_node("call_function", aten.add.Tensor, (total, bias_row), name="biases")
+        summed.meta.update(copied_meta(bias_row))
+        value: torch.Tensor = bias_row.meta["val"]
         summed.meta["val"] = fake_like(value, tuple(value.shape), (1,))
         total = summed
     return total
 
 
 def row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
-    """A bias [1, .., 1, N] as [N]: itself, or a reshape that is inserted; a view where it is contiguous."""
+    """Returns a bias [1, .., 1, N] as [N]: the bias itself, or a reshape that is inserted, which is a view if the bias
+    is contiguous.
+    """
     if bias.meta["val"].ndim == 1:
         return bias
     value: torch.Tensor = bias.meta["val"]
@@ -242,16 +246,17 @@ def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.Node:
-    """Inserts the transpose of what a transposed problem gave, in the place of the matrix `replaced`.
+    """Inserts the transpose of the result of a transposed problem, in the place of the matrix `replaced`.
 
-    A view, where whatever uses `replaced` takes any strides; else a copy with the strides that it had.
+    It is a view if all users of `replaced` accept any strides, and otherwise a copy with the strides that `replaced`
+    had.
     """
     return with_strides_of(graph, transposed(graph, source), replaced)
 
 
 def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Node:
-    """What stands for the row-major tensor `replaced`, of which `node` holds the elements with other strides: `node`
-    itself, if whatever uses `replaced` takes any strides; else a row-major copy.
+    """Returns the replacement of the row-major tensor `replaced`, whose elements `node` holds with other strides:
+    `node` if all users of `replaced` accept any strides, and otherwise a row-major copy.
     """
     views, takes_any = views_and_strides(replaced)
     if takes_any:
@@ -272,10 +277,11 @@ def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Nod
 
 
 def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
-    """(a node and all that views or moves its elements, whether whatever uses these takes any strides).
+    """Returns (a node and all nodes that view or move its elements, whether all users of these accept any strides).
 
-    What is kept for the backward has the strides that it had while the graph was traced, or, where it has others, those
-    of the first call as numbers: with sizes that change from call to call it has to keep its own.
+    A tensor that is saved for the backward has the strides of the traced graph. If its strides differ, the backward
+    would take those of the first call as numbers. So with sizes that change from call to call it has to keep its
+    strides.
     """
     has_symbols = any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
     views: dict[fx.Node, None] = {node: None}
@@ -291,7 +297,9 @@ def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
 
 
 def _takes_any_strides(user: fx.Node) -> bool:
-    """Whether the compiler generates, or lays out, what the op reads; the output of a graph gets the strides it had."""
+    """Returns whether the compiler generates, or lays out, what the op reads; the output of a graph gets the strides it
+    had.
+    """
     target = user.target
     if user.op == "output" or target in ANY_STRIDES:
         return True
@@ -303,7 +311,7 @@ def _takes_any_strides(user: fx.Node) -> bool:
 def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Erases those of the nodes that nothing uses any more, users before what they use."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in sorted(set(nodes), key=lambda one: order[one], reverse=True):
+    for node in sorted(set(nodes), key=lambda node: order[node], reverse=True):
         if not node.users:
             graph.erase_node(node)
 
@@ -318,18 +326,20 @@ def hoist(node: fx.Node, before: fx.Node) -> None:
 
 
 def can_hoist(node: fx.Node, before: fx.Node) -> bool:
-    """Whether `node` can be computed before `before`: nothing that it needs from there on has to stay where it is."""
+    """Returns whether `node` can be computed before `before`: nothing that it needs from there on has to stay where it
+    is.
+    """
     return pinned(node, before) is None
 
 
 def pinned(node: fx.Node, before: fx.Node) -> fx.Node | None:
-    """The first op that has to stay behind `before`, and that `node` needs; None if there is none."""
+    """Returns the first op that `node` needs and that has to stay behind `before`; None if there is none."""
     return next((late for late in _late(node, before) if _pinned(late)), None)
 
 
 def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
-    """What `node` needs, itself included, that stands at or after `before`; in graph order."""
-    order = {one: index for index, one in enumerate(node.graph.nodes)}
+    """Returns the nodes at or behind `before` that `node` needs, including `node`, in graph order."""
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
     limit = order[before]
     found: set[fx.Node] = set()
     pending = [node]
@@ -338,11 +348,11 @@ def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
         if current not in found and order[current] >= limit:
             found.add(current)
             pending.extend(current.all_input_nodes)
-    return sorted(found, key=lambda one: order[one])
+    return sorted(found, key=lambda each: order[each])
 
 
 def _pinned(node: fx.Node) -> bool:
-    """Whether a node has to stay where it is: side effects, randomness, or communication."""
+    """Returns whether a node has to stay where it is: side effects, randomness, or communication."""
     target = node.target
     if node.op != "call_function" or node.is_impure():
         return True

@@ -1,19 +1,20 @@
-"""Where a rank could compute its own rows only: from the all-reduces of a graph through all that works row by row.
+"""Regions of a graph, from its all-reduces through all row-wise ops, in which a rank could compute only its own rows.
 
-A region is made of all-reduces of one group whose results, of one shape but for the last dimension, meet in row-wise
-ops. In it each row of a result depends on the same row of what goes in, and on operands that all rows share:
+A region starts at all-reduces of one group whose results meet in row-wise ops; their shapes may differ in the last
+dimension only. Each row of a result depends on the same row of the inputs, and on operands that all rows share:
 
     all_reduce -> wait -> + residual -> mean over the last dimension, rsqrt, * -> * weight -> matmul
                             '-> the residual of the next all_reduce
 
-Members are the results of the all-reduces and the row-wise ops behind them: pointwise ops with operands that are
-members, whole (`entering`, of which a rank takes its rows) or shared by all rows; reductions of the last dimension that
-keep it; copies. Members that something else reads are `exits`.
+The members of a region are the results of the all-reduces and the row-wise ops behind them. Row-wise ops are pointwise
+ops whose operands are members, whole tensors (`entering`, of which a rank takes its rows) or shared by all rows;
+reductions of the last dimension that keep it; and copies. Members that something else reads are `exits`.
 
-What is not a member may differ between ranks, unless it is replicated: the result of an all-reduce or an all-gather of
-the group, or made of such results by ops that give the same on all ranks. A graph does not show whether its inputs are
-replicated. Those that a region takes for replicated, norm weights and the first residual, are its `roots`, which the
-ranks compare when they run; what comes from a matmul or another collective is not replicated and ends the region.
+What is not a member may differ between ranks unless it is replicated. The result of an all-reduce or an all-gather of
+the group is replicated, and so is what deterministic ops make of such results. A graph does not show whether its inputs
+are replicated. The inputs that a region assumes to be replicated, norm weights and the first residual, are its `roots`,
+which the ranks compare when they run. The result of a matmul or of another collective is not replicated and ends the
+region.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ REDUCTIONS: frozenset[object] = frozenset(
         aten.var_mean.correction,
     }
 )
-# What gives the same on all ranks if its operands do, beside pointwise ops, views and pieces.
+# Ops that give the same result on all ranks if their operands are the same, beside pointwise ops, views and pieces.
 DETERMINISTIC: frozenset[object] = REDUCTIONS | {
     aten.embedding.default,
     aten.cat.default,
@@ -90,10 +91,10 @@ class _Growing:
     members: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     replicated: dict[fx.Node, frozenset[fx.Node] | None] = field(default_factory=dict)
 
-    def starts_at(self, one: Collective) -> bool:
-        """Whether the result of an all-reduce is a member."""
-        value = one.wait.meta["val"]
-        return one.group_name == self.group_name and value.dtype in ACTIVATION_DTYPES and self.has_rows(value)
+    def starts_at(self, reduction: Collective) -> bool:
+        """Returns whether the result of an all-reduce is a member."""
+        value = reduction.wait.meta["val"]
+        return reduction.group_name == self.group_name and value.dtype in ACTIVATION_DTYPES and self.has_rows(value)
 
     def takes(self, node: fx.Node) -> list[fx.Node] | None:
         """The operands from outside of a row-wise op on members; None if the node is none."""
@@ -112,7 +113,7 @@ class _Growing:
         assert isinstance(target, torch._ops.OpOverload)
         values = node.meta.get("val")
         results = values if isinstance(values, (list, tuple)) else [values]
-        if not all(isinstance(one, torch.Tensor) and self.has_rows(one) for one in results):
+        if not all(isinstance(result, torch.Tensor) and self.has_rows(result) for result in results):
             return False
         if target in REDUCTIONS:
             bound, source = proofs.arguments(node), proofs.tensor(node.args[0])
@@ -124,12 +125,12 @@ class _Growing:
         return is_pointwise(target)
 
     def has_rows(self, value: torch.Tensor) -> bool:
-        """Whether a tensor has all rows and a last dimension of known size."""
+        """Returns whether a tensor has all rows and a last dimension of known size."""
         known = all(isinstance(length, int) for length in value.shape)
         return known and tuple(value.shape[:-1]) == self.rows
 
     def _fits(self, source: fx.Node, node: fx.Node) -> bool:
-        """Whether an operand from outside has all rows, or none of its own."""
+        """Returns whether an operand from outside has all rows, or none of its own."""
         value = proofs.tensor(source)
         if value is None:
             return False
@@ -169,22 +170,22 @@ class _Growing:
 
 
 def is_pointwise(target: object) -> bool:
-    """Whether an op computes each element from the elements in its place, and nothing else."""
+    """Returns whether an op computes each element from the elements in its place, and nothing else."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def find_regions(graph: fx.Graph) -> list[Region]:
-    """All regions of a graph whose sizes are known, in graph order."""
-    starts = [one for node in collectives(graph, ALL_REDUCE) if isinstance(one := read_collective(node), Collective)]
-    waits = {one.wait: one for one in starts}
+    """Returns all regions of a graph whose sizes are known, in graph order."""
+    starts = [read for node in collectives(graph, ALL_REDUCE) if isinstance(read := read_collective(node), Collective)]
+    waits = {start.wait: start for start in starts}
     growing: dict[tuple[str, tuple[int, ...]], _Growing] = {}
-    for one in starts:
-        value = one.wait.meta["val"]
+    for start in starts:
+        value = start.wait.meta["val"]
         shape, known = tuple(value.shape), all(isinstance(length, int) for length in value.shape)
         if len(shape) > 1 and known and value.dtype in ACTIVATION_DTYPES:
-            growing.setdefault((one.group_name, shape[:-1]), _Growing(one.group_name, shape[:-1]))
+            growing.setdefault((start.group_name, shape[:-1]), _Growing(start.group_name, shape[:-1]))
     for node in graph.nodes:
         for each in growing.values():
             if node in waits and each.starts_at(waits[node]):
@@ -193,7 +194,7 @@ def find_regions(graph: fx.Graph) -> list[Region]:
                 each.members[node] = outside
     order = {node: index for index, node in enumerate(graph.nodes)}
     regions = [_region(each, part, waits) for each in growing.values() for part in _connected(each.members)]
-    return sorted(regions, key=lambda one: order[one.members[0]])
+    return sorted(regions, key=lambda region: order[region.members[0]])
 
 
 def _connected(members: Iterable[fx.Node]) -> list[list[fx.Node]]:

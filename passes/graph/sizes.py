@@ -1,12 +1,11 @@
-"""Symbolic sizes read from tensors that a fusion removes, read from elsewhere instead.
+"""Symbolic sizes that are read from tensors which a fusion removes are read from elsewhere instead.
 
 With dynamic shapes a graph asks tensors for their sizes, `sym_size(cat, 1)`, and so looks as if it used their data:
 
     cat [s0, 4*s1, s2] -> sym_size(cat, 1) -> reshape(mm, [s0, sym_size, s3])
 
-`read_elsewhere` answers the question from a placeholder, from an argument that made the tensor, or from the
-tensor's own operands (`s1 * 4` here). The symbolic value stays the same, nothing is specialised and no guard is
-added.
+`read_elsewhere` answers the question from a placeholder, from an argument that made the tensor, or from the tensor's
+own operands (`s1 * 4` here). The symbolic value stays the same, nothing is specialised and no guard is added.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
     if source.target is aten.addmm.default:
         return _size(graph, reader, source.args[1 + dim], dim, asked)  # type: ignore[arg-type]
     if source.target is aten.add.Tensor:
-        # One that is not grown to the result's shape.
-        alike = [one for one in source.all_input_nodes if _has_shape(one, value.shape)]
+        # An operand that is not broadcast to the result's shape.
+        alike = [node for node in source.all_input_nodes if _has_shape(node, value.shape)]
         return _size(graph, reader, alike[0], dim, asked) if alike else None
     if source.target is aten.bmm.default:
         return _size(graph, reader, source.args[dim // 2], dim, asked)  # type: ignore[arg-type]
@@ -126,17 +125,21 @@ def _size_of_cat(graph: fx.Graph, reader: fx.Node, cat: fx.Node, dim: int, asked
 def _multiple(
     graph: fx.Graph, reader: fx.Node, source: Any, dim: int, times: Any, length: Any, asked: Callable[[fx.Node], bool]
 ) -> Any:
-    one = _size(graph, reader, source, dim, asked)
-    return None if one is None else _made(graph, operator.mul, (one, times), length)
+    size = _size(graph, reader, source, dim, asked)
+    return None if size is None else _made(graph, operator.mul, (size, times), length)
 
 
 def in_graph(graph: fx.Graph, before: fx.Node, length: Any) -> Any:
-    """A size as an argument of an op at `before`: the int, or an existing node that holds it; None if there is none."""
+    """Returns a size as an argument of an op at `before`: the int, or an existing node that holds it; None if there is
+    none.
+    """
     return length if isinstance(length, int) else _existing(graph, before, length, lambda node: False)
 
 
 def _existing(graph: fx.Graph, reader: fx.Node, length: Any, asked: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """A node before `reader` that holds this very expression, and does not get it from a tensor that is asked about."""
+    """Returns a node before `reader` that holds exactly this expression, and does not get it from a tensor that `asked`
+    accepts.
+    """
     for node in graph.nodes:
         if node is reader:
             return None

@@ -1,1 +1,1 @@
-"""One spelling for each collective, and for what stands around it."""
+"""The passes of this folder give each collective, and the ops around it, one spelling."""

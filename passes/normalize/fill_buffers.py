@@ -76,7 +76,7 @@ def find_filled(node: fx.Node) -> Match | None:
 
 
 def _is_unused(node: fx.Node, reads: list[fx.Node]) -> bool:
-    """Whether a node is a view whose elements nobody reads; adds it, and its own views, to `reads`."""
+    """Returns whether a node is a view whose elements nobody reads; adds it, and its own views, to `reads`."""
     reads.append(node)
     return node.target in MOVES and all(_is_unused(user, reads) for user in node.users)
 

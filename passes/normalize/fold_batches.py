@@ -8,12 +8,12 @@ After:
 
     a -> reshape [B*M, K], w -> mm [B*M, N] -> reshape [B, M, N]
 
-`torch.einsum` writes its products so (one batch, all rows in it), and so do `torch.matmul` of two 3-D tensors and `bmm`
-with an expanded weight; the backward holds the same with the matrix transposed. The matrix is the node that the graph
-has in two dimensions already, where there is one.
+`torch.einsum` writes its products in this way (one batch with all rows), and so do `torch.matmul` of two 3-D tensors
+and `bmm` with an expanded weight. The backward has the same form with the matrix transposed. If the graph has the
+matrix in two dimensions already, that node is used.
 
-The batches are a dimension of the product, whose sizes are equal on all ranks. Done by `try_forms`, for a matmul that
-a fusion takes then: else Inductor gets the bmm that the graph had.
+The batches are a dimension of the product, whose sizes are equal on all ranks. `try_forms` does this for a matmul that
+a fusion then takes. Otherwise the bmm stays in the graph.
 
 It must not fire when
 * the batches have different matrices (a true batch), or the matrix is expanded in another dimension too;
@@ -99,7 +99,7 @@ def _shared_matrix(node: Any) -> fx.Node | None:
 
 
 def _in_two_dimensions(node: fx.Node, matrix: tuple[Any, ...]) -> fx.Node | None:
-    """What `node` is a view of, if that is the matrix itself."""
+    """Returns the source of `node`, if `node` is a view of the matrix itself; otherwise None."""
     for view in proofs.views_up(node):
         value = proofs.tensor(view)
         if value is not None and proofs.same_shape(value.shape, matrix):
@@ -134,12 +134,12 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     chain = proofs.views_up(bmm.args[1])  # type: ignore[arg-type]
     if match.transposed:
         chain += proofs.views_up(chain[0].args[0])  # type: ignore[arg-type]
-    rewriting.erase_unused(graph, [bmm, *(one for one in chain if one.op == "call_function")])
+    rewriting.erase_unused(graph, [bmm, *(view for view in chain if view.op == "call_function")])
     return mm
 
 
 def _matrix(graph: fx.Graph, match: Match) -> fx.Node:
-    """The matrix in two dimensions: the source, squeezed and transposed as need be; both are views."""
+    """Returns the matrix in two dimensions: the source, squeezed and transposed if necessary, by views."""
     matrix = match.source
     while (value := matrix.meta["val"]).ndim > 2:
         matrix = _call(graph, aten.squeeze.dim, (matrix, 0), matrix, value.shape[1:], value.stride()[1:])
@@ -150,10 +150,12 @@ def _matrix(graph: fx.Graph, match: Match) -> fx.Node:
 
 
 def _folded(left: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Shape and strides of `left [B, M, K]` as `[B*M, K]`: of a view where there is one, else of a copy."""
+    """Returns the shape and strides of `left [B, M, K]` as `[B*M, K]`: those of a view if one is possible, and
+    otherwise of a copy.
+    """
     shape = (left.shape[0] * left.shape[1], left.shape[2])
-    one = proofs.known_equal(left.shape[0], 1)
-    is_view = one or proofs.known_equal(left.stride(0), left.shape[1] * left.stride(1))
+    single = proofs.known_equal(left.shape[0], 1)
+    is_view = single or proofs.known_equal(left.stride(0), left.shape[1] * left.stride(1))
     return shape, (left.stride(1), left.stride(2)) if is_view else (left.shape[2], 1)
 
 

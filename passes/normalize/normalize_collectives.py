@@ -1,4 +1,4 @@
-"""Collectives and what stands around them, in one form, so that the fusions read one form only.
+"""Collectives and the ops around them get one form, so that the fusions have to read only this form.
 
     vllm.X(.., "tp:0")                                 -> _c10d_functional.X(..), see `vllm_collectives`
     _c10d_functional_autograd.X(..)                    -> _c10d_functional.X(..)
@@ -11,12 +11,12 @@
     such nodes that nothing uses                       -> gone
     sizes read from such nodes (dynamic shapes)        -> read elsewhere, see `sizes`
 
-`split`, `split_with_sizes` and slices stay as they are: `proofs.piece` reads all of them as (source, dim,
-start, length).
+`split`, `split_with_sizes` and slices stay as they are: `proofs.piece` reads all of them as (source, dim, start,
+length).
 
-Only nodes that are reached from a collective through views, splits and cats are touched, upwards and downwards;
-all else in the graph is none of our business. It must not fire on an `_out` form whose buffer is anything but a
-fresh `empty` of its own: then somebody reads, or owns, the buffer.
+Only nodes that are reached from a collective through views, splits and cats are changed, upwards and downwards. It must
+not fire on an `_out` form whose buffer is anything but a fresh `empty` of its own, because something else then reads,
+or owns, the buffer.
 
 A collective that no fusion covers at all gets its reason here.
 """
@@ -82,7 +82,9 @@ def find_other_form(node: fx.Node) -> Match | None:
 
 
 def _owned(buffer: fx.Node, node: fx.Node) -> bool:
-    """Whether `buffer` is fresh memory that only `node` knows, with the layout that the functional form returns."""
+    """Returns whether `buffer` is fresh memory that only `node` knows, with the layout that the functional form
+    returns.
+    """
     value = proofs.tensor(buffer)
     return buffer.target in EMPTIES and set(buffer.users) == {node} and value is not None and proofs.row_major(value)
 
@@ -100,7 +102,8 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
 
 
 def normalize_collectives(graph: fx.Graph, *, options: Options) -> int:
-    """Brings all collectives and their surroundings into one form; returns how many nodes changed or went."""
+    """Brings all collectives and their surroundings into one form, and returns how many nodes changed or were removed.
+    """
     count = replace_vllm_collectives(graph)
     for node in [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]:
         match = find_other_form(node)
@@ -141,7 +144,7 @@ def _collect(node: fx.Node, found: set[fx.Node], *, downwards: bool) -> None:
 
 
 def _ends(graph: fx.Graph, chain: set[fx.Node]) -> set[fx.Node]:
-    """Collectives, waits, and what stands in front of a chain: matmuls, their sums, and views among these."""
+    """Returns collectives, waits, and the nodes in front of a chain: matmuls, their sums, and views among these."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     found = {node for node in calls if is_collective(node) or node.target is WAIT}
     pending = [*chain, *found]
@@ -155,7 +158,9 @@ def _ends(graph: fx.Graph, chain: set[fx.Node]) -> set[fx.Node]:
 
 
 def _views_to_reshapes(chain: set[fx.Node]) -> int:
-    """A reshape says the same about the elements, and nothing about strides that a rewrite may change."""
+    """Replaces views by reshapes. A reshape means the same elements, but does not depend on strides, which a rewrite
+    may change.
+    """
     views = [node for node in chain if node.target in rewriting.VIEWS]
     for view in views:
         view.target = aten.reshape.default
@@ -168,7 +173,7 @@ def _merge_equal(graph: fx.Graph, chain: set[fx.Node]) -> int:
     first: dict[Hashable, fx.Node] = {}
     merged = 0
     for node in [node for node in graph.nodes if node in chain]:
-        # A clone is asked for because somebody wants memory of his own.
+        # A program clones a tensor because it needs memory of its own.
         if node.target is aten.clone.default:
             continue
         kept = first.setdefault(_key(node), node)
@@ -183,7 +188,7 @@ def _merge_equal(graph: fx.Graph, chain: set[fx.Node]) -> int:
 def _key(node: fx.Node) -> Hashable:
     def frozen(item: Any) -> Hashable:
         if isinstance(item, (list, tuple)):
-            return tuple(frozen(one) for one in item)
+            return tuple(frozen(element) for element in item)
         if isinstance(item, dict):
             return tuple((key, frozen(value)) for key, value in item.items())
         # An int equals the bool and the float of its value.

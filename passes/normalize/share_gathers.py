@@ -4,12 +4,13 @@
     x -> all_gather -> wait -> split .. cat -> b                                                    -> b
 
 Inference graphs hold one gather for each consumer. Gathers are equal if they gather the same node over the same group
-along the same dimension. Exact: the same bits, sent once. The matmuls behind it are fused with the one that remains.
+along the same dimension. The result is exact: the same bits are sent once. The matmuls behind the gathers are fused
+with the one that remains.
 
-Whether two gathers read the same node is seen on the shard's side, which may differ between ranks: where a dimension
-does not divide, DTensor pads the last rank's shard, for each gather anew, so that this rank alone would gather two
-tensors and the others one. But such a gather is cut afterwards on every rank. So a gather is shared only if all that is
-made of it by views and chunks takes the whole of it: then no rank pads.
+Whether two gathers read the same node depends on the side of the shard, which may differ between ranks. If a dimension
+does not divide, DTensor pads the last rank's shard separately for each gather. Then this rank alone would gather two
+tensors, and the others one. But such a gather is cut afterwards on every rank. So a gather is shared only if all its
+views and chunks together take the whole of it, which means that no rank pads.
 
 It must not fire when
 * a part of the gathered tensor is taken: chunks that are not all put together again, or a slice;
@@ -44,7 +45,9 @@ class Match:
 
 
 def find_whole_gather(node: fx.Node) -> Match | None:
-    """Proves that nobody takes a part of what `node` gathers, which means that no rank padded its shard; or None."""
+    """Proves that nothing takes only a part of what `node` gathers, which means that no rank padded its shard; None if
+    it is not proved.
+    """
     collective = read_collective(node)
     if refused(collective):
         return None
@@ -60,7 +63,7 @@ def find_whole_gather(node: fx.Node) -> Match | None:
 
 
 def _is_piece(node: fx.Node) -> bool:
-    """Whether a node takes a part of a tensor, as far as is known."""
+    """Returns whether a node takes a part of a tensor, as far as is known."""
     return node.target in proofs.SLICES and not proofs.keeps_order(node)
 
 
@@ -86,7 +89,7 @@ def aliases(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def can_replace(match: Match, first: Match) -> bool:
-    """Whether the result of the equal gather `first` may stand for that of `match`."""
+    """Returns whether the result of the equal gather `first` may stand for that of `match`."""
     if _is_returned(match) and _is_returned(first):
         return False
     return not _written_between(first.collective, match.collective)
@@ -97,13 +100,13 @@ def _is_returned(match: Match) -> bool:
 
 
 def _written_between(first: Collective, second: Collective) -> bool:
-    """Whether an op between the two gathers writes into the memory of their operand."""
+    """Returns whether an op between the two gathers writes into the memory of their operand."""
     storage = first.operand.meta["val"].untyped_storage()._cdata
     node = min(first.node, second.node).next
     while node not in (first.node, second.node):
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            values = [proofs.tensor(one) for one in node.all_input_nodes]
+            values = [proofs.tensor(source) for source in node.all_input_nodes]
             if any(value is not None and value.untyped_storage()._cdata == storage for value in values):
                 return True
         node = node.next
@@ -111,18 +114,18 @@ def _written_between(first: Collective, second: Collective) -> bool:
 
 
 def share_gathers(graph: fx.Graph, *, options: Options) -> int:
-    """Makes one gather of several equal ones; returns how many went."""
+    """Replaces several equal gathers by one, and returns how many were removed."""
     if not options.fusions:
         return 0
     count = 0
     kept: dict[tuple[fx.Node, int, str], list[Match]] = {}
     matches = [match for node in collectives(graph, ALL_GATHER) if (match := find_whole_gather(node)) is not None]
-    for match in sorted(matches, key=lambda one: one.gathered):
-        # What the gather reads now: a gather of a gather may have been found before the inner ones became one.
+    for match in sorted(matches, key=lambda found: found.gathered):
+        # Read the operand again: a gather of a gather may have been found before the inner gathers became one.
         operand = match.collective.node.args[0]
         assert isinstance(operand, fx.Node)
         firsts = kept.setdefault((operand, match.dim, match.collective.group_name), [])
-        first = next((one for one in firsts if can_replace(match, one)), None)
+        first = next((earlier for earlier in firsts if can_replace(match, earlier)), None)
         if first is None:
             firsts.append(match)
             continue

@@ -12,11 +12,12 @@ After, if the first tensor is fused and the others are not:
     x, y -> all_reduce_coalesced([x, y]) -> getitem 0 -> wait
                                          -> getitem 1 -> wait
 
-The singles stand where the coalesced one stood, in the order of its list, before what is left of it: one launch is
-better than several, so the tensors that no fusion takes stay together. Which ones are taken is decided by `try_forms`.
+The single collectives take the place of the coalesced one, in the order of its list and in front of the rest of it. The
+tensors that no fusion takes stay together, because one launch is better than several. `try_forms` decides which tensors
+are taken.
 
-The in-place form means the same for a tensor that is taken: a fusion proves that the product is used by nothing but
-the collective. What is left of it stays in place.
+The in-place form means the same for a tensor that is taken, because a fusion proves that only the collective uses the
+product. The rest of the list stays in place.
 
 It must not fire when
 * the list of tensors is itself the result of an op (`_foreach_div`): then there is no operand to read;
@@ -41,7 +42,7 @@ IN_PLACE: object = c10d.all_reduce_coalesced_.default
 
 @dataclass(frozen=True)
 class Match:
-    """A coalesced collective: `operands[i]` gives `results[i]`, or None where nobody takes that result."""
+    """A coalesced collective: `operands[i]` gives `results[i]`, which is None if nothing uses that result."""
 
     node: fx.Node
     operands: tuple[fx.Node, ...]
@@ -49,11 +50,11 @@ class Match:
 
 
 def find_coalesced(node: fx.Node) -> Match | None:
-    """Reads a coalesced collective member by member; None if it is none, or cannot be read."""
+    """Reads a coalesced collective member by member; None if the node is not one, or cannot be read."""
     if node.op != "call_function" or node.target not in SINGLE or node.kwargs:
         return None
     operands = node.args[0]
-    if not isinstance(operands, (list, tuple)) or any(proofs.tensor(one) is None for one in operands):
+    if not isinstance(operands, (list, tuple)) or any(proofs.tensor(operand) is None for operand in operands):
         return None
     results: list[fx.Node | None] = [None] * len(operands)
     for user in node.users:
@@ -61,11 +62,11 @@ def find_coalesced(node: fx.Node) -> Match | None:
         if not isinstance(index, int) or not 0 <= index < len(results) or results[index] is not None:
             return None
         results[index] = user
-    return Match(node, tuple(one for one in operands if isinstance(one, fx.Node)), tuple(results))
+    return Match(node, tuple(operand for operand in operands if isinstance(operand, fx.Node)), tuple(results))
 
 
 def rewrite(graph: fx.Graph, match: Match, taken: Collection[int]) -> dict[int, fx.Node]:
-    """Makes single collectives of the members `taken`, and of the last one if only one is left; returns them."""
+    """Makes single collectives of the members `taken`, and of the last member if only one is left. Returns them."""
     node, singles = match.node, dict[int, fx.Node]()
     left = [index for index in range(len(match.operands)) if index not in taken]
     if len(left) == 1 and node.target is not IN_PLACE and match.results[left[0]] is not None:

@@ -1,4 +1,5 @@
-"""vLLM's own collectives as functional ones, where vLLM has registered its ops and a group by the name in the call.
+"""vLLM's own collectives become functional collectives, if vLLM has registered its ops and a group by the name in the
+call.
 
     vllm.all_reduce(x, name)                -> wait(all_reduce(x, "sum", group))
     vllm.all_gather(x, dim, W, name)        -> wait(all_gather_into_tensor(x, W, group)), for another dimension than
@@ -6,11 +7,11 @@
     vllm.reduce_scatter(x, dim, W, name)    -> wait(reduce_scatter_tensor(x, "sum", W, group)), for the second
                                                dimension of x split into W parts and concatenated along the first
 
-`name` is one of vLLM's, such as "tp:0", and no process group has it. vLLM keeps a table of its coordinators by name,
-and a coordinator's `device_group` is what it sends by: the group is taken from there. It must not fire on a name that
-the table does not have, on a group that is not registered with torch or of another size than W, on an operand or result
-that is not known to be contiguous, on parts of a dynamic size, or on vLLM's scatter of a third or later dimension,
-which divides another one. Such a call stays as it is, with a reason.
+`name` is a name of vLLM's, such as "tp:0", and no process group has it. vLLM keeps a table of its coordinators by name.
+A coordinator sends by its `device_group`, so the group is taken from there. It must not fire on a name that the table
+does not have, on a group that is not registered with torch or of another size than W, on an operand or result that is
+not known to be contiguous, on parts of a dynamic size, or on vLLM's scatter of a third or later dimension, which
+divides another one. Such a call stays as it is, with a reason.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class Match:
 
 
 def is_vllm_collective(node: fx.Node) -> bool:
-    """Whether a node calls one of the ops that are read here."""
+    """Returns whether a node calls one of the ops that are read here."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE and target._opname in SCHEMAS
 
 
 def group_names() -> dict[str, str]:
-    """Torch's names of vLLM's groups by vLLM's names: what a rewrite depends on beside the graph."""
-    # Only what this process has loaded itself. The table is vLLM's own: another version may have none.
+    """Returns torch's names of vLLM's groups, by vLLM's names. A rewrite depends on these beside the graph."""
+    # Use only modules that this process has loaded itself. The table is vLLM's own, and another version may have none.
     table: Mapping[str, Callable[[], Any]] = getattr(sys.modules.get(PARALLEL_STATE), "_groups", {})
     names: dict[str, str] = {}
     for name, coordinator in sorted(table.items()):
@@ -73,7 +74,7 @@ def group_names() -> dict[str, str]:
 
 
 def find_vllm_collective(node: fx.Node, names: Mapping[str, str]) -> Match | ReasonCode:
-    """Proves that a call of vLLM's is what the functional collective of a group is."""
+    """Proves that a call of vLLM's does what the functional collective of a group does."""
     assert isinstance(node.target, torch._ops.OpOverload)
     name = node.target._opname
     if [argument.name for argument in node.target._schema.arguments] != SCHEMAS[name]:
@@ -98,7 +99,9 @@ def find_vllm_collective(node: fx.Node, names: Mapping[str, str]) -> Match | Rea
 
 
 def _rejected_sizes(match: Match, value: torch.Tensor, result: torch.Tensor) -> ReasonCode | None:
-    """None if the result has the sizes of the functional form's, which can be written down; else the reason."""
+    """Returns None if the result has the sizes of the functional form, and these can be written as arguments; otherwise
+    the reason.
+    """
     dim, world_size = match.dim, match.world_size
     sizes = list(value.shape)
     if match.name == "all_gather":
@@ -147,7 +150,7 @@ def _waited(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node
 
 
 def replace_vllm_collectives(graph: fx.Graph) -> int:
-    """Rewrites vLLM's collectives where that is proved to be the same; returns how many."""
+    """Rewrites vLLM's collectives where the result is proved to be the same, and returns how many."""
     found = [node for node in graph.nodes if node.op == "call_function" and is_vllm_collective(node)]
     names = group_names() if found else {}
     count = 0

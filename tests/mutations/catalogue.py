@@ -417,15 +417,15 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "chunks may be put together in any order",
         PROOFS,
-        "if not all(known_equal(one.start, index * one.length) for index, one in enumerate(found)):",
-        "if not all(known(one.start >= 0) for index, one in enumerate(found)):",
+        "if not all(known_equal(chunk.start, index * chunk.length) for index, chunk in enumerate(found)):",
+        "if not all(known(chunk.start >= 0) for index, chunk in enumerate(found)):",
         "tests/passes/test_all_gather_matmul.py::test_guard",
     ),
     Mutation(
         "some of the chunks are enough",
         PROOFS,
-        "if len(found) != world_size or any(one.dim != first.dim for one in found):",
-        "if any(one.dim != first.dim for one in found):",
+        "if len(found) != world_size or any(chunk.dim != first.dim for chunk in found):",
+        "if any(chunk.dim != first.dim for chunk in found):",
         "tests/passes/test_all_gather_matmul.py::test_guard",
     ),
     Mutation(
