@@ -82,7 +82,7 @@ def flash_decode(
         world_size,
         name,
         site,
-        (chosen.strategy, chosen.workspace_limit, chosen.timeout_arg),
+        (chosen.strategy, chosen.workspace_limit, chosen.timeout_arg, chosen.trials),
         block_table is not None,
     )
     operands = [q, k_cache, v_cache, lengths]
@@ -98,7 +98,7 @@ def _text(
     world_size: int,
     group_name: str,
     site: str,
-    policy: tuple[str, int, float],
+    policy: tuple[str, int, float, bool],
     paged: bool,
 ) -> str:
     """Returns the node of a call as text."""

@@ -13,6 +13,7 @@ option                     environment               meaning
 ``ditron.table``           DITRON_TABLE              file of measured choices, or ``shipped``; None: the user's
 ``ditron.strict``          DITRON_STRICT             whether a site that could be fused, and is not, is an error
 ``ditron.sequence_parallel``                         ``auto`` (where it pays), ``on`` or ``off``
+``ditron.trials``          DITRON_TRIALS             whether the first calls of a site try several strategies
 ``ditron.summary``         DITRON_SUMMARY            whether a line says, once, what was fused
 =========================  ========================  ==================================================
 """
@@ -47,7 +48,7 @@ SHIPPED = "shipped"
 FUSIONS = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, FlashDecode.kind, Projections.kind, *ATTENTION_KINDS)
 # These options act when the model runs, or on what is printed, so a graph from a cache is right for all their values.
 NOT_COMPILED = ("table", "summary")
-SHARED = ("strategy", "workspace_limit", "timeout_s", "fusions", "sequence_parallel")
+SHARED = ("strategy", "workspace_limit", "timeout_s", "fusions", "sequence_parallel", "trials")
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",
@@ -56,6 +57,7 @@ ENVIRONMENT = {
     "meeting_s": "DITRON_MEETING_S",
     "table": "DITRON_TABLE",
     "strict": "DITRON_STRICT",
+    "trials": "DITRON_TRIALS",
     "summary": "DITRON_SUMMARY",
 }
 
@@ -75,6 +77,7 @@ class Options:
     strict: raise ``DitronNotFused`` if a collective beside a matmul is left alone that could be fused after a change.
     sequence_parallel: whether work between all-reduces is divided among the ranks: ``auto`` (where it pays), ``on``
     (wherever it is possible) or ``off`` (never).
+    trials: with the strategy ``auto``, time the strategies in the first calls of each site and keep the fastest.
     summary: log one line on what was fused when the first graph that holds collectives is compiled.
     Raises ``InvalidOptionValue``.
     """
@@ -87,6 +90,7 @@ class Options:
     table: str | None = None
     strict: bool = False
     sequence_parallel: str = "auto"
+    trials: bool = False
     summary: bool = True
 
     def __post_init__(self) -> None:
@@ -259,6 +263,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "table": _check_table,
     "strict": _check_switch,
     "sequence_parallel": _check_sequence_parallel,
+    "trials": _check_switch,
     "summary": _check_switch,
 }
 
@@ -286,5 +291,6 @@ _FROM_TEXT: dict[str, Callable[[str, str], Any]] = {
     "meeting_s": _number(float, "seconds"),
     "table": lambda variable, text: text,
     "strict": _switch,
+    "trials": _switch,
     "summary": _switch,
 }

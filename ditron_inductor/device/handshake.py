@@ -27,11 +27,13 @@ class AgreedOptions:
     waits.
 
     strategy: one of `nodes.STRATEGIES`. workspace_limit: bytes. timeout_s: seconds, 0.0 for the group's own timeout.
+    trials: whether the first calls try several strategies.
     """
 
     strategy: str
     workspace_limit: int
     timeout_s: float
+    trials: bool = False
 
 
 @dataclass(frozen=True)

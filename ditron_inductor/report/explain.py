@@ -43,6 +43,7 @@ class ExplainedSite:
     predictions: the cost model's microseconds by strategy.
     measured: the measured microseconds by strategy, the maximum over ranks; None if nothing was timed.
     request: the question that the plan was asked, None if nothing ran.
+    tried_us: the microseconds by strategy that a trial of the first calls ended with; empty without a trial.
     """
 
     direction: str
@@ -54,6 +55,7 @@ class ExplainedSite:
     predictions: Mapping[str, float] = field(default_factory=dict)
     measured: Timings | None = None
     request: PlanRequest | None = None
+    tried_us: Mapping[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, str]:
         """The cells of this site's line in the printed table, by column."""
@@ -69,7 +71,7 @@ class ExplainedSite:
             "moved": LEFT_ALONE if record.bytes_moved is None else bytes_text(record.bytes_moved),
             "by": self.source or LEFT_ALONE,
             "predicted": times_text(self.predictions),
-            "measured": times_text({} if self.measured is None else self.measured.us),
+            "measured": times_text(self.tried_us if self.measured is None else self.measured.us),
             "why": self.reason,
         }
 
@@ -105,7 +107,7 @@ class Report:
         if not self.sites:
             return f"Ditron compiled {graphs} without a collective: nothing to fuse."
         rows = [site.row() for site in self.sites]
-        if not any(site.measured for site in self.sites):
+        if not any(site.measured or site.tried_us for site in self.sites):
             for row in rows:
                 del row["measured"]
         widths = {"why": 48, "shape": 34, "pattern": 30, "predicted": 18, "measured": 18}
@@ -300,6 +302,7 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
         source=choice.source,
         predictions=choice.predicted_us or {},
         request=request,
+        tried_us=choice.tried_us,
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
@@ -79,14 +79,16 @@ class Choice:
     """The strategy that runs, and a sentence saying why.
 
     predicted_us: the cost model's microseconds by strategy, None where it has none; in eager mode at least the host's.
-    source: what decided: `forced` by the option, a `table` of measurements, the cost `model`, or an `obstacle` that
-    left the library only.
+    source: what decided: `forced` by the option, a `table` of measurements, the cost `model`, a `trial` of the first
+    calls, or an `obstacle` that left the library only.
+    tried_us: the microseconds by strategy that a trial ended with, empty without one.
     """
 
     strategy: str
     reason: str
     predicted_us: Mapping[str, float] | None
     source: str
+    tried_us: Mapping[str, float] = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,11 +24,13 @@ class Policy:
         strategy: `auto`, or the strategy that the user forced.
         workspace_limit: bytes of symmetric memory that the site may use.
         timeout_s: seconds before a wait gives up; 0.0 means the timeout of the process group.
+        trials: whether the first calls try several strategies, where `strategy` is `auto`.
     """
 
     strategy: str = "auto"
     workspace_limit: int = 1 << 30
     timeout_s: float = 0.0
+    trials: bool = False
 
     def verify(self, kind: str) -> None:
         check(self.strategy in STRATEGIES, kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")

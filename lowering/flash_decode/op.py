@@ -11,9 +11,11 @@ import torch
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.flash_decode import library, tile
 from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, shape_of
+from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
-from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
+from ditron_inductor.lowering.host.prepared import Prepared, PreparedCalls
+from ditron_inductor.lowering.host.trials import choose_both
 from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task.nodes import FlashDecode
 from ditron_inductor.task.policy import shared_site
@@ -32,7 +34,8 @@ def prepare(
     given = DecodeOperands(*node.split(operands))
     node.verify()
     task.check_operands(given.q, given.k, given.v, given.lengths, given.block_table)
-    options = AgreedOptions(node.policy.strategy, node.policy.workspace_limit, node.policy.timeout_s)
+    policy = node.policy
+    options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s, policy.trials)
     device = given.q.device
     workspace = workspaces.get(node.group_name, device, options)
     capabilities = workspace.capabilities
@@ -42,6 +45,7 @@ def prepare(
     launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(shape.dtype).removeprefix('torch.')}")
     runners: dict[str, Runner] = {"library": _of_tensors(library.make(node, shape, device, capabilities.arch))}
     eager = captured = Chosen(runners["library"])
+    trial = None
     if shape.rows * shape.head_dim > 0:
         reason = capabilities.tile_reason or tile.obstacle(shape)
         wants = Requirement(reason=reason)
@@ -52,8 +56,8 @@ def prepare(
         precision = precision_of(shape.dtype)
         problem = Problem(node.kind, shape.rows, shape.head_dim, 1, precision, node.world_size, captured=False)
         request = plan_request(launch, node, problem, tile=wants)
-        eager, captured = choose_both(node.group_name, workspace.table, request, runners)
-    prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name))
+        eager, captured, trial = choose_both(workspace, node, sizes, request, runners)
+    prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name), trial)
     calls.keep(key, prepared)
     if eager is not captured and workspace.shared.is_first(launch.site_text):
         # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.

@@ -22,10 +22,12 @@ from ditron_inductor.device import AgreedOptions, groups, workspaces
 from ditron_inductor.device.meetings import meetings
 from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
+from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.kind import Lowering, Runner
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
-from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
+from ditron_inductor.lowering.host.prepared import Prepared, PreparedCalls
+from ditron_inductor.lowering.host.trials import choose_both
 from ditron_inductor.task import schema
 from ditron_inductor.task.node import Sizes
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduceRmsNorm, NormNode, TaskNode
@@ -71,7 +73,7 @@ def prepare(
     if reason:
         return _by_library(calls, key, node, x, library, reason, sizes)
     policy = node.policy
-    options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s)
+    options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s, policy.trials)
     workspace = workspaces.get(node.group_name, x.device, options)
     name = f"{shared_site(node.site) or node.kind} {node.kind}"
     launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes.wire))}] {str(x.dtype).removeprefix('torch.')}")
@@ -82,11 +84,13 @@ def prepare(
     largest: dict[str, Any] = {sizes.local: workspace.largest(what, own)}
     agreed = replace(sizes, **largest)
     eager = captured = Chosen(library)
+    trial = None
     # Whatever the local size is: with none of the others there is nothing to communicate.
     if sizes.m * shared > 0:
         request, runners = possible(node, launch, x, agreed)
-        eager, captured = choose_both(node.group_name, workspace.table, request, {"library": library, **runners})
-    prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
+        runners = {"library": library, **runners}
+        eager, captured, trial = choose_both(workspace, node, sizes.wire, request, runners)
+    prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what), trial)
     calls.keep(key, prepared)
     if eager is not captured and workspace.shared.is_first(launch.site_text):
         # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.

@@ -9,17 +9,17 @@ nothing were kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ditron_inductor.device import Workspace
 from ditron_inductor.device.meetings import Holder
+from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.recording import recording
-from ditron_inductor.task.plan import Choice, PlanRequest, choose, decisions
-from ditron_inductor.task.watch import watch
+from ditron_inductor.lowering.host.trials import SiteTrial
 
 MOST_CALLS = 4096
 """Kept at a time; beyond that all are forgotten. Only dynamic shapes make so many."""
@@ -33,48 +33,11 @@ def form(x: torch.Tensor) -> Form:
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
-    """A strategy.
-
-    run: a function of the operands. choice: the group's name, the request and its choice, for `decisions`, or None
-    where there is nothing to choose.
-    """
-
-    run: Callable[..., Any]
-    choice: tuple[str, PlanRequest, Choice] | None = None
-
-    def noted(self) -> Callable[..., Any]:
-        """What to run, noted as the site's last choice."""
-        if self.choice is not None:
-            decisions.note(*self.choice)
-            if watch.observer is not None:
-                return watch.observer.call(self.run, *self.choice)
-        return self.run
-
-
-def choose_both(
-    group_name: str, table: str, request: PlanRequest, runners: Mapping[str, Callable[..., Any]]
-) -> tuple[Chosen, Chosen]:
-    """What runs outside and inside CUDA graphs; one object if that is the same. table: the group's, of measurements."""
-    captured = choose(request.inside_graphs(), table)
-    eager = choose(request, table)
-    if eager.strategy == captured.strategy:
-        chosen = Chosen(runners[eager.strategy], (group_name, request, eager))
-        return chosen, chosen
-    eager = replace(eager, reason=f"{eager.reason}; inside CUDA graphs {captured.strategy}")
-    captured = replace(captured, reason=f"inside CUDA graphs: {captured.reason}")
-    return (
-        Chosen(runners[eager.strategy], (group_name, request, eager)),
-        Chosen(runners[captured.strategy], (group_name, request.inside_graphs(), captured)),
-    )
-
-
-@dataclass(frozen=True, eq=False)
 class Prepared:
     """One site with operands of one form.
 
     eager, captured: what runs outside and inside CUDA graphs; often the same. agreed: the local size of `what` as the
-    ranks agreed on it, see Workspace.agreed.
+    ranks agreed on it, see Workspace.agreed. trial: the site's part of a trial that is running, see trials.py.
     """
 
     workspace: Workspace | Holder
@@ -82,21 +45,26 @@ class Prepared:
     captured: Chosen
     what: str
     agreed: tuple[int, int] | None
+    trial: SiteTrial | None = None
 
     def holds(self) -> bool:
-        """Whether workspace and agreed size are still those it was prepared for.
+        """Whether workspace, agreed size and trial are still those it was prepared for.
 
         Raises RuntimeError when there is no group of the workspace's name any more.
         """
         workspace = self.workspace
-        return workspace.is_current() and workspace.agreed(self.what) is self.agreed
+        if not workspace.is_current() or workspace.agreed(self.what) is not self.agreed:
+            return False
+        return self.trial is None or self.trial.is_running()
 
     def now(self) -> Chosen:
-        """What runs a call on the current stream."""
-        if self.eager is self.captured:
+        """What runs a call on the current stream. Where a trial is running this counts the call."""
+        if self.eager is self.captured and self.trial is None:
             return self.eager
         assert not isinstance(self.workspace, Holder)
-        return self.captured if self.workspace.shared.order.is_capturing() else self.eager
+        if self.workspace.shared.order.is_capturing():
+            return self.captured
+        return self.eager if self.trial is None else self.trial.next()
 
 
 class PreparedCalls:

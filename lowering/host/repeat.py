@@ -18,9 +18,10 @@ import torch
 from ditron_inductor.core.signals import Pointers
 from ditron_inductor.device.ring import Generation
 from ditron_inductor.device.streams import current_handle
+from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.launch import is_tf32_allowed
 from ditron_inductor.lowering.host.launcher import internals
-from ditron_inductor.lowering.host.prepared import Chosen, Prepared
+from ditron_inductor.lowering.host.prepared import Prepared
 from ditron_inductor.lowering.host.recording import LaunchMade, Recorder
 from ditron_inductor.lowering.host.tracing import tracing
 from ditron_inductor.task.plan import decisions

@@ -109,6 +109,8 @@ def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether this call could be done again from a record."""
+    if prepared.trial is not None:
+        return False
     choice = prepared.now().choice
     if choice is None or choice[2].strategy != "tile" or watch.observer is not None or tracing.buffer is not None:
         return False

@@ -47,7 +47,7 @@ ANY_STRIDES: frozenset[object] = frozenset(
 
 def policy(options: Options) -> Policy:
     """Returns what the options say about how a site runs."""
-    return Policy(options.strategy, options.workspace_limit, options.timeout_arg)
+    return Policy(options.strategy, options.workspace_limit, options.timeout_arg, options.trials)
 
 
 def copied_meta(node: fx.Node) -> dict[str, Any]:

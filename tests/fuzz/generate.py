@@ -59,6 +59,8 @@ class Run:
         parallel = rng.choice(("auto", "auto", "on", "off"))
         if parallel != "auto":
             run.options["ditron.sequence_parallel"] = parallel
+            # Nothing is drawn for it, so that the programs of a seed stay what they were.
+            run.options["ditron.trials"] = run.options["ditron.strategy"] == "auto"
         return run
 
     def sizes(self) -> list[tuple[dict[str, int], ...]]:

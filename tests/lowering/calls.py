@@ -43,10 +43,11 @@ class Site:
     workspace_limit: int = WORKSPACE_LIMIT
     group_name: str = ""
     world_size: int = 0
+    trials: bool = False
 
     def node(self, ctx: RankContext, kind: type[Kind], **fields: Any) -> Kind:
         """The node of this site, with the fields of its kind."""
-        policy = Policy(self.strategy, self.workspace_limit, self.timeout_s)
+        policy = Policy(self.strategy, self.workspace_limit, self.timeout_s, self.trials)
         return kind(**self.group(ctx), site=self.name, policy=policy, **fields)
 
     def call(

@@ -14,7 +14,8 @@ from benchmarks.tolerances import assert_near
 from ditron_inductor.device import workspaces
 from ditron_inductor.lowering import register
 from ditron_inductor.lowering.host import prepared as prepared_module
-from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, form
+from ditron_inductor.lowering.host.chosen import Chosen
+from ditron_inductor.lowering.host.prepared import Prepared, PreparedCalls, form
 from ditron_inductor.task.plan import decisions
 from tests.lowering import calls
 from tests.lowering.calls import Site

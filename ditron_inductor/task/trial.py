@@ -1,0 +1,96 @@
+"""Trials in place: which strategies a call tries where it runs, and what follows from their times.
+
+The plan predicts; what it predicts is wrong where nobody measured. With the option `ditron.trials` the first calls of a
+site run by each strategy that is not hopeless, some calls each, and are timed (lowering/host/trials.py). Then the ranks
+compare their times once, and the fastest strategy stays. Everything here is a pure function of facts that all ranks
+share, so that all ranks try and decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ditron_inductor.task.plan import Choice, PlanRequest, possible
+
+CALLS = 5
+"""Calls of a site by each strategy."""
+UNTIMED = 2
+"""The first of these calls, which compile kernels and make memory, and are not timed."""
+HOPELESS = 2.0
+"""A strategy that is predicted to take so many times as long as the best one is not tried."""
+GAIN = 0.02
+"""The part of the time that a strategy has to save to replace the one that was planned."""
+HOST_BOUND = 0.8
+"""Where the host takes this part of the device's time or more, the device may have waited for it, and the device's
+time says nothing about a CUDA graph, in which the host does not count."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one call on the device and on the host, each the largest median of any rank."""
+
+    device_us: float
+    host_us: float
+
+    @property
+    def us(self) -> float:
+        """What the call takes in eager mode, where the host works ahead of the device."""
+        return max(self.device_us, self.host_us)
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether the device's time is its own, and holds inside a CUDA graph too."""
+        return self.host_us < HOST_BOUND * self.device_us
+
+
+def candidates(request: PlanRequest, planned: Choice) -> tuple[str, ...]:
+    """The strategies that are worth a trial, the planned one first; empty where there is nothing to try."""
+    predicted = planned.predicted_us
+    if predicted is None or planned.source not in ("table", "model"):
+        return ()
+    able = [strategy for strategy in ("library", *possible(request)) if strategy in predicted]
+    limit = HOPELESS * min(predicted[strategy] for strategy in able)
+    others = [one for one in able if one != planned.strategy and predicted[one] <= limit]
+    return (planned.strategy, *others) if others else ()
+
+
+def strategy_of_call(tried: Sequence[str], calls: int) -> tuple[str, bool] | None:
+    """What runs the next call of a site after so many calls, and whether it is timed; None when all are made."""
+    if calls >= CALLS * len(tried):
+        return None
+    return tried[calls // CALLS], calls % CALLS >= UNTIMED
+
+
+def fastest(planned: str, us: Mapping[str, float]) -> str:
+    """The strategy of the least time, or the planned one where none saves `GAIN` of its time, or it has no time."""
+    if planned not in us:
+        return planned
+    best = min(us, key=lambda strategy: us[strategy])
+    return best if us[best] < (1.0 - GAIN) * us[planned] else planned
+
+
+def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, str]:
+    """(what runs in eager mode from now on, what inside CUDA graphs), given what was planned for each."""
+    on_device = {strategy: one.device_us for strategy, one in times.items() if one.is_of_device}
+    return fastest(eager, {strategy: one.us for strategy, one in times.items()}), fastest(captured, on_device)
+
+
+def decided(planned: Choice, strategy: str, times: Mapping[str, Times]) -> Choice:
+    """The choice that a trial ended with, where `planned` was the plan's."""
+    measured = {name: one.us for name, one in times.items()}
+    shown = ", ".join(f"{name} {us:.0f} us" for name, us in measured.items())
+    reason = f"tried here, {CALLS - UNTIMED} timed calls each: {shown}; before that {planned.reason}"
+    return replace(planned, strategy=strategy, reason=reason, source="trial", tried_us=measured)
+
+
+def running(planned: Choice, strategy: str, tried: Sequence[str]) -> Choice:
+    """The choice for a call of a trial."""
+    reason = f"a trial is running, {CALLS} calls each by {', '.join(tried)}; planned was {planned.strategy}"
+    return replace(planned, strategy=strategy, reason=reason, source="trial")
+
+
+def bucket(size: int) -> int:
+    """The size that stands for all sizes near this one: up to an eighth more, so that changing sizes share a trial."""
+    step = 1 << max(size.bit_length() - 4, 0)
+    return -(-size // step) * step

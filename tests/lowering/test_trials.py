@@ -1,0 +1,207 @@
+"""Trials in place: every call is right whatever it tries, and all ranks end with the same strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+
+import ditron_inductor
+from benchmarks.tolerances import assert_near
+from ditron_inductor.lowering.host.trials import Sample, Trial
+from ditron_inductor.task import trial
+from ditron_inductor.task.plan import decisions
+from tests.lowering import calls
+from tests.lowering.calls import Site
+from tests.lowering.problems import SMALL, Problem
+from tests.rank_process import RankContext
+from tests.ranks import RankPool
+
+TRIED = ("library", "tile", "chunked")
+STEPS = trial.CALLS * len(TRIED)
+
+
+@contextmanager
+def tried(us: Mapping[str, float], strategies: Sequence[str] = TRIED) -> Iterator[None]:
+    """New trials of these strategies, which seem to take so many microseconds on this rank. Collective."""
+    # The ranks of a pool remember the trials of earlier tests.
+    ditron_inductor.reset(dist.group.WORLD)
+    timed = Trial.timed
+    strategy_of: dict[Sample, str] = {}
+
+    def named(self: Trial, strategy: str, *rest: Any) -> Any:
+        call = timed(self, strategy, *rest)
+
+        def run(*operands: Any) -> Any:
+            result = call(*operands)
+            strategy_of[self._samples[strategy][-1][0]] = strategy
+            return result
+
+        return run
+
+    def device_ns(self: Sample) -> int:
+        assert self.host_ns > 0, "a call that was not timed"
+        self.host_ns = 0
+        return int(us[strategy_of[self]] * 1e3)
+
+    with (
+        mock.patch.object(trial, "candidates", lambda request, planned: tuple(strategies)),
+        mock.patch.object(Trial, "timed", named),
+        mock.patch.object(Sample, "device_ns", device_ns),
+    ):
+        yield
+
+
+def last(ctx: RankContext, site: str) -> tuple[str, str]:
+    found = decisions.last(ctx.group_name, site)
+    assert found is not None
+    return found[1].strategy, found[1].source
+
+
+def _problem(ctx: RankContext, name: str, kind: str = "matmul_reduce_scatter") -> Problem:
+    return Problem(ctx, kind, SMALL[ctx.device.type], site=Site(name=name, strategy="auto", trials=True))
+
+
+def _decide(ctx: RankContext, kind: str) -> list[str]:
+    # Each rank alone would choose another one than both together.
+    times = [{"library": 90.0, "tile": 50.0, "chunked": 95.0}, {"library": 90.0, "tile": 300.0, "chunked": 60.0}]
+    name = f"trials/{kind}"
+    problem, ran = _problem(ctx, name, kind), []
+    with tried(times[ctx.rank % 2]):
+        for _ in range(STEPS + 3):
+            problem.check(problem())
+            ran.append(last(ctx, name)[0])
+        assert last(ctx, name) == ("library", "trial")
+        found = decisions.last(ctx.group_name, name)
+        assert found is not None and found[1].tried_us == {"library": 90.0, "tile": 300.0, "chunked": 95.0}
+    return ran
+
+
+@pytest.mark.parametrize("kind", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_every_strategy_has_its_calls_and_the_slowest_rank_decides(pool: RankPool, kind: str) -> None:
+    for ran in pool.run(_decide, kind):
+        assert ran[:STEPS] == [strategy for strategy in TRIED for _ in range(trial.CALLS)]
+        assert set(ran[STEPS:]) == {"library"}
+
+
+def _share(ctx: RankContext) -> None:
+    first, second, third = (_problem(ctx, f"trials/{name}") for name in ("one", "two", "three"))
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}):
+        for _ in range(STEPS):
+            first.check(first())
+            second.check(second())
+        first.check(first())
+        for name, problem in (("two", second), ("three", third)):
+            problem.check(problem())
+            assert last(ctx, f"trials/{name}") == ("tile", "trial"), "an equal problem is decided"
+
+
+def test_sites_with_equal_problems_share_a_trial(pool: RankPool) -> None:
+    pool.run(_share)
+
+
+def _refuse(ctx: RankContext) -> None:
+    problem = _problem(ctx, "trials/same bits")
+    torch.use_deterministic_algorithms(ctx.rank == 0, warn_only=True)
+    try:
+        with tried({}):
+            for _ in range(3):
+                problem.check(problem())
+                assert last(ctx, "trials/same bits")[1] != "trial"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_one_rank_that_wants_the_same_bits_is_enough(rank_pools: Any) -> None:
+    rank_pools.get("cpu", 2, label="deterministic").run(_refuse)
+
+
+def _reset(ctx: RankContext) -> None:
+    problem = _problem(ctx, "trials/reset", "matmul_all_reduce")
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}):
+        for calls_before in (trial.CALLS + 2, STEPS + 1):
+            for _ in range(calls_before):
+                problem.check(problem())
+            assert last(ctx, "trials/reset")[0] == "tile"
+            ditron_inductor.reset(dist.group.WORLD)
+            problem.check(problem())
+            assert last(ctx, "trials/reset") == ("library", "trial"), "a trial begins again"
+
+
+def test_a_reset_begins_again(pool: RankPool) -> None:
+    pool.run(_reset)
+
+
+def _one_rank_prepares_again(ctx: RankContext) -> None:
+    """One rank's operand changes its strides in the middle: it looks up anew, alone, and counts on."""
+    problem, ran = _problem(ctx, "trials/strides", "matmul_all_reduce"), []
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}):
+        for step in range(STEPS + 2):
+            if ctx.rank == 0 and step in (3, 9):
+                left = problem.left
+                problem.left = left.t().contiguous().t() if left.is_contiguous() else left.contiguous()
+            problem.check(problem())
+            ran.append(last(ctx, "trials/strides")[0])
+    assert ran == [*(one for one in TRIED for _ in range(trial.CALLS)), "library", "tile"], ran
+
+
+def test_a_rank_that_prepares_again_counts_on(pool: RankPool) -> None:
+    pool.run(_one_rank_prepares_again)
+
+
+def _compiled(ctx: RankContext) -> None:
+    torch._dynamo.reset()
+    x, w = calls.operand(ctx, [24, 40], torch.bfloat16), calls.weight(ctx, 40, 48, torch.bfloat16)
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return fc.all_reduce(x @ w, "sum", dist.group.WORLD)
+
+    site = Site(name="reference")
+    want = calls.reference_matmul_all_reduce(ctx, site, x, w)
+    compiled = torch.compile(fn, backend="ditron", options={"ditron.trials": True, "ditron.table": "shipped"})
+    names = set()
+    note = decisions.note
+
+    def noted(group_name: str, request: Any, choice: Any) -> None:
+        names.add(request.site)
+        note(group_name, request, choice)
+
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}), mock.patch.object(decisions, "note", noted):
+        with torch.no_grad():
+            for _ in range(STEPS + 4):
+                assert_near(compiled(x, w), want, num_partials=ctx.world_size)
+        (name,) = names
+        assert last(ctx, name) == ("tile", "trial")
+
+
+def test_a_compiled_graph_tries_and_keeps_the_winner(pool: RankPool) -> None:
+    pool.run(_compiled)
+
+
+def _captured(ctx: RankContext) -> None:
+    problem = _problem(ctx, "trials/captured", "matmul_all_reduce")
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}):
+        for _ in range(STEPS + 2):
+            problem.check(problem())
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            problem()
+            with torch.cuda.graph(graph, stream=stream):
+                outputs = problem()
+            assert last(ctx, "trials/captured") == ("tile", "trial")
+            for _ in range(3):
+                graph.replay()
+            stream.synchronize()
+        problem.check(outputs)
+
+
+def test_a_capture_takes_what_was_decided(gpu_pool: RankPool) -> None:
+    gpu_pool.run(_captured)

@@ -1,0 +1,79 @@
+"""What a trial tries, and what follows from its times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ditron_inductor.task import trial
+from ditron_inductor.task.dtypes import PRECISIONS
+from ditron_inductor.task.plan import Choice, PlanRequest
+from ditron_inductor.task.problem import Problem, Requirement
+from ditron_inductor.task.trial import Times
+
+PROBLEM = Problem("all_gather_matmul", 4096, 4096, 4096, PRECISIONS[0], 2)
+REQUEST = PlanRequest(PROBLEM, "s/0", "auto", 1 << 30, "cuda", "NVIDIA H200")
+
+
+def planned(strategy: str = "chunked", source: str = "model", **us: float) -> Choice:
+    return Choice(strategy, "predicted", us or {"library": 190.0, "chunked": 100.0, "tile": 150.0}, source)
+
+
+def test_the_planned_strategy_is_tried_first_and_the_hopeless_are_not() -> None:
+    assert trial.candidates(REQUEST, planned()) == ("chunked", "library", "tile")
+    slow = planned(library=201.0, chunked=100.0, tile=150.0)
+    assert trial.candidates(REQUEST, slow) == ("chunked", "tile")
+    assert trial.candidates(REQUEST, planned(library=201.0, chunked=100.0, tile=300.0)) == ()
+
+
+def test_what_cannot_run_is_not_tried() -> None:
+    request = replace(REQUEST, tile=Requirement(reason="no"), chunked=Requirement(nbytes=2 << 30))
+    assert trial.candidates(replace(request, chunked=Requirement()), planned()) == ("chunked", "library")
+    assert trial.candidates(request, planned("library")) == ()
+
+
+@pytest.mark.parametrize("source", ["forced", "obstacle"])
+def test_nothing_is_tried_where_nothing_was_chosen(source: str) -> None:
+    assert trial.candidates(REQUEST, planned(source=source)) == ()
+
+
+def test_every_strategy_has_its_calls_and_the_first_ones_are_not_timed() -> None:
+    tried = ("chunked", "tile")
+    steps = [trial.strategy_of_call(tried, calls) for calls in range(2 * trial.CALLS + 1)]
+    assert steps[-1] is None
+    for place, strategy in enumerate(tried):
+        of_one = steps[place * trial.CALLS : (place + 1) * trial.CALLS]
+        assert of_one == [(strategy, index >= trial.UNTIMED) for index in range(trial.CALLS)]
+
+
+def test_the_host_counts_in_eager_mode_alone() -> None:
+    times = {"library": Times(100.0, 20.0), "chunked": Times(80.0, 10.0), "tile": Times(90.0, 5.0)}
+    assert trial.decide("library", "library", times) == ("chunked", "chunked")
+    times["chunked"] = Times(80.0, 120.0)
+    assert trial.decide("library", "chunked", times) == ("tile", "chunked"), "it has no time of its own in a graph"
+    assert trial.decide("library", "library", times) == ("tile", "tile")
+
+
+def test_a_small_gain_changes_nothing() -> None:
+    times = {"library": Times(100.0, 0.0), "tile": Times(98.5, 0.0)}
+    assert trial.decide("library", "tile", times) == ("library", "tile")
+    times["tile"] = Times(97.5, 0.0)
+    assert trial.decide("library", "library", times) == ("tile", "tile")
+
+
+def test_without_a_time_of_the_planned_strategy_it_stays() -> None:
+    assert trial.decide("chunked", "library", {"tile": Times(1.0, 0.0)}) == ("chunked", "library")
+
+
+def test_the_choice_says_what_was_measured() -> None:
+    choice = trial.decided(planned(), "tile", {"chunked": Times(120.0, 562.4), "tile": Times(99.0, 30.0)})
+    assert choice.strategy == "tile" and choice.source == "trial"
+    assert choice.tried_us == {"chunked": 562.4, "tile": 99.0}
+    assert "chunked 562 us, tile 99 us" in choice.reason and "predicted" in choice.reason
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 16, 17, 1000, 4096, 4097])
+def test_a_bucket_is_near(size: int) -> None:
+    assert size <= trial.bucket(size) <= size * 9 / 8 + 1
+    assert trial.bucket(trial.bucket(size)) == trial.bucket(size)
