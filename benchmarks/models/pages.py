@@ -23,7 +23,7 @@ from benchmarks.models.tables import (
     targets,
 )
 from benchmarks.models.zoo import MODELS
-from benchmarks.records import Row, grouped, merge_csv, read_csv
+from benchmarks.records import Row, merge_csv, newest, read_csv
 
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1c1c1c;max-width:1180px;margin:2em auto;padding:0 1em}
@@ -57,7 +57,8 @@ is left of a step if communication costs nothing. Better kernels than Inductor's
 
 
 def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
-    """The whole page."""
+    """The whole page, of the newest run of every cell."""
+    rows, facts = newest(rows), newest(facts)
     title = "Whole models through Ditron"
     on_cpu = bool(rows) and all(row.gpu == "cpu" for row in rows)
     warning = (
@@ -197,8 +198,7 @@ def finish(request: Request, world_size: int, with_page: bool = True) -> None:
     wanted = {(cell.phase, cell.shape) for cell in request.cells}
     rows = [
         row
-        for found in grouped(read_csv(results)).values()
-        for row in found
+        for row in read_csv(results)
         if (row.op, row.shape) in wanted and row.world == world_size and row.commit == request.commit
     ]
     facts = [
