@@ -116,9 +116,13 @@ def merged(older: Iterable[T], newer: Iterable[T]) -> dict[tuple[str, ...], list
     """By cell, all older lines and behind them the newer runs that are not among them."""
     cells = grouped(older)
     for cell, lines in grouped(newer).items():
-        known = [_texts(run) for run in runs(cells.get(cell, []))]
-        fresh = [run for run in runs(lines) if _texts(run) not in known]
-        cells[cell] = [*cells.get(cell, []), *(line for run in fresh for line in run)]
+        for run in runs(lines):
+            known = runs(cells.get(cell, []))
+            if sorted(_texts(run)) not in [sorted(_texts(one)) for one in known]:
+                # A contestant that comes again is what tells `runs` where this one begins.
+                before = {line.contestant for line in known[-1]} if known else set()
+                ordered = sorted(run, key=lambda line: line.contestant not in before)
+                cells[cell] = [*cells.get(cell, []), *ordered]
     return cells
 
 

@@ -7,7 +7,9 @@
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
-if a page differs from what it would write.
+if a page differs from what it would write. The numbers in the prose of README, docs/models.md and docs/when_it_pays.md
+are made from the results too (`prose.py`). Without `--check`, and with git, the fingerprints of the kernels at the commits
+of new rows are added to `sources.csv` (`sources.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import deleted
+from benchmarks import deleted, prose, sources
 from benchmarks.comparison import (
     COMMIT,
     MEASURED_OPS,
@@ -39,7 +41,7 @@ from benchmarks.models.facts import path_of, read_facts
 from benchmarks.models.summary import readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
-from benchmarks.records import GEMM_COLLECTIVES, MODELS, Row, merge_csv, newest, read_csv
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MODELS, NORM, Row, merge_csv, newest, read_csv
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES
 
 COMMAND = "python -m benchmarks.report"
@@ -188,7 +190,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
     pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
     models, facts = newest(read_csv(MODELS)), newest(read_facts(path_of(MODELS)))
     part = f"{conditions(models)}.\n\n{models_part(models, facts)}"
-    return {
+    texts = {
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
         DELETED_PAGE: with_part(DELETED_PAGE.read_text(), deleted.part()),
@@ -196,6 +198,8 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         model_pages.page_path(MODELS): model_pages.page(models, facts),
         README: with_part(README.read_text(), readme_part(models, facts)),
     }
+    claims = prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), read_csv(MODELS), facts)
+    return {path: prose.with_claims(text, claims.get(path, ())) for path, text in texts.items()}
 
 
 def stale(pages: dict[Path, str]) -> list[Path]:
@@ -213,6 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for path in options.merge:
         merge_csv(options.results, read_csv(path))
+    if not options.check:
+        rows = [row for path in (options.results, ATTENTION, NORM, MODELS) for row in read_csv(path)]
+        sources.complete((row.commit for row in rows), options.results.with_name(sources.SOURCES.name))
     pages = generated(options.results, options.docs)
     outdated = stale(pages)
     for path in outdated:

@@ -40,11 +40,9 @@ def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
             tabulate(lines, HEADERS, "github", disable_numparse=True),
             "",
             f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(measured)}.",
-            "The best rival of a cell is the fastest of eager mode, Inductor and Inductor with async TP in it. A cell is within noise",
-            "if the samples of Ditron and of its best rival, from the 20th to the 80th percentile, overlap:",
-            f"{unclear} of {len(measured)} cells. {old}",
-            f"Layers alone, {_layers(measured)} of them, with random weights. Cells differ in batch, length, layers and form of",
-            "parallelism. NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
+            "The best rival of a cell is the fastest of eager mode, Inductor, and Inductor with async TP. A cell is within noise if the samples of",
+            f"Ditron and of its best rival overlap, from the 20th to the 80th percentile: this holds for {unclear} of {len(measured)} cells. {old}",
+            f"Layers alone, {_layers(measured)} of them, with random weights. NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
         ]
     )
 
@@ -59,7 +57,7 @@ def _ratios(cells: Sequence[Contest]) -> list[str]:
 def _old(cells: Sequence[Contest], facts: Sequence[Fact]) -> str:
     """How many of the cells are old, in a sentence."""
     old = sum(aged(one, facts) == sources.OLD for one in cells)
-    return f"{old} of them are old: their kernels have changed since." if old else "None of them is old."
+    return f"Old are {old} of {len(cells)} cells: a kernel that they run has changed since they were measured."
 
 
 def _layers(cells: Iterable[Contest]) -> str:
