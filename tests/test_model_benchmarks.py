@@ -52,12 +52,12 @@ def test_only_complete_runs_on_gpus_go_into_the_results() -> None:
 
 def test_quick_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     quick = request_of(parser().parse_args(["--quick"]))
-    assert len(quick.cells) == len(QUICK) and quick.budget_s < 180
+    assert len(quick.cells) == len(QUICK) and quick.budget_s < 240
     assert {cell.phase for cell in quick.cells} == {"prefill", "decode", "training"}
     assert main(["--quick", "--phases", "decode", "--world", "2", "--list"]) == 0
     assert "decode llama3-8b x 2 layers, kv, 1 x 1, cache 65536" in capsys.readouterr().out
     seconds = int(re.findall(r"about (\d+) s;", listing(quick, 2))[0])
-    assert 30 < seconds < 180
+    assert 30 < seconds < 240
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_the_table_compares_with_the_best_of_the_others() -> None:
     line = times_table(ROWS).splitlines()[-1].split()
     assert line[-10:] == [*("9.000", "3.000", "failed", "2.000", "-", "1.50", "2.0", "c"), "age", "unknown"]
     level = [*ROWS[:3], replace(ROWS[3], p80_us=2990.0)]
-    assert times_table(level).splitlines()[-1].split()[-6:-3] == ["1.50", "~", "50.5"], "samples that overlap are marked"
+    assert times_table(level).splitlines()[-1].split()[-6:-3] == ["1.50", "~", "50.5"], "the samples overlap"
 
 
 def test_how_much_of_what_there_is_to_gain() -> None:
@@ -250,8 +250,9 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     right = {(fact.op, fact.contestant) for fact in facts if not fact.why}
     assert right == {(op, "eager") for op in PHASES} | {("prefill", "ditron"), ("decode", "ditron")}, reasons
     assert {(row.op, row.contestant) for row in rows if row.p50_us} == right
-    assert "differs from eager: output by 1.0e-03" in reasons["prefill", "inductor"]
-    assert "differs from eager: output by 1.0e-03, input's gradient" in reasons["training", "inductor"]
+    for phase in ("prefill", "training"):
+        assert re.search(r"rank 0: differs from fp64: output by [1-9]\.\de-03, eager by", reasons[phase, "inductor"])
+    assert "input's gradient by" in reasons["training", "inductor"]
     assert reasons["prefill", "async_tp"] == "rank 0: RuntimeError: no kernel for this"
     assert reasons["training", "ditron"] == "the ranks ended in it"
     assert "this form has none" in reasons["decode", "async_tp"]
