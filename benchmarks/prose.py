@@ -199,12 +199,15 @@ LIMITED = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
 def _best(cells: Iterable[Comparison], op: str, graph: int) -> tuple[str, ...]:
-    ratios = [cell.ratio("limit", ("ditron:tile", "ditron:chunked")) for cell in cells if (cell.op, cell.graph) == (op, graph)]
+    those = [cell for cell in cells if (cell.op, cell.graph) == (op, graph)]
+    ratios = (cell.ratio("limit", ("ditron:tile", "ditron:chunked")) for cell in those)
     return tuple(f"{ratio:.2f}" for ratio in ratios if ratio)
 
 
-def pages(root: Path, gemm: Sequence[Row], attention: Sequence[Row], models: Sequence[Row], facts: Sequence[Fact]) -> dict[Path, list[Claim]]:
-    """The claims of every page."""
+def pages(
+    root: Path, gemm: Sequence[Row], attention: Sequence[Row], models: Sequence[Row], facts: Sequence[Fact]
+) -> dict[Path, list[Claim]]:
+    """The claims of every page. gemm, attention, models: the rows of all runs of these files."""
     return {
         root / "README.md": readme(models, attention),
         root / "docs" / "models.md": whole_models(models, facts),

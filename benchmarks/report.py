@@ -8,8 +8,8 @@
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
 if a page differs from what it would write. The numbers in the prose of README, docs/models.md and docs/when_it_pays.md
-are made from the results too (`prose.py`). Without `--check`, and with git, the fingerprints of the kernels at the commits
-of new rows are added to `sources.csv` (`sources.py`).
+are made from the results too (`prose.py`). Without `--check`, and with git, the fingerprints of the kernels at the
+commits of new rows are added to `sources.csv` (`sources.py`).
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ def code(text: str, tree: ast.Module) -> str:
 def imported(tree: ast.Module) -> Iterable[str]:
     """The full names of all modules that a module may import: `from a import b` is `a` and `a.b`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{one.name}" for one in node.names)
 

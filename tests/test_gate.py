@@ -12,10 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from benchmarks.models.architecture import plain_attention
-from benchmarks.models.gate import LEAST, LEEWAY, MOST, Gate, distance, named
+from benchmarks.models.gate import LEAST, LEEWAY, MOST, Gate, Parts, distance, named
 from benchmarks.models.request import Request
 from benchmarks.models.zoo import MODELS, TINY, Cell, Selection, tiny
 from tests.rank_process import RankContext
@@ -82,7 +83,11 @@ def _verdicts(ctx: RankContext, kind: str, faults: list[str]) -> dict[str, tuple
     def compiler(fault: str, model: Any) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             with _broken(model, fault, ctx.rank):
-                return model(*given)
+                found = model(*given)
+            if fault == "part" and isinstance(model, Parts):
+                out, attention, *rest = found
+                return out, attention * 0, *rest
+            return found
 
         return call
 
@@ -90,6 +95,8 @@ def _verdicts(ctx: RankContext, kind: str, faults: list[str]) -> dict[str, tuple
     request = Request((cell,), "cpu", {"llama3-8b": MODELS["llama3-8b"].like(TINY)})
     eager = {"eager": lambda model: model}
     run = Run(request, ctx.device, time.monotonic(), eager)
+    # As on a GPU, with its roundings.
+    run.dtype = torch.bfloat16
     model, given = run.model(cell), run.inputs(cell)
     gate = run.gate(cell, model, given)
     assert not gate.of_eager()
@@ -106,7 +113,42 @@ def test_faults_fail_the_row(kind: str, rank_pools: RankPools) -> None:
     verdicts = rank_pools.get("cpu", 2).run(_verdicts, kind, faults, timeout=200)[0]
     assert verdicts.pop("") == ("", True), "a contestant without a fault is right"
     assert {fault: timed for fault, (_, timed) in verdicts.items()} == dict.fromkeys(faults, False), verdicts
-    assert all("differs from fp64" in why for why, _ in verdicts.values()), verdicts
+    assert all("differs from fp32" in why for why, _ in verdicts.values()), verdicts
+
+
+def test_a_fault_in_one_part_fails_the_row(rank_pools: RankPools) -> None:
+    why, timed = rank_pools.get("cpu", 2).run(_verdicts, "prefill ar", ["part"], timeout=200)[0]["part"]
+    assert "attention of layer 0 by" in why and "output" not in why and ";" not in why and not timed
+
+
+def _fused(ctx: RankContext, cell: Cell) -> list[str]:
+    """What Ditron fuses in the program that is timed, and in the one that returns the parts."""
+    from benchmarks.models import forms
+    from benchmarks.models.contestants import in_form
+    from benchmarks.models.run import sites_text
+    from ditron_inductor.report.explain import without_caches
+    from ditron_inductor.task.site_records import collect_sites
+    from tests.models.interpreted import interpreted
+
+    def ditron(model: Any) -> Callable[..., Any]:
+        backend = interpreted({"ditron.strategy": "library"})
+        return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+
+    arch, found = MODELS[cell.model].like(TINY), []
+    model = forms.build(arch, cell, init_device_mesh("cpu", (ctx.world_size,)))
+    given = forms.inputs(arch, cell, ctx.rank, ctx.world_size, ctx.device, torch.float32)
+    for program in (model, Parts(model)):
+        torch._dynamo.reset()
+        with without_caches(), collect_sites() as sink, torch.no_grad():
+            in_form("ditron", ditron, program)(*given)
+        found.append(sites_text(sink))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["prefill sp", "decode ar", "decode kv"])
+def test_the_parts_are_of_the_program_that_is_timed(kind: str, rank_pools: RankPools) -> None:
+    timed, with_parts = rank_pools.get("cpu", 2).run(_fused, _cells()[kind], timeout=200)[0]
+    assert timed == with_parts and "left alone" not in timed
 
 
 @pytest.mark.parametrize("first", [None, 0, 3])
@@ -152,7 +194,8 @@ def test_tolerances_come_from_eager_s_distance() -> None:
     assert _gate(0.4).tolerance("gradient of b") > 1.0, "it vanishes"
     gate = _gate(0.01)
     right = {name: value + 0.03 for name, value in gate.wanted.items()}
-    assert gate.problem(right) == "" and "output by 5.0e-02" in gate.problem(right | {"output": torch.full((4, 4), 1.05)})
+    assert gate.problem(right) == ""
+    assert "output by 5.0e-02" in gate.problem(right | {"output": torch.full((4, 4), 1.05)})
 
 
 def test_eager_mode_has_to_be_right_itself() -> None:

@@ -1,4 +1,4 @@
-"""The numbers in the prose of the pages are those of the results, and rows whose kernels have changed are called old."""
+"""The numbers in the prose of the pages are those of the results, and rows whose kernels have changed are old."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _tree(root: Path) -> Path:
         "lowering/one/__init__.py": "",
         "lowering/one/tile.py": "from ditron_inductor.lowering.shared import put\n",
         "lowering/other/__init__.py": "",
-        "lowering/shared.py": "from ditron_inductor.core import signals\nfrom ditron_inductor.lowering.host import launch\n",
+        "lowering/shared.py": "from ditron_inductor.core import signals\nimport ditron_inductor.lowering.host.launch\n",
         "lowering/host/__init__.py": "",
         "lowering/host/launch.py": "SLOW = 1\n",
         "ditron_inductor/core/signals.py": "SIGNAL = 1\n",

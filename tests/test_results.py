@@ -243,6 +243,12 @@ def test_report_writes_merges_and_checks(tmp_path: Path, capsys: pytest.CaptureF
     assert "PASS" in results.with_suffix(".md").read_text()
 
 
+def test_a_mean_says_how_many_rows_it_has() -> None:
+    cells = [anchor("matmul_reduce_scatter", (M, 8192)) for M in (8192, 4096)]
+    rows = rows_of(cells[0], nccl=120.0, async_tp=110.0, ditron=100.0) + rows_of(cells[1], nccl=120.0, ditron=100.0)
+    assert "1.20 over NCCL + cuBLAS (2 rows), 1.10 over async TP (1 row)." in report.docs_part(rows)
+
+
 def test_a_page_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="no markers"):
         report.with_part("nothing", "part")

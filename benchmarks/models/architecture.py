@@ -84,8 +84,9 @@ Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention itself: q [B, Hq, S, D], k and v [B, Hkv, S, D] of this rank -> [B, Hq, S, D]."""
 
 Seen = list[torch.Tensor]
-"""What the layers pass on, in order: of each its attention in front of the projection, and the residual behind attention
-and behind the feed-forward. All of it is in memory anyway, so a program that returns it fuses what one without it does.
+"""What the layers pass on, in order: of each its attention in front of the projection, and the residual behind
+attention and behind the feed-forward. All of it is in memory anyway, so a program that returns it fuses what one
+without it does.
 """
 
 

@@ -15,7 +15,7 @@ Of a training step the output and the gradient of every weight are compared, whi
 The *distance* of a part is its largest difference in any row, over the root mean square of the reference's rows. So a
 tile that is missing counts as much in a large tensor as in a small one. The gradient of a weight is one row. Eager mode
 in the contestants' dtype has a distance too, which is nothing but rounding. A contestant is right if each of its parts
-is at most `LEEWAY` times as far from the reference as eager mode is, and nearer than any of these faults would leave it.
+is at most `LEEWAY` times as far from the reference as eager mode is, and at most `MOST` in any case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ partial results a sum over four ranks is 0.5 off in the mean of its rows, and at
 LEAST = 2.0
 """Times the dtype's epsilon: so far every contestant may be."""
 FLOOR = 1e-3
-"""A part whose reference is zero but for rounding, as some gradients are, is compared with this part of the largest one."""
+"""A gradient that is zero but for rounding is compared with this part of the largest one."""
 PARTS = 3
 """Tensors that a layer passes on."""
 

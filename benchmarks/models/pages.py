@@ -48,7 +48,7 @@ RATIOS = ("Inductor / Ditron", "best other / Ditron", "spread %")
 LOSS, GAIN = 0.98, 1.02
 ABOUT = """Layers of real shapes with random weights, hidden states in and out. Milliseconds of one step: of each rank
 the median of its samples, of the ranks the slowest. All contestants of a row come from one run, in turns in a new order
-each round, and each was compared with eager before it was timed. <code>decode</code> runs inside CUDA graphs, eager
+each round, and the results of each were checked before it was timed. <code>decode</code> runs inside CUDA graphs, eager
 and Inductor too. NVLink multicast is off for everybody (<code>NCCL_NVLS_ENABLE=0</code>)."""
 FORMS = """<code>ar</code>: tensor parallelism with all-reduces; <code>sp</code>: the same with sequence parallelism;
 <code>cp</code>: the sequence is divided over the ranks, and so is <code>kv</code>'s cache. In <code>decode</code> only
@@ -97,7 +97,8 @@ def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
 
 
 COMPILED = """First call: tracing, Inductor, and kernels that Triton's cache on disk has not; contestants take turns in
-going first. Peak: of torch's allocator in one step, with weights, inputs and what results are compared with.
+going first. Peak: of torch's allocator in one step, with weights and inputs, and in older rows with what results were
+compared with.
 Workspace: Ditron's memory that peers write into, not in the peak."""
 
 

@@ -40,9 +40,12 @@ def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
             tabulate(lines, HEADERS, "github", disable_numparse=True),
             "",
             f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(measured)}.",
-            "The best rival of a cell is the fastest of eager mode, Inductor, and Inductor with async TP. A cell is within noise if the samples of",
-            f"Ditron and of its best rival overlap, from the 20th to the 80th percentile: this holds for {unclear} of {len(measured)} cells. {old}",
-            f"Layers alone, {_layers(measured)} of them, with random weights. NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
+            "The best rival of a cell is the fastest of eager mode, Inductor, and Inductor with async TP. "
+            "A cell is within noise if the samples of",
+            "Ditron and of its best rival overlap, from the 20th to the 80th percentile: "
+            f"this holds for {unclear} of {len(measured)} cells. {old}",
+            f"Layers alone, {_layers(measured)} of them, with random weights. "
+            "NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
         ]
     )
 
