@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from benchmarks.models import forms
 from benchmarks.models.architecture import plain_attention
 from benchmarks.models.gate import LEAST, LEEWAY, MOST, Gate, Parts, distance, named
 from benchmarks.models.request import Request
@@ -47,8 +48,6 @@ def _broken(model: torch.nn.Module, fault: str, rank: int) -> Iterator[None]:
                 handle = part.register_forward_pre_hook(lambda _, given: tuple(one * 0 for one in given))
                 stack.callback(handle.remove)
         if fault == "cache":
-            from benchmarks.models import forms
-
             stack.enter_context(mock.patch.object(forms, "attend", functools.partial(_to_half, forms.attend)))
         yield
 
@@ -123,7 +122,6 @@ def test_a_fault_in_one_part_fails_the_row(rank_pools: RankPools) -> None:
 
 def _fused(ctx: RankContext, cell: Cell) -> list[str]:
     """What Ditron fuses in the program that is timed, and in the one that returns the parts."""
-    from benchmarks.models import forms
     from benchmarks.models.contestants import in_form
     from benchmarks.models.run import sites_text
     from ditron_inductor.report.explain import without_caches
@@ -149,6 +147,20 @@ def _fused(ctx: RankContext, cell: Cell) -> list[str]:
 def test_the_parts_are_of_the_program_that_is_timed(kind: str, rank_pools: RankPools) -> None:
     timed, with_parts = rank_pools.get("cpu", 2).run(_fused, _cells()[kind], timeout=200)[0]
     assert timed == with_parts and "left alone" not in timed
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_attention_has_weight(model: str) -> None:
+    """In the output too: of the program that is timed nothing else is seen."""
+    arch, cell = MODELS[model].like(replace(TINY, hidden=128, head_dim=32)), Cell(model, 2, "ar", "prefill", 1, 256)
+    layers = forms.decoder(arch, cell, 1, 0, forms.ContextAttention, forms.CachedAttention)
+    given, wrong = forms.inputs(arch, cell, 0, 1, torch.device("cpu"), torch.float32), []
+    with torch.no_grad():
+        wanted = layers(*given)
+        for fault in ("zeroed", "queries"):
+            with _broken(layers, fault, 0):
+                wrong.append(float((layers(*given) - wanted).norm() / wanted.norm()))
+    assert min(wrong) > 0.1, wrong
 
 
 @pytest.mark.parametrize("first", [None, 0, 3])

@@ -79,7 +79,7 @@ MEASURING: tuple[Mutation, ...] = (
         "benchmarks/models/forms.py",
         "PEAK = 3.0",
         "PEAK = 0.03",
-        "tests/test_gate.py::test_faults_fail_the_row[prefill ar]",
+        "tests/test_gate.py::test_attention_has_weight",
     ),
     Mutation(
         "a newer run takes the place of the older one",
