@@ -18,8 +18,9 @@ ALL = "all"
 @dataclass(frozen=True)
 class Fact:
     """Of one contestant. compile_s: its first call, of the slowest rank. peak_mib: most memory of torch's allocator in
-    a step, with weights and inputs, of the rank that needs most; in older rows also with what was compared with. workspace_mib: Ditron's own
-    memory that peers write into. Each None where there is none. fused: sites by kind, as `2 flash_decode, ..`.
+    a step, with weights and inputs, of the rank that needs most; in older rows also with what was compared with.
+    workspace_mib: Ditron's own memory that peers write into. Each None where there is none. fused: sites by kind, as
+    `2 flash_decode, ..`.
     """
 
     op: str
