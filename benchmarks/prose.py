@@ -180,21 +180,31 @@ def _inductor(cells: dict[str, list[Contest]], run: int) -> tuple[str, ...]:
     return tuple(f"{found[run].gain('inductor'):.2f}" for found in cells.values())
 
 
-def single_kernels(rows: Sequence[Row]) -> list[Claim]:
-    """Of docs/when_it_pays.md: limit / best strategy in the order of the table."""
+def single_kernels(rows: Sequence[Row], models: Sequence[Row]) -> list[Claim]:
+    """Of docs/when_it_pays.md; models: the rows of all runs."""
     cells = [cell for cell in comparisons(rows) if cell.world == WORLD and cell.gpu != "cpu"]
     anchors = [cell for cell in cells if targets.is_anchor(cell)]
     eager, graph = ({op: _best(anchors, op, mode) for op in LIMITED} for mode in (0, 1))
     shapes = [cell.shape for cell in anchors if cell.op == "matmul_reduce_scatter" and not cell.graph][:5]
     captured = [cell for cell in cells if cell.graph and cell.shape in shapes]
     gather, scatter = LIMITED
+    (tile,) = (cell.ratio("limit", "ditron:tile") for cell in anchors if (cell.op, cell.shape) == (scatter, TIMED_INSIDE))
+    small = [cell for cell in anchors if cell.op == "matmul_all_reduce" and cell.graph and 64 <= cell.M <= 256]
+    behind = [cell.ratio("ditron", "symm_mem:two_shot") for cell in small]
+    slow, *_ = _older(models, world=2, form="sp", batch=1, tokens=2048, model="qwen3-32b")
+    host = tuple(f"{(slow.us(name) or 0.0) / 1e3:.2f}" for name in ("ditron", "inductor", "async_tp"))
     return [
         Claim("`all_gather_matmul` {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[gather] + graph[gather]),
         Claim("`matmul_reduce_scatter` {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[scatter] + graph[scatter]),
         Claim("{}, {}, {}, {} and {} for the first five", _best(captured, scatter, 1)),
+        Claim("(the product alone in Triton) and {}", (f"{tile:.2f}",)),
+        Claim("({} to {} % behind it)", tuple(map(percent, _ends(behind)))),
+        Claim("before the plan knew: {} ms, Inductor {} ms, async TP {} ms", host),
     ]
 
 
+TIMED_INSIDE = "2048 x 8192 x 7168"
+"""The reduce-scatter whose kernel was timed part by part."""
 LIMITED = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
@@ -211,5 +221,5 @@ def pages(
     return {
         root / "README.md": readme(models, attention),
         root / "docs" / "models.md": whole_models(models, facts),
-        root / "docs" / "when_it_pays.md": single_kernels(gemm),
+        root / "docs" / "when_it_pays.md": single_kernels(gemm, models),
     }

@@ -60,7 +60,7 @@ def _ratios(cells: Sequence[Contest]) -> list[str]:
 def _old(cells: Sequence[Contest], facts: Sequence[Fact]) -> str:
     """How many of the cells are old, in a sentence."""
     old = sum(aged(one, facts) == sources.OLD for one in cells)
-    return f"Old are {old} of {len(cells)} cells: a kernel that they run has changed since they were measured."
+    return f"{old} of {len(cells)} cells are old: a kernel that they run has changed since."
 
 
 def _layers(cells: Iterable[Contest]) -> str:
