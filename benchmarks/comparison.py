@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from benchmarks import sources
 from benchmarks.records import Row, by_cell
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, ULYSSES_KINDS
 
@@ -18,6 +19,8 @@ BASELINES = ("nccl", "gloo")
 RIVALS = (*BASELINES, "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
 """Everybody else's contestants, in the order of the tables."""
 OURS = ("ditron", "ditron:tile", "ditron:chunked", "ditron:library")
+COMMIT = "commit"
+"""The header of the column that says which commit a row was measured at, and whether it is old."""
 TITLES = {
     "gemm": "cuBLAS alone",
     "nccl": "NCCL + cuBLAS",
@@ -59,6 +62,17 @@ class Comparison:
     def us(self, name: str) -> float | None:
         """Microseconds of a contestant, None if it has none."""
         return self.rows[name].p50_us if name in self.rows else None
+
+    @property
+    def age(self) -> str:
+        """Whether the kernels of this op have changed since its rows were measured, see `sources.age`."""
+        row = next(iter(self.rows.values()))
+        return sources.age(row.commit, sources.kinds_of(row))
+
+    @property
+    def measured(self) -> str:
+        """The commit of the rows, and their age."""
+        return " ".join(filter(None, (next(iter(self.rows.values())).commit, self.age)))
 
     @property
     def limit_us(self) -> float | None:
@@ -114,8 +128,8 @@ def times_table(cells: Sequence[Comparison], style: str = "simple") -> str:
     lines = []
     for cell in cells:
         times = [_number(cell.us(name), 1, "failed" if name in cell.rows else "-") for name in names]
-        lines.append([cell.op, cell.shape, mode(cell), _number(cell.limit_us, 1), *times])
-    return _table(["op", "M x N x K", "mode", "limit", *(TITLES[name] for name in names)], lines, style)
+        lines.append([cell.op, cell.shape, mode(cell), _number(cell.limit_us, 1), *times, cell.measured])
+    return _table(["op", "M x N x K", "mode", "limit", *(TITLES[name] for name in names), COMMIT], lines, style)
 
 
 def ratios_table(
@@ -147,7 +161,7 @@ def _number(value: float | None, digits: int, missing: str = "-") -> str:
 
 
 def _table(headers: Sequence[str], lines: Sequence[Sequence[str]], style: str) -> str:
-    words = {"op", "M x N x K", "mode", "target", "holds"}
+    words = {"op", "M x N x K", "mode", "target", "holds", COMMIT}
     sides = ["left" if header in words else "right" for header in headers]
     # What is formatted already must not be parsed again.
     return tabulate(lines, headers, style, colalign=sides if lines else None, disable_numparse=True)

@@ -1,4 +1,9 @@
-"""Results as rows: one row per contestant and shape in a long-form CSV."""
+"""Results as rows: one row per contestant, shape and run in a long-form CSV.
+
+A row is never removed from a file of results. A *run* is what one interleaved measurement of a cell found: one row of
+each of its contestants. A newer run of a cell stands behind the older ones, and reports read the newest run of each
+cell (`by_cell`), all of its contestants together, because times of different runs do not compare.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +89,8 @@ def read_csv(path: Path) -> list[Row]:
 
 
 def merge_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows into the file. Cells that are measured anew lose all their older rows; other cells stay.
-
-    Rows of two runs never stand in one cell: the chip's clock lies between them.
-    """
-    write_lines(path, Row, grouped(read_csv(path)) | grouped(rows))
+    """Write rows into the file, behind the older rows of their cells. Runs that the file has already are left out."""
+    write_lines(path, Row, merged(read_csv(path), rows))
 
 
 class OfCell(Protocol):
@@ -97,8 +99,48 @@ class OfCell(Protocol):
     @property
     def cell(self) -> tuple[str, ...]: ...
 
+    @property
+    def contestant(self) -> str: ...
+
+    @property
+    def commit(self) -> str: ...
+
+    @property
+    def date(self) -> str: ...
+
 
 T = TypeVar("T", bound=OfCell)
+
+
+def merged(older: Iterable[T], newer: Iterable[T]) -> dict[tuple[str, ...], list[T]]:
+    """By cell, all older lines and behind them the newer runs that are not among them."""
+    cells = grouped(older)
+    for cell, lines in grouped(newer).items():
+        for run in runs(lines):
+            known = runs(cells.get(cell, []))
+            if sorted(_texts(run)) not in [sorted(_texts(one)) for one in known]:
+                # A contestant that comes again is what tells `runs` where this one begins.
+                before = {line.contestant for line in known[-1]} if known else set()
+                ordered = sorted(run, key=lambda line: line.contestant not in before)
+                cells[cell] = [*cells.get(cell, []), *ordered]
+    return cells
+
+
+def runs(lines: Iterable[T]) -> list[list[T]]:
+    """The runs of one cell, the oldest first: a contestant that comes again, or another commit or date, begins one."""
+    found: list[list[T]] = []
+    for line in lines:
+        last = found[-1] if found else []
+        same = bool(last) and (last[0].commit, last[0].date) == (line.commit, line.date)
+        if not same or any(one.contestant == line.contestant for one in last):
+            found.append([])
+        found[-1].append(line)
+    return found
+
+
+def newest(lines: Iterable[T]) -> list[T]:
+    """The lines of the newest run of every cell."""
+    return [line for found in by_cell(lines) for line in found]
 
 
 def grouped(rows: Iterable[T]) -> dict[tuple[str, ...], list[T]]:
@@ -110,8 +152,8 @@ def grouped(rows: Iterable[T]) -> dict[tuple[str, ...], list[T]]:
 
 
 def by_cell(rows: Iterable[T]) -> list[list[T]]:
-    """The rows of each cell."""
-    return list(grouped(rows).values())
+    """The rows of the newest run of each cell."""
+    return [runs(lines)[-1] for lines in grouped(rows).values()]
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
@@ -142,8 +184,13 @@ def write_lines(path: Path, kind: type[T], cells: Mapping[tuple[str, ...], Itera
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in fields(kind))  # type: ignore[arg-type]
         for lines in cells.values():
-            writer.writerows([_text(value) for value in astuple(line)] for line in lines)  # type: ignore[call-overload]
+            writer.writerows(_texts(lines))
     unfinished.replace(path)
+
+
+def _texts(lines: Iterable[object]) -> list[list[str]]:
+    """As they stand in a file."""
+    return [[_text(value) for value in astuple(line)] for line in lines]  # type: ignore[call-overload]
 
 
 def _text(value: object) -> str:

@@ -7,7 +7,9 @@
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
-if a page differs from what it would write.
+if a page differs from what it would write. The numbers in the prose of README, docs/models.md and docs/when_it_pays.md
+are made from the results too (`prose.py`). Without `--check`, and with git, the fingerprints of the kernels at the
+commits of new rows are added to `sources.csv` (`sources.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import deleted
+from benchmarks import deleted, prose, sources
 from benchmarks.comparison import (
+    COMMIT,
     MEASURED_OPS,
     TITLES,
     Comparison,
@@ -38,7 +41,7 @@ from benchmarks.models.facts import path_of, read_facts
 from benchmarks.models.summary import readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
-from benchmarks.records import GEMM_COLLECTIVES, MODELS, Row, merge_csv, read_csv
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MODELS, NORM, Row, merge_csv, newest, read_csv
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES
 
 COMMAND = "python -m benchmarks.report"
@@ -49,6 +52,7 @@ DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
+OLD_ROWS = "`old` stands behind the commit of a row whose kernels have changed since."
 FIRST_COLUMNS = ("gemm", "nccl", "async_tp", "symm_mem:two_shot", "ditron", "ditron:tile", "ditron:chunked")
 """Of the table in the docs: what a reader compares."""
 
@@ -72,6 +76,7 @@ def results_page(rows: Sequence[Row], pictures: Sequence[Path] = ()) -> str:
         "",
         f"Generated from [`gemm_collectives.csv`](gemm_collectives.csv) by `{COMMAND}`.",
         "How it is measured, and what is not covered: [`../README.md`](../README.md).",
+        f"Every cell shows its newest run. {OLD_ROWS}",
     ]
     cells = comparisons(rows)
     verdicts = targets.summary(cells)
@@ -133,14 +138,15 @@ def docs_part(rows: Sequence[Row]) -> str:
     for cell in cells:
         times = [_text(cell.us(name), 0 if (cell.us("gemm") or 0) >= 100 else 1) for name in names]
         ratios = [_text(cell.ratio("nccl", "ditron"), 2), _text(cell.ratio("limit", "ditron"), 2)]
-        lines.append([f"`{cell.op}`", cell.shape, mode(cell), *times, *ratios])
-    headers = ["op", "M x N x K", "mode", *(TITLES[name] for name in names), "NCCL + cuBLAS / auto", "limit / auto"]
+        lines.append([f"`{cell.op}`", cell.shape, mode(cell), *times, *ratios, cell.measured])
+    headers = ["op", "M x N x K", "mode", *(TITLES[name] for name in names)]
+    headers += ["NCCL + cuBLAS / auto", "limit / auto", COMMIT]
     table = tabulate(lines, headers, "github", disable_numparse=True)
     return "\n".join(
         [
             f"{world}x {conditions(_rows(cells))}.",
             "Microseconds (p50, slowest rank), NVLink multicast off for everybody; `auto` is what the plan picks.",
-            "All rows: [`gemm_collectives.md`](../benchmarks/results/gemm_collectives.md).",
+            f"{OLD_ROWS} All rows: [`gemm_collectives.md`](../benchmarks/results/gemm_collectives.md).",
             "",
             table,
             "",
@@ -159,10 +165,10 @@ def _sentences(cells: Sequence[Comparison]) -> list[str]:
             for name in ("nccl", "async_tp", "symm_mem:two_shot"):
                 ratios = [cell.ratio(name, "ditron") for cell in here if cell.ratio(name, "ditron")]
                 if ratios:
-                    parts.append(f"{geometric_mean(ratios):.2f} over {TITLES[name]}")
+                    number = f"{len(ratios)} row{'s' * (len(ratios) > 1)}"
+                    parts.append(f"{geometric_mean(ratios):.2f} over {TITLES[name]} ({number})")
             if parts:
-                number = f"{len(here)} row{'s' if len(here) > 1 else ''}"
-                found.append(f"* `{op}` {where} ({number}): {', '.join(parts)}.")
+                found.append(f"* `{op}` {where}: {', '.join(parts)}.")
     return ["Geometric means of rival / `auto`; below 1 the rival is faster.", "", *found]
 
 
@@ -180,18 +186,20 @@ def with_part(page: str, part: str) -> str:
 
 def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> dict[Path, str]:
     """Every generated page and its text."""
-    rows = read_csv(results)
+    rows = newest(read_csv(results))
     pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
-    models = read_csv(MODELS)
-    part = f"{conditions(models)}.\n\n{models_part(models)}"
-    return {
+    models, facts = newest(read_csv(MODELS)), newest(read_facts(path_of(MODELS)))
+    part = f"{conditions(models)}.\n\n{models_part(models, facts)}"
+    texts = {
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
         DELETED_PAGE: with_part(DELETED_PAGE.read_text(), deleted.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
-        model_pages.page_path(MODELS): model_pages.page(models, read_facts(path_of(MODELS))),
-        README: with_part(README.read_text(), readme_part(models)),
+        model_pages.page_path(MODELS): model_pages.page(models, facts),
+        README: with_part(README.read_text(), readme_part(models, facts)),
     }
+    claims = prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), read_csv(MODELS), facts)
+    return {path: prose.with_claims(text, claims.get(path, ())) for path, text in texts.items()}
 
 
 def stale(pages: dict[Path, str]) -> list[Path]:
@@ -209,6 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for path in options.merge:
         merge_csv(options.results, read_csv(path))
+    if not options.check:
+        rows = [row for path in (options.results, ATTENTION, NORM, MODELS) for row in read_csv(path)]
+        sources.complete((row.commit for row in rows), options.results.with_name(sources.SOURCES.name))
     pages = generated(options.results, options.docs)
     outdated = stale(pages)
     for path in outdated:

@@ -19,7 +19,7 @@ from benchmarks.models.summary import readme_part
 from benchmarks.models.supervise import after_failure, supervise
 from benchmarks.models.tables import docs_part, report, targets, times_table
 from benchmarks.models.zoo import DECODES, FORMS, MODELS, PHASES, PREFILLS, QUICK, TINY, Cell, Selection, tiny
-from benchmarks.records import Row, merge_csv, read_csv
+from benchmarks.records import Row, merge_csv, newest, read_csv
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -52,12 +52,12 @@ def test_only_complete_runs_on_gpus_go_into_the_results() -> None:
 
 def test_quick_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     quick = request_of(parser().parse_args(["--quick"]))
-    assert len(quick.cells) == len(QUICK) and quick.budget_s < 180
+    assert len(quick.cells) == len(QUICK) and quick.budget_s < 240
     assert {cell.phase for cell in quick.cells} == {"prefill", "decode", "training"}
     assert main(["--quick", "--phases", "decode", "--world", "2", "--list"]) == 0
     assert "decode llama3-8b x 2 layers, kv, 1 x 1, cache 65536" in capsys.readouterr().out
     seconds = int(re.findall(r"about (\d+) s;", listing(quick, 2))[0])
-    assert 30 < seconds < 180
+    assert 30 < seconds < 240
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,12 +82,14 @@ ROWS = [row("eager", 9000.0), row("inductor", 3000.0), row("async_tp", None), ro
 
 def test_the_table_compares_with_the_best_of_the_others() -> None:
     line = times_table(ROWS).splitlines()[-1].split()
-    assert line[-7:] == ["9.000", "3.000", "failed", "2.000", "-", "1.50", "2.0"]
+    assert line[-10:] == [*("9.000", "3.000", "failed", "2.000", "-", "1.50", "2.0", "c"), "age", "unknown"]
+    level = [*ROWS[:3], replace(ROWS[3], p80_us=2990.0)]
+    assert times_table(level).splitlines()[-1].split()[-6:-3] == ["1.50", "~", "50.5"], "the samples overlap"
 
 
 def test_how_much_of_what_there_is_to_gain() -> None:
     limited = [replace(one, limit_us=1500.0) for one in ROWS]
-    assert times_table(limited).splitlines()[-1].split()[-3] == "1.500"
+    assert times_table(limited).splitlines()[-1].split()[-6] == "1.500"
     assert "How much" not in docs_part(ROWS)
     line = docs_part([*limited, row("inductor", 9.0, batch=2), row("ditron", 1.0, batch=2)]).splitlines()[-1]
     assert line.replace(" ", "") == "|prefill|llama3-8b|2|1|1.50|2.00|0.75|"
@@ -108,7 +110,7 @@ def test_prefill_in_graphs_is_a_phase_of_its_own() -> None:
     (chart,) = charts.charts(captured)
     assert charts.png_path(Path("models.csv"), chart).name == "models_prefill_in_cuda_graphs_2.png"
     assert times_table(captured).splitlines()[-1].startswith("prefill in CUDA graphs")
-    assert "| prefill, CUDA graphs | llama3-8b" in readme_part(captured)
+    assert "| prefill, CUDA graphs | llama3-8b" in readme_part(captured, [])
 
 
 def test_a_page_needs_nothing_else_and_says_why_a_number_is_missing(tmp_path: Path) -> None:
@@ -131,7 +133,8 @@ def test_rows_that_were_measured_elsewhere_are_merged(tmp_path: Path, capsys: py
     merge_csv(other, ROWS)
     merge_facts(path_of(other), [fact(ROWS[3], 4.0)])
     assert main(["--out", str(results), "--merge", str(other)]) == 0
-    assert read_csv(results) == ROWS and read_facts(path_of(results)) == [fact(ROWS[3], 4.0)]
+    assert read_csv(results)[0].p50_us == 1.0 and sorted(newest(read_csv(results)), key=str) == sorted(ROWS, key=str)
+    assert read_facts(path_of(results)) == [fact(ROWS[3], 4.0)]
     assert "models.html" in capsys.readouterr().out and (tmp_path / "models.html").exists()
     assert main(["--out", str(results), "--merge", str(tmp_path / "none.csv")]) == 2
 
@@ -153,6 +156,9 @@ def test_a_skipped_cell_keeps_what_is_known(tmp_path: Path) -> None:
     merge_facts(path, [measured])
     merge_facts(path, [skipped])
     assert read_facts(path) == [measured]
+    again = replace(measured, compile_s=5.0)
+    merge_facts(path, [again])
+    assert read_facts(path) == [measured, again] and newest(read_facts(path)) == [again]
 
 
 REQUEST = Request(cells=tuple(Selection().cells()), device="cuda")
@@ -244,8 +250,9 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     right = {(fact.op, fact.contestant) for fact in facts if not fact.why}
     assert right == {(op, "eager") for op in PHASES} | {("prefill", "ditron"), ("decode", "ditron")}, reasons
     assert {(row.op, row.contestant) for row in rows if row.p50_us} == right
-    assert "differs from eager: output by 1.0e-03" in reasons["prefill", "inductor"]
-    assert "differs from eager: output by 1.0e-03, input's gradient" in reasons["training", "inductor"]
+    for phase in ("prefill", "training"):
+        assert re.search(r"rank 0: differs from fp64: output by [1-9]\.\de-03, eager by", reasons[phase, "inductor"])
+    assert "input's gradient by" in reasons["training", "inductor"]
     assert reasons["prefill", "async_tp"] == "rank 0: RuntimeError: no kernel for this"
     assert reasons["training", "ditron"] == "the ranks ended in it"
     assert "this form has none" in reasons["decode", "async_tp"]

@@ -15,7 +15,7 @@ from benchmarks.models.summary import readme_part
 from benchmarks.ops import targets
 from benchmarks.ops.contest import CONTESTANTS
 from benchmarks.ops.shapes import SETS, Cell
-from benchmarks.records import COLUMNS, Row, merge_csv, read_csv
+from benchmarks.records import COLUMNS, Row, merge_csv, newest, read_csv, runs
 
 ROW = Row(
     bench="gemm_collectives",
@@ -63,7 +63,7 @@ def test_columns_are_fixed() -> None:
     assert ",".join(COLUMNS) == f"{wanted},commit,date"
 
 
-def test_cells_survive_and_are_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_a_newer_run_stands_behind_the_older_one(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     failed = dataclasses.replace(ROW, contestant="ditron", p20_us=None, p50_us=None, p80_us=None, skew_pct=None)
     other = dataclasses.replace(ROW, shape="M=16;N=8;K=8")
@@ -71,7 +71,20 @@ def test_cells_survive_and_are_replaced_as_a_whole(tmp_path: Path) -> None:
     assert read_csv(path) == [ROW, failed, other]
     newer = dataclasses.replace(ROW, p50_us=7.0, commit="def", date="2026-02-01")
     merge_csv(path, [newer])
-    assert read_csv(path) == [newer, other]
+    assert read_csv(path) == [ROW, failed, newer, other]
+    assert newest(read_csv(path)) == [newer, other]
+
+
+def test_runs_are_written_once(tmp_path: Path) -> None:
+    """A benchmark writes all its rows after every cell."""
+    path = tmp_path / "results.csv"
+    first = [dataclasses.replace(ROW, p50_us=10.001), dataclasses.replace(ROW, contestant="ditron", p50_us=8.0)]
+    again = [dataclasses.replace(row, p50_us=9.0) for row in first]
+    for rows in (first, [*first, *again], [*first, *again]):
+        merge_csv(path, rows)
+    written = read_csv(path)
+    assert [row.p50_us for row in written] == [10.0, 8.0, 9.0, 9.0]
+    assert runs(written) == [written[:2], written[2:]] and newest(written) == written[2:]
 
 
 def test_other_columns_are_refused(tmp_path: Path) -> None:
@@ -92,7 +105,7 @@ def test_comparison() -> None:
         times_table([cell]).splitlines(),
         ratios_table([cell], {0: ("limit / auto >= 0.9", "NO")}).splitlines(),
     )
-    assert times[2].split()[-5:] == ["80.0", "120.0", "90.0", "100.0", "failed"]
+    assert times[2].split()[-8:] == ["80.0", "120.0", "90.0", "100.0", "failed", "abc", "age", "unknown"]
     assert ratios[2].split()[-11:] == ["1.20", "0.90", "0.80", "-", "1.5", *"limit / auto >= 0.9 NO".split()]
 
 
@@ -217,7 +230,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 def test_report_writes_merges_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, docs, new = tmp_path / "gemm_collectives.csv", tmp_path / "docs.md", tmp_path / "new.csv"
-    docs.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
+    docs.write_text(f"before\n\n{report.BEGIN}\nwas here\n{report.END}\n\nafter\n")
     merge_csv(new, rows_of(anchor("all_gather_matmul", (8192, 8192)), nccl=1234.0, async_tp=1100.0, ditron=1000.0))
     arguments = ["--results", str(results), "--docs", str(docs)]
     assert report.main([*arguments, "--check"]) == 1
@@ -225,9 +238,15 @@ def test_report_writes_merges_and_checks(tmp_path: Path, capsys: pytest.CaptureF
     assert report.main([*arguments, "--merge", str(new)]) == 0
     assert report.main([*arguments, "--check"]) == 0
     text = docs.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert text.startswith("before\n") and text.endswith("after\n") and "was here" not in text
     assert "| 8192 x 14336 x 8192 | eager" in text and "1.23 over NCCL + cuBLAS" in text
     assert "PASS" in results.with_suffix(".md").read_text()
+
+
+def test_a_mean_says_how_many_rows_it_has() -> None:
+    cells = [anchor("matmul_reduce_scatter", (M, 8192)) for M in (8192, 4096)]
+    rows = rows_of(cells[0], nccl=120.0, async_tp=110.0, ditron=100.0) + rows_of(cells[1], nccl=120.0, ditron=100.0)
+    assert "1.20 over NCCL + cuBLAS (2 rows), 1.10 over async TP (1 row)." in report.docs_part(rows)
 
 
 def test_a_page_without_markers_is_refused() -> None:
@@ -242,14 +261,17 @@ def test_the_table_of_models_has_means_and_the_lowest_ratio() -> None:
         for batch, times in ((1, {"inductor": 20.0, "async_tp": 9.0}), (2, {"inductor": 80.0, "async_tp": None}))
         for name, us in {"ditron": 10.0, **times}.items()
     ]
+    # Clear of what the others have.
+    rows[3:] = [dataclasses.replace(row, p80_us=9.5) if row.contestant == "ditron" else row for row in rows[3:]]
+    rows[3:] = [dataclasses.replace(row, p20_us=70.0) if row.contestant == "inductor" else row for row in rows[3:]]
     alone = dataclasses.replace(rows[0], op="decode")
-    table, conditions = (part.splitlines() for part in readme_part([*rows, alone]).split("\n\n"))
+    table, conditions = (part.splitlines() for part in readme_part([*rows, alone], []).split("\n\n"))
     assert [cell.strip() for cell in table[2].split("|")[1:-1]] == [
-        *("prefill", "big", "4x H200", "2", "-", "4.00", "0.90", "0.90")
+        *("prefill", "big", "4x H200", "2", f"{(0.9 * 8) ** 0.5:.2f}", "4.00", "0.90", "1 of 2")
     ]
     assert len(table) == 3 and "bfloat16, torch 2, Triton 3, 2026-01-01" in conditions[0]
-    assert "2 of them" in conditions[1]
-    assert readme_part([]) == "Nothing has been measured yet."
+    assert "this holds for 1 of 2 cells" in conditions[2] and "2 of them" in conditions[3]
+    assert readme_part([], []) == "Nothing has been measured yet."
 
 
 def test_committed_pages_are_what_the_results_say() -> None:

@@ -41,8 +41,8 @@ class Repeated(nn.Module):
         self.part = part
         self.world_size = world_size
 
-    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        found: torch.Tensor = self.part(x.repeat(1, self.world_size, 1), *rest)
+    def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        found: torch.Tensor = self.part(x.repeat(1, self.world_size, 1), *rest, **named)
         return found.narrow(1, 0, x.shape[1])
 
 

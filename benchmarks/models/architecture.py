@@ -83,6 +83,12 @@ class Architecture:
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention itself: q [B, Hq, S, D], k and v [B, Hkv, S, D] of this rank -> [B, Hq, S, D]."""
 
+Seen = list[torch.Tensor]
+"""What the layers pass on, in order: of each its attention in front of the projection, and the residual behind
+attention and behind the feed-forward. All of it is in memory anyway, so a program that returns it fuses what one
+without it does.
+"""
+
 
 class GemmaNorm(nn.Module):
     """x / rms(x) * (1 + weight), all of it in fp32."""
@@ -98,7 +104,38 @@ class GemmaNorm(nn.Module):
         return (scaled * (1.0 + self.weight.float())).type_as(x)
 
 
-class CausalAttention(nn.Module):
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, first: int | None
+) -> torch.Tensor:
+    """softmax(scale * q @ k^T) @ v in plain operations, for q [B, Hq, S, D], k and v [B, Hkv, T, D]: what attention is
+    compared with. first: where the first query stands among the keys, of which it sees none behind it; None: every
+    query sees all keys. A block of queries at a time, so that the scores of all of them need not fit into memory.
+    """
+    scale, (heads, length) = scale or q.shape[-1] ** -0.5, (k.shape[1], k.shape[2])
+    grouped, found = q.unflatten(1, (heads, -1)), []
+    for begin in range(0, q.shape[2], QUERIES):
+        block = grouped[:, :, :, begin : begin + QUERIES]
+        # Heads that share keys are rows of one product.
+        scores = (block.flatten(2, 3) @ k.transpose(-1, -2) * scale).unflatten(2, block.shape[2:4])
+        if first is not None:
+            last = torch.arange(begin, begin + block.shape[3], device=q.device) + first
+            scores = scores.masked_fill(torch.arange(length, device=q.device) > last[:, None], float("-inf"))
+        out = torch.softmax(scores, -1).flatten(2, 3) @ v
+        found.append(out.unflatten(2, block.shape[2:4]).flatten(1, 2))
+    return torch.cat(found, 2)
+
+
+QUERIES = 256
+"""In a block of `plain_attention`."""
+
+
+class AttentionCore(nn.Module):
+    """A `Core`. plain: it is computed by `plain_attention`, as in the model that all results are compared with."""
+
+    plain = False
+
+
+class CausalAttention(AttentionCore):
     """The tokens of this rank are all there are."""
 
     def __init__(self, scale: float | None) -> None:
@@ -106,6 +143,8 @@ class CausalAttention(nn.Module):
         self.scale = scale
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.plain:
+            return plain_attention(q, k, v, self.scale, 0)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
 
 
@@ -124,14 +163,19 @@ class Attention(nn.Module):
         self.k_norm = arch.make_norm(arch.head_dim) if arch.qk_norm else None
         self.core = core
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, seen: Seen | None = None
+    ) -> torch.Tensor:
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return self.o_proj(self.core(q, k, v).transpose(1, 2).flatten(2))
+        found = self.core(q, k, v)
+        if seen is not None:
+            seen.append(found)
+        return self.o_proj(found.transpose(1, 2).flatten(2))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, sequence, heads * head_dim] -> [batch, sequence, heads, head_dim]."""
@@ -166,15 +210,20 @@ class Layer(nn.Module):
         self.mlp = FeedForward(arch)
         self.feedforward_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
-        attention = self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, seen: Seen | None = None
+    ) -> torch.Tensor:
+        attention = self.self_attn(self.input_layernorm(x), cos, sin, seen=seen)
         if self.attention_outnorm is not None:
             attention = self.attention_outnorm(attention)
         x = x + attention
         feed_forward = self.mlp(self.feedforward_innorm(x))
         if self.feedforward_outnorm is not None:
             feed_forward = self.feedforward_outnorm(feed_forward)
-        return x + feed_forward
+        out = x + feed_forward
+        if seen is not None:
+            seen += (x, out)
+        return out
 
 
 class Decoder(nn.Module):
@@ -189,7 +238,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(arch, make_core()) for _ in range(num_layers))
         self.norm = arch.make_norm(arch.hidden)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, seen: Seen | None = None
+    ) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, seen=seen)
         return self.norm(x)

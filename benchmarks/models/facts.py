@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.records import Row, grouped, read_lines, write_lines
+from benchmarks.records import Row, merged, read_lines, write_lines
 
 ALL = "all"
 """Stands for all contestants of a cell that was skipped."""
@@ -18,8 +18,9 @@ ALL = "all"
 @dataclass(frozen=True)
 class Fact:
     """Of one contestant. compile_s: its first call, of the slowest rank. peak_mib: most memory of torch's allocator in
-    a step, with weights, inputs and what is compared with, of the rank that needs most. workspace_mib: Ditron's own
-    memory that peers write into. Each None where there is none. fused: sites by kind, as `2 flash_decode, ..`.
+    a step, with weights and inputs, of the rank that needs most; in older rows also with what was compared with.
+    workspace_mib: Ditron's own memory that peers write into. Each None where there is none. fused: sites by kind, as
+    `2 flash_decode, ..`.
     """
 
     op: str
@@ -59,16 +60,12 @@ def read_facts(path: Path) -> list[Fact]:
 
 
 def merge_facts(path: Path, facts: Iterable[Fact]) -> None:
-    """Write facts into the file. A cell that is measured anew loses its older ones; one that is skipped keeps them."""
-    older = grouped(read_facts(path))
-    newer = {
-        cell: found for cell, found in grouped(facts).items() if not _measured(older.get(cell, [])) or _measured(found)
-    }
-    write_lines(path, Fact, older | newer)
-
-
-def _measured(facts: Iterable[Fact]) -> bool:
-    return any(fact.contestant != ALL for fact in facts)
+    """Write facts into the file, behind the older ones of their cells. Why a cell was skipped is said only of one that
+    was never measured.
+    """
+    cells = merged(read_facts(path), facts)
+    told = {cell: [fact for fact in found if fact.contestant != ALL] or found[-1:] for cell, found in cells.items()}
+    write_lines(path, Fact, told)
 
 
 def reasons(facts: Iterable[Fact], rows: Iterable[Row]) -> list[Fact]:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.models.architecture import Architecture, Decoder
+from benchmarks.models.architecture import Architecture, AttentionCore, Decoder, GemmaNorm, plain_attention
 from benchmarks.models.zoo import Cell
 from ditron_inductor.ops import all_gather_attention
 from ditron_inductor.tools.demo_model import rotary_table
@@ -34,6 +34,11 @@ from ditron_inductor.tools.demo_model import rotary_table
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "attention_outnorm", "feedforward_innorm", "feedforward_outnorm")
+
+PROJECTED = 3.0**-0.5
+"""Standard deviation of what a fresh linear layer makes of normalised rows."""
+PEAK = 3.0
+"""Standard deviation of the scores of attention: of thousands of keys a few have most of the weight."""
 
 
 def attend(
@@ -64,7 +69,7 @@ def attend_rows(
     return found[0].reshape(q.shape), found[1].reshape(q.shape[:3])
 
 
-class Gathering(nn.Module):
+class Gathering(AttentionCore):
     """Attention with one gather of what all ranks have."""
 
     @property
@@ -75,6 +80,10 @@ class Gathering(nn.Module):
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[n, ..] of each rank as [W * n, ..]."""
         return all_gather_tensor(x, 0, self.group)
+
+    def along_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, H, S, D] of each rank as [B, H, W * S, D]."""
+        return self.gathered(x.movedim(2, 0).contiguous()).movedim(0, 2)
 
 
 class ContextAttention(Gathering):
@@ -89,6 +98,9 @@ class ContextAttention(Gathering):
         self.for_ditron = False
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.plain:
+            keys, values = (self.along_sequence(one) for one in (k, v))
+            return plain_attention(q, keys, values, self.scale, dist.get_rank() * k.shape[2])
         if self.for_ditron:
             return all_gather_attention(q, k, v, mask="causal_offset", scale=self.scale)
         rank, length = dist.get_rank(), k.shape[2]
@@ -127,13 +139,16 @@ class CachedAttention(Gathering):
         self.register_buffer("mine", torch.full((1,), owner), persistent=False)
 
     def fill(self, generator: torch.Generator) -> None:
-        """With random keys and values."""
+        """With random keys and values, as large as the projections make them."""
         for cache in (self.keys, self.values):
-            cache.normal_(generator=generator)
+            cache.normal_(std=PROJECTED, generator=generator)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         for cache, new in ((self.keys, k), (self.values, v)):
             cache.index_copy_(2, self.slot, torch.where(self.mine, new, cache.index_select(2, self.slot)))
+        if self.plain:
+            keys, values = (self.along_sequence(one) for one in (self.keys, self.values))
+            return plain_attention(q, keys, values, self.scale, None)
         if self.for_ditron:
             out, lse = attend_rows(q, self.keys, self.values, self.scale)
         else:
@@ -162,6 +177,7 @@ def decoder(
         make_core = functools.partial(cached, arch, cell.batch, cell.cache // world_size, rank == 0)
     torch.manual_seed(1)
     model = Decoder(arch, cell.layers, make_core)
+    _peak(model, arch)
     own = torch.Generator(torch.get_default_device()).manual_seed(100 + rank)
     for part in model.modules():
         if isinstance(part, CachedAttention):
@@ -209,6 +225,23 @@ def _random_vectors(model: Decoder) -> None:
             if parameter.ndim == 1:
                 drawn = torch.randn(parameter.shape, generator=generator, device=generator.device)
                 parameter.add_((drawn * 0.1).to(parameter))
+
+
+def _peak(model: Decoder, arch: Architecture) -> None:
+    """Scale the queries so that the scores of attention have a standard deviation of PEAK.
+
+    Those of fresh weights are nearly equal. Attention then is the mean of thousands of values, which is next to nothing
+    beside the residual: what is wrong in it goes unseen.
+    """
+    scale = arch.scale if arch.scale is not None else arch.head_dim**-0.5
+    factor = PEAK / (scale * arch.head_dim**0.5 * (1.0 if arch.qk_norm else PROJECTED**2))
+    with torch.no_grad():
+        for layer in model.layers:
+            part = layer.self_attn.q_norm if arch.qk_norm else layer.self_attn.q_proj
+            for parameter in part.parameters():
+                # What a Gemma norm multiplies by is 1 + weight.
+                shift = 1.0 if isinstance(part, GemmaNorm) else 0.0
+                parameter.add_(shift).mul_(factor).sub_(shift)
 
 
 def _has(layer: nn.Module, name: str) -> bool:

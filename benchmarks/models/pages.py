@@ -23,7 +23,7 @@ from benchmarks.models.tables import (
     targets,
 )
 from benchmarks.models.zoo import MODELS
-from benchmarks.records import Row, grouped, merge_csv, read_csv
+from benchmarks.records import Row, merge_csv, newest, read_csv
 
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1c1c1c;max-width:1180px;margin:2em auto;padding:0 1em}
@@ -48,7 +48,7 @@ RATIOS = ("Inductor / Ditron", "best other / Ditron", "spread %")
 LOSS, GAIN = 0.98, 1.02
 ABOUT = """Layers of real shapes with random weights, hidden states in and out. Milliseconds of one step: of each rank
 the median of its samples, of the ranks the slowest. All contestants of a row come from one run, in turns in a new order
-each round, and each was compared with eager before it was timed. <code>decode</code> runs inside CUDA graphs, eager
+each round, and the results of each were checked before it was timed. <code>decode</code> runs inside CUDA graphs, eager
 and Inductor too. NVLink multicast is off for everybody (<code>NCCL_NVLS_ENABLE=0</code>)."""
 FORMS = """<code>ar</code>: tensor parallelism with all-reduces; <code>sp</code>: the same with sequence parallelism;
 <code>cp</code>: the sequence is divided over the ranks, and so is <code>kv</code>'s cache. In <code>decode</code> only
@@ -57,7 +57,8 @@ is left of a step if communication costs nothing. Better kernels than Inductor's
 
 
 def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
-    """The whole page."""
+    """The whole page, of the newest run of every cell."""
+    rows, facts = newest(rows), newest(facts)
     title = "Whole models through Ditron"
     on_cpu = bool(rows) and all(row.gpu == "cpu" for row in rows)
     warning = (
@@ -96,7 +97,8 @@ def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
 
 
 COMPILED = """First call: tracing, Inductor, and kernels that Triton's cache on disk has not; contestants take turns in
-going first. Peak: of torch's allocator in one step, with weights, inputs and what results are compared with.
+going first. Peak: of torch's allocator in one step, with weights and inputs, and in older rows with what results were
+compared with.
 Workspace: Ditron's memory that peers write into, not in the peak."""
 
 
@@ -197,8 +199,7 @@ def finish(request: Request, world_size: int, with_page: bool = True) -> None:
     wanted = {(cell.phase, cell.shape) for cell in request.cells}
     rows = [
         row
-        for found in grouped(read_csv(results)).values()
-        for row in found
+        for row in read_csv(results)
         if (row.op, row.shape) in wanted and row.world == world_size and row.commit == request.commit
     ]
     facts = [

@@ -1,4 +1,4 @@
-"""The ranks' side of `python -m benchmarks.models`: build, compile, check against eager, time, hand rows to rank 0.
+"""The ranks' side of `python -m benchmarks.models`: build, compile, check (`gate`), time, hand rows to rank 0.
 
 Rows and facts are written after every cell. Before each part of a cell rank 0 notes in the journal what comes next:
 when the ranks die or hang there, the parent (`supervise`) knows what to leave out, and starts new ones for the rest.
@@ -19,21 +19,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.models import alone, forms
-from benchmarks.models.architecture import Architecture
-from benchmarks.models.contestants import COMPILERS, Compiler, Step, step_of, whole
+from benchmarks.models.architecture import Architecture, Decoder
+from benchmarks.models.contestants import COMPILERS, Compiler, Step, in_form, step_of
 from benchmarks.models.estimate import cell_s
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of
+from benchmarks.models.gate import WIDER, Gate, Parts, collected, copied, parts_step
 from benchmarks.models.request import CONTESTANTS, LIMIT, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, read_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved, median_of_runs
-from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.device.registry import workspaces
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import Call, captured
@@ -45,10 +44,6 @@ STEPS = 4
 """Of a sample outside CUDA graphs, at least, one after the other as where a model trains or serves: the host may be
 ahead by more than a kernel.
 """
-GRADIENTS = 2.5
-"""Times the tolerance of outputs: roundings of forward and backward add up, most in the sums over all tokens."""
-FLOOR = 1e-3
-"""A value that is zero but for rounding is compared with this part of the largest one."""
 TIMING = "timing"
 TIMING_SHARE = 0.5
 """Of a cell's limit, at most, for its rounds."""
@@ -68,7 +63,7 @@ class Run(Session):
         self.rows: list[Row] = []
         self.facts: list[Fact] = []
         self.mesh = init_device_mesh(device.type, (self.world_size,))
-        self._built: tuple[tuple[Any, ...], nn.Module] | None = None
+        self._built: tuple[tuple[Any, ...], Decoder] | None = None
 
     def run(self) -> None:
         """All cells; results are written after each, so a run that is cut short keeps what it has."""
@@ -181,7 +176,7 @@ class Run(Session):
         place = (cell.phase, cell.shape, self._dtype_name, self.world_size, int(graph or self.captures(cell)), gpu)
         return Fact(*place, contestant, *measured, *words)
 
-    def model(self, cell: Cell) -> nn.Module:
+    def model(self, cell: Cell) -> Decoder:
         """The cell's model, cut over the ranks, with the same random weights in every run."""
         key = (cell.model, cell.layers, cell.form, (cell.batch, cell.cache) if cell.cache else ())
         if self._built is None or self._built[0] != key:
@@ -190,11 +185,11 @@ class Run(Session):
             self._built = key, self.made(lambda: forms.build(self.architecture(cell), cell, self.mesh))
         return self._built[1]
 
-    def made(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """A model on this rank's device, in this run's dtype."""
+    def made(self, build: Callable[[], Decoder], dtype: torch.dtype | None = None) -> Decoder:
+        """A model on this rank's device, in this run's dtype or another."""
         with self.phases.phase("models"), self.clock.device:
             before = torch.get_default_dtype()
-            torch.set_default_dtype(self.dtype)
+            torch.set_default_dtype(dtype or self.dtype)
             try:
                 return build()
             finally:
@@ -210,7 +205,7 @@ class Run(Session):
             torch.cuda.empty_cache()
 
     def run_cell(self, number: int, cell: Cell) -> None:
-        """Check every contestant against eager, time those that are right, record all of them."""
+        """Check every contestant, time those that are right, record all of them."""
         torch._dynamo.reset()
         self.free()
         begun = time.monotonic()
@@ -219,11 +214,12 @@ class Run(Session):
             self.skip(cell, problem)
             return
         model, given = operands
-        wanted, problem = self.attempt("eager", step_of(cell.phase, "eager", self.compilers["eager"], model, given))
-        if problem or wanted is None:
+        gate, problem = self.attempt("reference", lambda: self.gate(cell, model, given))
+        problem = problem or self.first_problem(gate.of_eager())
+        if problem:
             self.skip(cell, f"eager: {problem}")
             return
-        wanted = {name: value.clone() for name, value in wanted.items()}
+        self.free()
         ready: dict[str, Call] = {}
         failed: list[str] = []
         for name in self.order(number):
@@ -234,7 +230,7 @@ class Run(Session):
                 failed += [name] * (why == barred)
                 continue
             self.note_journal(number, name)
-            problem = self.prepare(cell, name, model, given, wanted, ready)
+            problem = self.prepare(cell, name, model, given, gate, ready)
             if problem:
                 failed.append(name)
                 self.say(f"    {name}: {problem}")
@@ -254,7 +250,7 @@ class Run(Session):
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
         self.time(cell, ready, failed, self.captures(cell), most_s)
         if len(self.modes(cell)) > 1:
-            self.time(cell, *self.replays(number, cell, ready, wanted), True, most_s)
+            self.time(cell, *self.replays(number, cell, ready, gate), True, most_s)
 
     def time(self, cell: Cell, ready: Mapping[str, Call], failed: Sequence[str], graph: bool, most_s: float) -> None:
         """Record the times of what is `ready`, and that others have `failed`. graph: each call is GRAPH_CALLS steps."""
@@ -279,7 +275,7 @@ class Run(Session):
         self.say(where + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
 
     def replays(
-        self, number: int, cell: Cell, ready: Mapping[str, Call], wanted: Mapping[str, torch.Tensor]
+        self, number: int, cell: Cell, ready: Mapping[str, Call], gate: Gate
     ) -> tuple[dict[str, Call], list[str]]:
         """The steps inside CUDA graphs, of those that are right there, and who has none."""
         found: dict[str, Call] = {}
@@ -288,7 +284,7 @@ class Run(Session):
             self.note_journal(number, name)
             replay, got, problem = self.capture(call)
             if not problem and name != LIMIT:
-                problem = self.first_problem(self.difference(got, wanted))
+                problem = self.first_problem(gate.problem(got))
             if problem:
                 self.facts.append(self.fact(cell, name, graph=True, why=problem))
                 failed.append(name)
@@ -338,9 +334,9 @@ class Run(Session):
         self,
         cell: Cell,
         name: str,
-        model: nn.Module,
+        model: Decoder,
         given: tuple[Any, ...],
-        wanted: dict[str, torch.Tensor],
+        gate: Gate,
         ready: dict[str, Call],
     ) -> str:
         """Compile a contestant and put it into `ready` if it is right on all ranks, else return what is wrong."""
@@ -360,7 +356,11 @@ class Run(Session):
             call, got, problem = self.capture(call)
         if not problem and got is not None:
             with self.phases.phase("checks"):
-                problem = self.first_problem(self.difference(got, wanted))
+                problem = self.first_problem(gate.problem(got))
+        del got
+        if not problem and cell.phase != "training":
+            parts, problem = self.attempt("checks", self.checked(cell, name, self.compilers[name], model, given))
+            problem = problem or self.first_problem(gate.problem(parts))
         if not problem:
             ready[name] = call
         workspace = self.workspace_mib() if name == "ditron" else None
@@ -408,19 +408,23 @@ class Run(Session):
         assert dist.group.WORLD is not None
         return sum(shared.nbytes() for shared in workspaces.of_group(dist.group.WORLD)) / MIB
 
-    def difference(self, got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str:
-        """What is not eager's. Collective."""
-        tolerance = MODEL_TOLERANCES[self.dtype] * (GRADIENTS if len(wanted) > 1 else 1.0)
-        pairs = {name: (whole(got[name]), whole(value)) for name, value in wanted.items()}
-        floor = FLOOR * max(float(value.norm()) for _, value in pairs.values())
-        wrong = []
-        for name, (mine, value) in pairs.items():
-            error = relative_error(mine, value)
-            # A gradient that should vanish has no digits of its own.
-            error *= min(1.0, float(value.norm()) / max(floor, 1e-30)) if name != "output" else 1.0
-            if not error <= tolerance:
-                wrong.append(f"{name} by {error:.1e}")
-        return f"differs from eager: {', '.join(wrong[:3])}" + (", .." if len(wrong) > 3 else "") if wrong else ""
+    def gate(self, cell: Cell, model: Decoder, given: tuple[Any, ...]) -> Gate:
+        """What the contestants are compared with."""
+        wider = WIDER[self.dtype]
+        wide = self.made(lambda: copied(forms.build(self.architecture(cell), cell, self.mesh), model), wider)
+        operands = tuple(one.to(wider) if one is not None else None for one in given)
+        wanted = collected(self.checked(cell, "reference", lambda part: part, wide, operands))
+        del wide
+        eager = self.checked(cell, "eager", self.compilers["eager"], model, given)()
+        return Gate(wanted, eager, self.dtype, self.agree)
+
+    def checked(
+        self, cell: Cell, name: str, compiler: Compiler, model: Decoder, given: tuple[Any, ...]
+    ) -> Step:
+        """A step that computes all that is compared: of a forward every part of every layer."""
+        if cell.phase == "training":
+            return step_of(cell.phase, name, compiler, model, given)
+        return parts_step(in_form(name, compiler, Parts(model)), given)
 
     def inputs(self, cell: Cell) -> tuple[Any, ...]:
         """Of this rank; see `forms.inputs`."""

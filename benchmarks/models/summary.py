@@ -3,80 +3,72 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from benchmarks import sources
+from benchmarks.models.facts import Fact
+from benchmarks.models.tables import Contest, aged, contests
 from benchmarks.models.zoo import position
 from benchmarks.records import Row
 
-OURS = "ditron"
-RIVALS = {"eager": "eager", "inductor": "Inductor", "async_tp": "async TP"}
-"""By contestant, the name in the header."""
+HEADERS = (
+    *("phase", "model", "GPUs", "cells"),
+    *("over the best rival", "over Inductor", "lowest, over the best", "within noise"),
+)
 
 
-def readme_part(rows: Sequence[Row]) -> str:
-    """How many times faster Ditron is than each rival, and the conditions of the measurement, losses included.
+def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
+    """How many times faster Ditron is than the best rival of each cell, and the conditions of the measurement.
 
-    Cells that Ditron has no time of, and rows of a CPU, are left out. The last column is the lowest of the ratios to
-    the best rival of a cell.
+    Cells that Ditron or every rival has no time of, and rows of a CPU, are left out. Losses are not.
     """
-    groups: dict[tuple[str, str, str], list[dict[str, float]]] = {}
-    measured = [row for row in rows if row.gpu != "cpu" and row.p50_us is not None]
-    for (op, model, world), times in _cells(measured).items():
-        groups.setdefault((op, model, world), []).extend(one for one in times if OURS in one and len(one) > 1)
-    lines = [(*group, str(len(cells)), *_ratios(cells)) for group, cells in sorted(groups.items(), key=_place) if cells]
-    if not lines:
+    measured = [one for one in contests(rows) if one.rows[0].gpu != "cpu" and one.best_gain]
+    if not measured:
         return "Nothing has been measured yet."
-    over = [f"over {name}" for name in RIVALS.values()]
-    headers = ["phase", "model", "GPUs", "cells", *over, "lowest, over the best"]
+    groups: dict[tuple[str, str, str], list[Contest]] = {}
+    for one in measured:
+        phase = f"{one.rows[0].op}, CUDA graphs" if one.rows[0].graph else one.rows[0].op
+        gpu, world = one.where
+        groups.setdefault((phase, one.model, f"{world}x {gpu.removeprefix('NVIDIA ')}"), []).append(one)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], position(item[0][1])))
+    lines = [(*group, str(len(cells)), *_ratios(cells)) for group, cells in ordered]
+    unclear, old = sum(one.unclear for one in measured), _old(measured, facts)
     return "\n".join(
         [
-            tabulate(lines, headers, "github", disable_numparse=True),
+            tabulate(lines, HEADERS, "github", disable_numparse=True),
             "",
             f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(measured)}.",
-            f"Layers alone, {_layers(measured)} of them, with random weights; NVLink multicast off for everybody.",
-            "Cells differ in batch, length, layers, form of parallelism; a rival's mean is over those that it ran in.",
+            "The best rival of a cell is the fastest of eager mode, Inductor, and Inductor with async TP. "
+            "A cell is within noise if the samples of",
+            "Ditron and of its best rival overlap, from the 20th to the 80th percentile: "
+            f"this holds for {unclear} of {len(measured)} cells. {old}",
+            f"Layers alone, {_layers(measured)} of them, with random weights. "
+            "NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
         ]
     )
 
 
-def _cells(rows: Sequence[Row]) -> Mapping[tuple[str, str, str], list[dict[str, float]]]:
-    """By (phase, model, ranks) the times of each cell by contestant."""
-    cells: dict[tuple[str, ...], dict[str, float]] = {}
-    named: dict[tuple[str, ...], tuple[str, str, str]] = {}
-    for row in rows:
-        assert row.p50_us is not None
-        cells.setdefault(row.cell, {})[row.contestant] = row.p50_us
-        phase = f"{row.op}, CUDA graphs" if row.graph else row.op
-        named[row.cell] = (phase, row.sizes["model"], f"{row.world}x {row.gpu.removeprefix('NVIDIA ')}")
-    found: dict[tuple[str, str, str], list[dict[str, float]]] = {}
-    for cell, times in cells.items():
-        found.setdefault(named[cell], []).append(times)
-    return found
+def _ratios(cells: Sequence[Contest]) -> list[str]:
+    best = [gain for one in cells if (gain := one.best_gain)]
+    inductor = [gain for one in cells if (gain := one.gain("inductor"))]
+    means = [f"{statistics.geometric_mean(gains):.2f}" if gains else "-" for gains in (best, inductor)]
+    return [*means, f"{min(best):.2f}", f"{sum(one.unclear for one in cells)} of {len(cells)}"]
 
 
-def _place(group: tuple[tuple[str, str, str], object]) -> tuple[str, int]:
-    """Phase by phase, models in the order of the zoo."""
-    phase, model, _ = group[0]
-    return phase, position(model)
+def _old(cells: Sequence[Contest], facts: Sequence[Fact]) -> str:
+    """How many of the cells are old, in a sentence."""
+    old = sum(aged(one, facts) == sources.OLD for one in cells)
+    return f"{old} of {len(cells)} cells are old: a kernel that they run has changed since."
 
 
-def _layers(rows: Sequence[Row]) -> str:
-    return " or ".join(sorted({row.sizes["layers"] for row in rows if "layers" in row.sizes}, key=int))
+def _layers(cells: Iterable[Contest]) -> str:
+    return " or ".join(sorted({one.sizes["layers"] for one in cells}, key=int))
 
 
-def _ratios(cells: Sequence[Mapping[str, float]]) -> list[str]:
-    texts = []
-    for name in RIVALS:
-        ratios = [times[name] / times[OURS] for times in cells if name in times]
-        texts.append(f"{statistics.geometric_mean(ratios):.2f}" if ratios else "-")
-    lowest = min(min(us for name, us in times.items() if name != OURS) / times[OURS] for times in cells)
-    return [*texts, f"{lowest:.2f}"]
-
-
-def _conditions(rows: Sequence[Row]) -> str:
+def _conditions(cells: Sequence[Contest]) -> str:
     def all_of(column: str) -> str:
-        return ", ".join(sorted({str(getattr(row, column)) for row in rows}))
+        return ", ".join(sorted({str(getattr(one.rows[0], column)) for one in cells}))
 
     return f"{all_of('dtype')}, torch {all_of('torch')}, Triton {all_of('triton')}, {all_of('date')}"

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from benchmarks import sources
 from benchmarks.models.facts import ALL, Fact, reasons
 from benchmarks.models.request import CONTESTANTS, LIMIT, TITLES
 from benchmarks.models.zoo import position
-from benchmarks.records import Row, by_cell
+from benchmarks.records import Row, by_cell, newest
 
 RIVALS = ("inductor", "async_tp")
 """What speed-ups are over: eager is shown, but nobody has to be faster than that alone."""
@@ -74,10 +75,22 @@ class Contest:
         return theirs / self.limit_us if theirs and self.limit_us else None
 
     @property
+    def best_other(self) -> Row | None:
+        """Of the fastest of all others, eager too."""
+        rows = [row for name in CONTESTANTS if name != "ditron" and (row := self.row(name)) and row.p50_us]
+        return min(rows, key=lambda row: row.p50_us or 0.0, default=None)
+
+    @property
     def best_gain(self) -> float | None:
-        """Over the fastest of all others, eager too."""
-        gains = [gain for gain in (self.gain(name) for name in CONTESTANTS if name != "ditron") if gain]
-        return min(gains, default=None)
+        """Over the fastest of all others."""
+        best = self.best_other
+        return self.gain(best.contestant) if best else None
+
+    @property
+    def unclear(self) -> bool:
+        """Whether the samples of Ditron and of the fastest other overlap, from the 20th to the 80th percentile."""
+        ours, best = self.row("ditron"), self.best_other
+        return ours is not None and best is not None and overlap(ours, best)
 
     @property
     def spread_pct(self) -> float | None:
@@ -88,6 +101,22 @@ class Contest:
             if row.p50_us and row.p20_us is not None and row.p80_us is not None
         ]
         return max(spreads, default=None)
+
+
+def overlap(one: Row, other: Row) -> bool:
+    """Whether the 20th to 80th percentiles of two rows have a time in common."""
+    bounds = [(row.p20_us, row.p80_us) for row in (one, other)]
+    if any(low is None or high is None for low, high in bounds):
+        return False
+    (low, high), (other_low, other_high) = bounds
+    return bool(low <= other_high and other_low <= high)  # type: ignore[operator]
+
+
+def aged(one: Contest, facts: Sequence[Fact]) -> str:
+    """Whether the kernels of a cell have changed since it was measured, see `sources.age`."""
+    row = one.rows[0]
+    fused = [fact.fused for fact in newest(facts) if (fact.cell, fact.contestant) == (row.cell, "ditron")]
+    return sources.age(row.commit, sources.kinds_of(row, *fused))
 
 
 def phase_of(row: Row | Fact) -> str:
@@ -102,7 +131,7 @@ def tokens_text(sizes: dict[str, str]) -> str:
 
 
 def contests(rows: Iterable[Row]) -> list[Contest]:
-    """One for each cell."""
+    """One for each cell, of its newest run."""
     return [Contest(tuple(found)) for found in by_cell(rows)]
 
 
@@ -110,9 +139,13 @@ def number(value: float | None, digits: int, missing: str = "-") -> str:
     return missing if value is None else f"{value:.{digits}f}"
 
 
-def times_table(rows: Sequence[Row], style: str = "simple") -> str:
-    """One line per cell: every contestant in milliseconds, and the best other one's time over Ditron's."""
-    lines = []
+NOISE = "~"
+"""Stands behind a ratio of two contestants whose samples overlap."""
+
+
+def times_table(rows: Sequence[Row], facts: Sequence[Fact] = (), style: str = "simple") -> str:
+    """One line per cell: every contestant in milliseconds, the best other one's time over Ditron's, and the commit."""
+    lines, known = [], newest(facts)
     for one in contests(rows):
         times = [
             number(us / 1e3, 3) if (us := one.us(name)) else "failed" if one.row(name) else "-" for name in CONTESTANTS
@@ -120,8 +153,11 @@ def times_table(rows: Sequence[Row], style: str = "simple") -> str:
         layers, form = one.sizes["layers"], one.sizes["form"]
         place = [one.phase, f"{one.model} x {layers}", form, one.tokens, str(one.where[1])]
         limit = number(one.limit_us and one.limit_us / 1e3, 3)
-        lines.append([*place, *times, limit, number(one.best_gain, 2), number(one.spread_pct, 1)])
-    headers = ["phase", "model", "form", "tokens", "ranks", *CONTESTANTS, LIMIT, "best other / ditron", "spread %"]
+        gain = number(one.best_gain, 2) + f" {NOISE}" * one.unclear
+        commit = " ".join(filter(None, (one.rows[0].commit, aged(one, known))))
+        lines.append([*place, *times, limit, gain, number(one.spread_pct, 1), commit])
+    headers = ["phase", "model", "form", "tokens", "ranks", *CONTESTANTS, LIMIT]
+    headers += ["best other / ditron", "spread %", "commit"]
     return tabulate(lines, headers, style, disable_numparse=True)
 
 
@@ -235,27 +271,34 @@ def targets(rows: Sequence[Row], facts: Sequence[Fact]) -> list[Target]:
         Target("decode of 8B, Inductor / Ditron, mean >= 1.35", 1.35, mean(o.gain("inductor") for o in decode["8b"])),
         Target("decode of 70B, Inductor / Ditron, mean >= 1.15", 1.15, mean(o.gain("inductor") for o in decode["70b"])),
         Target("better of Inductor and async TP / Ditron, every cell >= 0.98", 0.98, min(better, default=None)),
-        Target("first call, Ditron / Inductor, mean <= 1.25", 1.25, _compile_ratio(facts), at_most=True),
+        Target("first call, Ditron / Inductor, mean <= 1.25", 1.25, mean(compile_ratios(facts)), at_most=True),
     ]
 
 
-def _compile_ratio(facts: Sequence[Fact]) -> float | None:
+def compile_ratios(facts: Sequence[Fact]) -> list[float]:
+    """In every cell in which both were compiled, the time of Ditron's first call over Inductor's."""
     ratios = []
     for found in by_cell(facts):
         seconds = {fact.contestant: fact.compile_s for fact in found if not fact.why}
         ours, theirs = seconds.get("ditron"), seconds.get("inductor")
-        ratios.append(ours / theirs if ours and theirs else None)
-    return mean(ratios)
+        if ours and theirs:
+            ratios.append(ours / theirs)
+    return ratios
 
 
-def docs_part(rows: Sequence[Row]) -> str:
+def docs_part(rows: Sequence[Row], facts: Sequence[Fact] = ()) -> str:
     """The table for the docs, and the geometric means of Inductor's times over Ditron's, by ranks, phase and model."""
     means = [
-        f"* {phase}, {model}, {world} ranks: {number(inductor, 2)}"
-        for phase, model, world, _, inductor, _ in mean_lines(rows)
+        f"* {phase}, {model}, {world} ranks: {number(inductor, 2)} ({cells} row{'s' * (cells > 1)})"
+        for phase, model, world, cells, inductor, _ in mean_lines(rows)
     ]
     ordered = sorted(rows, key=_place)
-    parts = [times_table(ordered, "github"), "", "Inductor / Ditron, geometric means:", "", *sorted(means)]
+    notes = [
+        f"`{NOISE}`: the samples of Ditron and of the best other overlap, from the 20th to the 80th percentile.",
+        "`old`: a kernel that the cell runs has changed since that commit.",
+    ]
+    parts = [times_table(ordered, facts, "github"), "", *notes]
+    parts += ["", "Inductor / Ditron, geometric means:", "", *sorted(means)]
     limits = sorted(
         (phase, model, str(world), str(cells), *(number(value, 2) for value in values))
         for phase, model, world, cells, *values in limit_lines(rows)
@@ -275,7 +318,7 @@ def _place(row: Row) -> tuple[str, int, str, list[int]]:
 
 def report(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
     """What a run prints at its end."""
-    parts = ["milliseconds per step", times_table(rows), "", facts_table(facts), ""]
+    parts = ["milliseconds per step", times_table(rows, facts), "", facts_table(facts), ""]
     if any(row.gpu != "cpu" for row in rows):
         parts += [f"{one.verdict:16} {one.text} (on 4 H200s)" for one in targets(rows, facts)]
     else:

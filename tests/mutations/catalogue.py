@@ -1,7 +1,8 @@
-"""The mutations: faults of the device layer and its protocol, of kernels and of passes, in this order."""
+"""The mutations: faults of the device layer and its protocol, of kernels, of passes and of benchmarks."""
 
 from __future__ import annotations
 
+from tests.mutations.measuring import MEASURING
 from tests.mutations.mutation import Mutation
 
 SIGNALS = "ditron_inductor/core/signals.py"
@@ -577,4 +578,4 @@ PASSES: tuple[Mutation, ...] = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES)
+MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *MEASURING)

@@ -1,0 +1,225 @@
+"""The numbers in the prose of README and docs, made from the results.
+
+A *claim* is a piece of a page's text with `{}` for every number in it, and the numbers as the results have them.
+`python -m benchmarks.report` puts the numbers into the pages; `--check`, and with it a test, fails where a page has
+others. Whoever rewrites a sentence with a claim changes the claim too: a page without the text of one is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.comparison import Comparison, comparisons
+from benchmarks.models.facts import Fact
+from benchmarks.models.tables import Contest, compile_ratios, contests, mean
+from benchmarks.ops import targets
+from benchmarks.records import Row, grouped, newest, runs
+
+NUMBER = r"(-?\d+(?:\.\d+)?)"
+WORLD = 4
+"""Ranks of the tables of single kernels."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`text`, which stands once in a page, however its lines are broken, with `numbers` for each `{}` in it."""
+
+    text: str
+    numbers: tuple[str, ...]
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        words = [re.escape(word).replace(r"\{\}", NUMBER) for word in self.text.split()]
+        return re.compile(r"\s+".join(words))
+
+    def match(self, page: str) -> re.Match[str]:
+        """Where it stands. ValueError unless that is one place."""
+        found = list(self.pattern.finditer(page))
+        if len(found) != 1:
+            raise ValueError(f"the page has {len(found)} times, not once: {self.text}")
+        return found[0]
+
+    def put_into(self, page: str) -> str:
+        """The page with these numbers."""
+        found = self.match(page)
+        ends = [found.start(), *(place for group in range(1, len(self.numbers) + 1) for place in found.span(group))]
+        kept = [page[begin:end] for begin, end in list(pairwise(ends))[::2]]
+        return page[: found.start()] + "".join(map("".join, zip(kept, self.numbers, strict=True))) + page[ends[-1] :]
+
+
+def with_claims(page: str, claims: Iterable[Claim]) -> str:
+    """The page with the numbers of all claims."""
+    for claim in claims:
+        page = claim.put_into(page)
+    return page
+
+
+def percent(ratio: float) -> str:
+    """How far a ratio is from 1, in whole per cent."""
+    return f"{abs(100 * (ratio - 1)):.0f}"
+
+
+def span(values: Iterable[float | None], digits: int = 2) -> tuple[str, str]:
+    """The least and the most of those that there are."""
+    known = [value for value in values if value is not None]
+    return f"{min(known):.{digits}f}", f"{max(known):.{digits}f}"
+
+
+def _is(one: Contest, *, world: int | None = None, phase: str = "prefill", **sizes: object) -> bool:
+    """Whether a cell has all of these sizes, by the names that they have in `shape`."""
+    same = all(one.sizes.get(name) == str(value) for name, value in sizes.items())
+    return same and one.phase == phase and world in (None, one.where[1])
+
+
+def _older(rows: Iterable[Row], **cell: object) -> list[Contest]:
+    """Every run of the cells that have these sizes, the oldest first."""
+    found = (Contest(tuple(run)) for lines in grouped(rows).values() for run in runs(lines))
+    return [one for one in found if _is(one, **cell)]  # type: ignore[arg-type]
+
+
+def readme(models: Sequence[Row], attention: Sequence[Row]) -> list[Claim]:
+    """Of README.md."""
+    measured = [one for one in contests(models) if one.best_gain]
+    lost = [gain for one in measured if (gain := one.best_gain) and gain < 1]
+    causal = [row for row in newest(attention) if row.op == "all_gather_attention" and _plain(row) and row.world == 4]
+    both = [row for row in newest(attention) if row.op in ("matmul_all_to_all", "all_to_all_matmul") and row.world == 4]
+    limits = span(one.most_gain for one in contests(models))
+    return [
+        Claim("in {} of {} cells, by up to {} %", (str(len(lost)), str(len(measured)), percent(min(lost)))),
+        Claim("alone with nothing to wait for, is [{} to {} times]", limits),
+        Claim("All-to-alls with their matmuls are {} to {} times as fast", span(_gains(both, "nccl"))),
+        Claim("is {} to {} times as fast as torch's ring attention", span(_gains(causal, "ring"))),
+        Claim("and {} to {} times as fast as a gather followed by", span(_gains(causal, "sdpa:blocks"))),
+    ]
+
+
+def _plain(row: Row) -> bool:
+    """Causal, without a window or a soft cap."""
+    return row.sizes["mask"] == "causal_offset" and not {"window", "softcap"} & set(row.sizes)
+
+
+def _gains(rows: Iterable[Row], over: str) -> list[float]:
+    """In every cell, how many times as fast as a rival Ditron's own choice is."""
+    found = []
+    for lines in grouped(rows).values():
+        us = {row.contestant: row.p50_us for row in lines if row.p50_us}
+        if over in us and "ditron" in us:
+            found.append(us[over] / us["ditron"])
+    return found
+
+
+def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
+    """Of docs/models.md; every: the rows of all runs."""
+    found = contests(every)
+    limited = [one for one in found if one.limit_us]
+    most = {one.label: one.most_gain or 0.0 for one in limited}
+    of_limit = {one.label: limit / us for one in limited if (limit := one.limit_us) and (us := one.us("ditron"))}
+    slow = [
+        *_older(every, world=4, batch=1, tokens=2048, model="llama3-8b"),
+        *_older(every, world=4, batch=1, tokens=2048, model="llama3-70b"),
+        *_older(every, world=4, model="gpt-oss-120b-dense"),
+    ]
+    since = [one.best_gain for one in slow if one.rows[0].commit == "bd50f25"]
+    before = [one.best_gain for one in slow if one.rows[0].commit != "bd50f25"]
+    biased = {name: _older(every, world=2, form="sp", batch=2, tokens=4096, model=name) for name in BIASED}
+    gemma = _older(every, world=2, form="sp", model="gemma3-27b")
+    host = _older(every, world=2, form="sp", batch=1, tokens=2048, model="qwen3-32b")
+    inside, outside = (
+        [one.gain("inductor") or 0.0 for one in found if one.model == "llama3-70b" and _is(one, world=4, phase=phase)
+         and int(one.sizes["batch"]) * int(one.sizes["tokens"]) == 8192]
+        for phase in ("prefill in CUDA graphs", "prefill")
+    )  # fmt: skip
+    highest = sorted(most.values())[-2:]
+
+    def sequence_parallel(model: str, world: int) -> str:
+        of_cell = dict(world=world, form="sp", batch=2, tokens=4096, model=model)
+        return percent(next(one for one in found if _is(one, **of_cell)).best_gain or 0.0)  # type: ignore[arg-type]
+
+    claims = [
+        Claim("lost these cells by up to {} %", (percent(min(gain for gain in before if gain)),)),
+        Claim("From commit bd50f25 on it wins them by {} to {} %.", tuple(map(percent, _ends(since)))),
+        Claim("It is {} to {} times as fast as Inductor with its collectives", span(most.values())),
+        Claim("and Ditron reaches {} to {} of it", span(of_limit.values())),
+        Claim("{} and {} in the two cells that would gain most", tuple(f"{one:.2f}" for one in reversed(highest))),
+        Claim("is within {} % of the limit", (f"{100 * (1 - of_limit['llama3-70b, sp, 2 x 4096']):.1f}",)),
+        Claim("Ditron is {} and {} times as fast as Inductor on two GPUs", _inductor(biased, -1)),
+        Claim("instead of {} and {} times", _inductor(biased, 0)),
+        Claim("Gemma in sequence parallel form are {} % slower", (sequence_parallel("gemma3-27b", 4),)),
+        Claim("{} to {} in {} runs", (*span(one.best_gain for one in gemma), str(len(gemma)))),
+        Claim("Those of Qwen3 are {} % slower on two GPUs", (sequence_parallel("qwen3-32b", 2),)),
+        Claim("those of Llama 70B {} % on four GPUs", (sequence_parallel("llama3-70b", 4),)),
+        Claim("and {} to {} % remain", tuple(map(percent, _ends(inside)))),
+        Claim("of a gain that is {} to {} % outside", tuple(map(percent, _ends(outside)))),
+        Claim("two GPUs once were {} % slower", (percent(host[0].best_gain or 0.0),)),
+        Claim("these layers are {} % faster", (percent(host[-1].best_gain or 0.0),)),
+    ]
+    for world, where in ((2, "{} times as long as Inductor's on two GPUs"), (4, "{} times as long on four GPUs")):
+        ratios = compile_ratios([fact for fact in facts if fact.world == world])
+        numbers = (f"{mean(ratios) or 0.0:.2f}", str(len(ratios)), *span(ratios))
+        claims.append(Claim(f"{where} (geometric mean of {{}} cells, {{}} to {{}})", numbers))
+    workspaces = [fact.workspace_mib for fact in newest(facts) if fact.workspace_mib]
+    of_8b = [fact.workspace_mib for fact in newest(facts) if fact.workspace_mib and "8b" in fact.sizes["model"]]
+    ends = (*span(of_8b, 0), span(workspaces, 0)[1])
+    return [*claims, Claim("{} to {} MiB in the cells of Llama 8B, and up to {} MiB in all cells", ends)]
+
+
+BIASED = ("opt-30b", "gpt-oss-120b-dense")
+
+
+def _ends(values: Iterable[float | None]) -> tuple[float, float]:
+    known = [value for value in values if value]
+    return min(known), max(known)
+
+
+def _inductor(cells: dict[str, list[Contest]], run: int) -> tuple[str, ...]:
+    """Inductor / Ditron in one run of each model."""
+    return tuple(f"{found[run].gain('inductor'):.2f}" for found in cells.values())
+
+
+def single_kernels(rows: Sequence[Row], models: Sequence[Row]) -> list[Claim]:
+    """Of docs/when_it_pays.md; models: the rows of all runs."""
+    cells = [cell for cell in comparisons(rows) if cell.world == WORLD and cell.gpu != "cpu"]
+    anchors = [cell for cell in cells if targets.is_anchor(cell)]
+    eager, graph = ({op: _best(anchors, op, mode) for op in LIMITED} for mode in (0, 1))
+    shapes = [cell.shape for cell in anchors if cell.op == "matmul_reduce_scatter" and not cell.graph][:5]
+    captured = [cell for cell in cells if cell.graph and cell.shape in shapes]
+    gather, scatter = LIMITED
+    (tile,) = (cell.ratio("limit", "ditron:tile") for cell in anchors if (cell.op, cell.shape) == (scatter, TIMED_INSIDE))
+    small = [cell for cell in anchors if cell.op == "matmul_all_reduce" and cell.graph and 64 <= cell.M <= 256]
+    behind = [cell.ratio("ditron", "symm_mem:two_shot") for cell in small]
+    slow, *_ = _older(models, world=2, form="sp", batch=1, tokens=2048, model="qwen3-32b")
+    host = tuple(f"{(slow.us(name) or 0.0) / 1e3:.2f}" for name in ("ditron", "inductor", "async_tp"))
+    return [
+        Claim("`all_gather_matmul` {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[gather] + graph[gather]),
+        Claim("`matmul_reduce_scatter` {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[scatter] + graph[scatter]),
+        Claim("{}, {}, {}, {} and {} for the first five", _best(captured, scatter, 1)),
+        Claim("(the product alone in Triton) and {}", (f"{tile:.2f}",)),
+        Claim("({} to {} % behind it)", tuple(map(percent, _ends(behind)))),
+        Claim("before the plan knew: {} ms, Inductor {} ms, async TP {} ms", host),
+    ]
+
+
+TIMED_INSIDE = "2048 x 8192 x 7168"
+"""The reduce-scatter whose kernel was timed part by part."""
+LIMITED = ("all_gather_matmul", "matmul_reduce_scatter")
+
+
+def _best(cells: Iterable[Comparison], op: str, graph: int) -> tuple[str, ...]:
+    those = [cell for cell in cells if (cell.op, cell.graph) == (op, graph)]
+    ratios = (cell.ratio("limit", ("ditron:tile", "ditron:chunked")) for cell in those)
+    return tuple(f"{ratio:.2f}" for ratio in ratios if ratio)
+
+
+def pages(
+    root: Path, gemm: Sequence[Row], attention: Sequence[Row], models: Sequence[Row], facts: Sequence[Fact]
+) -> dict[Path, list[Claim]]:
+    """The claims of every page. gemm, attention, models: the rows of all runs of these files."""
+    return {
+        root / "README.md": readme(models, attention),
+        root / "docs" / "models.md": whole_models(models, facts),
+        root / "docs" / "when_it_pays.md": single_kernels(gemm, models),
+    }

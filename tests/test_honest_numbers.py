@@ -1,0 +1,157 @@
+"""The numbers in the prose of the pages are those of the results, and rows whose kernels have changed are old."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import prose, sources
+from benchmarks.models.facts import path_of, read_facts
+from benchmarks.prose import Claim
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MODELS, NORM, newest, read_csv
+from benchmarks.report import BEGIN, END, README, ROOT, stale
+from tests.test_results import ROW
+
+CLAIMED = {
+    "README.md": ("## How much faster", "## Try it"),
+    "models.md": ("## Where it comes from", "## How results are checked"),
+    "when_it_pays.md": ("**How near the limit.**", "What is missing there:"),
+}
+"""The parts of pages in which every ratio and percentage is claimed."""
+
+
+@pytest.fixture(scope="module")
+def claims() -> dict[Path, list[Claim]]:
+    models, facts = read_csv(MODELS), newest(read_facts(path_of(MODELS)))
+    return prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), models, facts)
+
+
+def test_claims_replace_their_numbers_alone() -> None:
+    page = "In 3 runs it is\n0.98 to 1.03 times as\nfast; in 4, faster."
+    claim = Claim("it is {} to {} times as fast", ("1.10", "1.20"))
+    assert claim.put_into(page) == "In 3 runs it is\n1.10 to 1.20 times as\nfast; in 4, faster."
+    assert prose.with_claims("A row: 2 of 3.", [Claim("{} of {}", ("4", "5"))]) == "A row: 4 of 5."
+    for other in ("it is fast", page + page):
+        with pytest.raises(ValueError, match="not once: it is"):
+            claim.match(other)
+
+
+def test_another_number_on_a_page_is_noticed(claims: dict[Path, list[Claim]]) -> None:
+    for path, of_page in claims.items():
+        page = path.read_text()
+        assert prose.with_claims(page, of_page) == page, f"the numbers of {path.name} are not those of the results"
+        for claim in of_page:
+            wrong = replace(claim, numbers=tuple("77" for _ in claim.numbers)).put_into(page)
+            assert wrong != page and prose.with_claims(wrong, of_page) == page, claim.text
+            assert stale({path: wrong}) == [path]
+
+
+@pytest.mark.parametrize("name", CLAIMED)
+def test_every_ratio_of_these_parts_is_claimed(name: str, claims: dict[Path, list[Claim]]) -> None:
+    (path,) = (path for path in claims if path.name == name)
+    text = path.read_text()
+    for claim in claims[path]:
+        begin, end = claim.match(text).span()
+        text = text[:begin] + re.sub(r"\d", "n", text[begin:end]) + text[end:]
+    begin, end = CLAIMED[name]
+    part = text[text.index(begin) : text.index(end)]
+    if BEGIN in part:
+        part = part.partition(BEGIN)[0] + part.partition(END)[2]
+    assert not re.findall(r"\d+\.\d+|\d+ %|\d+ times", part)
+
+
+def test_the_readme_says_that_multicast_is_off() -> None:
+    text = " ".join(README.read_text().split())
+    assert "NVLink multicast is off for everybody. Rivals that use it are faster than shown." in text
+
+
+def test_rows_are_not_removed() -> None:
+    """Nine rows in which `auto` had lost were once removed."""
+    lost = {
+        *(("matmul_reduce_scatter", f"M={M};N=4096;K=3584", 0) for M in (8192, 4096)),
+        ("matmul_reduce_scatter", "M=2048;N=8192;K=7168", 0),
+    }
+    found = {(row.op, row.shape, row.graph) for row in newest(read_csv(GEMM_COLLECTIVES)) if row.contestant == "ditron"}
+    assert lost <= found
+
+
+def test_every_commit_of_the_results_has_its_fingerprints() -> None:
+    """`python -m benchmarks.report` adds them."""
+    commits = {row.commit for path in (GEMM_COLLECTIVES, ATTENTION, NORM, MODELS) for row in read_csv(path)}
+    known = sources.recorded()
+    assert not [commit for commit in commits if not any(of == commit for of, _ in known)]
+
+
+def test_comments_make_no_kernel_old() -> None:
+    before = '"""A kernel."""\n\n# How.\ndef f(x):\n    """Of x."""\n    return x + 1\n'
+    after = '"""A fast kernel.\n\nReally.\n"""\ndef f(x):\n    # Why.\n    return x + 1\n'
+    assert sources.code(before, ast.parse(before)) == sources.code(after, ast.parse(after))
+    changed = before.replace("x + 1", "x + 2")
+    assert sources.code(before, ast.parse(before)) != sources.code(changed, ast.parse(changed))
+
+
+def _tree(root: Path) -> Path:
+    for name, text in {
+        "lowering/one/__init__.py": "",
+        "lowering/one/tile.py": "from ditron_inductor.lowering.shared import put\n",
+        "lowering/other/__init__.py": "",
+        "lowering/shared.py": "from ditron_inductor.core import signals\nimport ditron_inductor.lowering.host.launch\n",
+        "lowering/host/__init__.py": "",
+        "lowering/host/launch.py": "SLOW = 1\n",
+        "ditron_inductor/core/signals.py": "SIGNAL = 1\n",
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_a_kernel_is_made_of_what_it_imports(tmp_path: Path) -> None:
+    root = _tree(tmp_path)
+    assert sources.kinds(root) == ("one", "other")
+
+    def now() -> tuple[str, ...]:
+        return tuple(sources.fingerprint(kind, root) for kind in sources.kinds(root))
+
+    before = now()
+    (root / "lowering/host/launch.py").write_text("SLOW = 2\n")
+    assert now() == before, "the host's path is no kernel"
+    (root / "ditron_inductor/core/signals.py").write_text("SIGNAL = 2\n")
+    one, other = now()
+    assert one != before[0] and other == before[1]
+
+
+def test_the_age_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {("abc", "one"): "1", ("abc", "other"): "2", ("lost", "one"): "", ("lost", "other"): ""}
+    monkeypatch.setattr(sources, "recorded", lambda: known)
+    monkeypatch.setattr(sources, "today", lambda: {"one": "1", "other": "9"})
+    assert sources.age("abc", ["one"]) == sources.CURRENT
+    assert sources.age("abc", ["one", "other"]) == sources.OLD
+    assert sources.age("lost", ["one"]) == sources.age("never seen", ["one"]) == sources.UNKNOWN
+
+
+def test_the_kinds_that_a_row_has_run() -> None:
+    model = replace(ROW, bench="models", op="prefill")
+    assert sources.kinds_of(ROW) == ("all_gather_matmul",)
+    assert sources.kinds_of(replace(ROW, bench="norm", op="swiglu")) == ("all_gather_matmul",)
+    assert sources.kinds_of(model, "4 flash_decode, 1 all_gather left alone (no_matmul)") == ("flash_decode",)
+    assert sources.kinds_of(model) == sources.kinds()
+
+
+def test_reports_need_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_git(*arguments: object, **options: object) -> None:
+        raise AssertionError("git was asked")
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    assert sources.age(read_csv(MODELS)[0].commit, sources.kinds()) in (sources.OLD, sources.CURRENT)
+
+
+def test_commits_without_history_are_recorded_as_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "sources.csv"
+    assert sources.complete(["not-a-commit"], path) and not sources.complete(["not-a-commit"], path)
+    assert set(sources.recorded(path).values()) == {""}
