@@ -194,12 +194,12 @@ def single_kernels(rows: Sequence[Row], models: Sequence[Row]) -> list[Claim]:
     slow, *_ = _older(models, world=2, form="sp", batch=1, tokens=2048, model="qwen3-32b")
     host = tuple(f"{(slow.us(name) or 0.0) / 1e3:.2f}" for name in ("ditron", "inductor", "async_tp"))
     return [
-        Claim("`all_gather_matmul` {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[gather] + graph[gather]),
-        Claim("`matmul_reduce_scatter` {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[scatter] + graph[scatter]),
-        Claim("{}, {}, {}, {} and {} for the first five", _best(captured, scatter, 1)),
+        Claim("`all_gather_matmul`: {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[gather] + graph[gather]),
+        Claim("`matmul_reduce_scatter`: {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[scatter] + graph[scatter]),
+        Claim("the first five are {}, {}, {}, {} and {}", _best(captured, scatter, 1)),
         Claim("(the product alone in Triton) and {}", (f"{tile:.2f}",)),
-        Claim("({} to {} % behind it)", tuple(map(percent, _ends(behind)))),
-        Claim("before the plan knew: {} ms, Inductor {} ms, async TP {} ms", host),
+        Claim("({} to {} % longer)", tuple(map(percent, _ends(behind)))),
+        Claim("took {} ms, against {} ms by Inductor and {} ms by async TP", host),
     ]
 
 
