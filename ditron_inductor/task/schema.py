@@ -45,7 +45,7 @@ the node's `slots()` name, in that order. `define()` declares the ops; the imple
     q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
     [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
     contiguous [B, W*S, Hkv, D], present if and only if return_gathered. bias: broadcastable to [B, Hq, Sq, W*S], of
-    bool or floats, present if and only if the mask is `given`. Masks: see task/all_gather_attention.py.
+    bool or floats, present if and only if the mask is `given`. Masks: see task/attention_masks.py.
 `attention_reduce_scatter: grad_out, q, k, v, out, lse, (bias) -> grad_q, grad_k, grad_v, token`
     its backward, from the gathered k and v [B, Hkv, W*S, D]; grad_q [B, Hq, Sq, D] and this rank's part of the sums
     over the ranks, grad_k and grad_v [B, Hkv, S, D], with the memory of a contiguous [B, S, H, D].
@@ -157,6 +157,13 @@ def node_from_call(target: object, args: Sequence[Any]) -> Any:
     return parsed(kind, args[NODE])
 
 
+def node_of(call: fx.Node) -> Node | None:
+    """The node that a call in a graph stands for; None where what is called is no op of a node."""
+    target = call.target
+    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE and target._opname in NODES
+    return node_from_call(target, call.args) if ours else None
+
+
 def operands_of(call: fx.Node) -> Sequence[Any]:
     """The operands of a call in a graph, in their order."""
     operands: Any = call.args[OPERANDS]
@@ -167,6 +174,11 @@ def operands_from_call(call: fx.Node) -> dict[str, Any]:
     """The operands of a call in a graph, by name."""
     found: dict[str, Any] = node_from_call(call.target, call.args).named(operands_of(call))
     return found
+
+
+def shapes_from_call(call: fx.Node) -> dict[str, Any]:
+    """The shapes of the operands of a call in a graph, by name."""
+    return shapes_of({name: values_of(value) for name, value in operands_from_call(call).items()})
 
 
 def operand(call: fx.Node, name: str) -> Any:
@@ -193,6 +205,11 @@ def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
         name: [one.shape for one in value] if isinstance(value, list) else value.shape
         for name, value in operands.items()
     }
+
+
+def values_of(operand: Any) -> Any:
+    """The fake tensor of an operand in a graph, or those of a list."""
+    return [one.meta["val"] for one in operand] if isinstance(operand, list) else operand.meta["val"]
 
 
 def memory(like: torch.Tensor, outputs: Sequence[Output]) -> list[torch.Tensor]:

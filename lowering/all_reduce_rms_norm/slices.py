@@ -34,8 +34,8 @@ from ditron_inductor.core.signals import (
     wait_rows,
 )
 from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, finish
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
+from ditron_inductor.lowering.all_reduce.all_reduce_kernel import add_up
+from ditron_inductor.lowering.norms.rows import extras, finish
 
 
 class How(NamedTuple):

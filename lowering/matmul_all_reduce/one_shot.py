@@ -46,7 +46,11 @@ from ditron_inductor.core.signals import (
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, SUM, TILE, WAIT, event, now
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+from ditron_inductor.lowering.config import Config, select_few_rows_config
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, prepared, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
+from ditron_inductor.lowering.host.launcher import Arguments
+from ditron_inductor.lowering.norms.rows import (
     all_outputs,
     block_of,
     constants_of,
@@ -54,10 +58,6 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     pointers,
     reduced_outputs,
 )
-from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, prepared, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
-from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
 MOST_ROWS = 64

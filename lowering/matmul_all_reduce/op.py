@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ditron_inductor.lowering.all_reduce import chunked
 from ditron_inductor.lowering.epilogues import finished
 from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile
-from ditron_inductor.lowering.matmul_all_reduce import chunked, tile
+from ditron_inductor.lowering.matmul_all_reduce import tile
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MatmulAllReduce
 
@@ -30,5 +31,5 @@ LOWERING = Lowering(
     MatmulAllReduce,
     library,
     Tile(tile.geometry, tile.matmul_all_reduce),
-    Chunked(chunked.obstacle, chunked.geometry, chunked.matmul_all_reduce),
+    Chunked(chunked.obstacle, chunked.geometry, chunked.reduced_sum),
 )

@@ -35,12 +35,11 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
+from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.products import FindProduct, Product, find_product
-from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
 from ditron_inductor.task.nodes import MatmulAllReduce
-
-PATTERN = MatmulAllReduce.kind
 
 
 @dataclass(frozen=True)
@@ -110,16 +109,5 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     return call
 
 
-def matmul_all_reduce(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every all-reduce of provable matmuls; returns how many were. The others get a reason."""
-    count = 0
-    for node in collectives(graph, ALL_REDUCE):
-        match = find_matmul_all_reduce(node)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if refused(match):
-            leave_alone(node, PATTERN, match)
-            continue
-        rewrite(graph, match, options)
-        count += 1
-    return count
+matmul_all_reduce = Fusion(MatmulAllReduce, (ALL_REDUCE,), find_matmul_all_reduce, rewrite)
+"""Fuses every all-reduce of provable matmuls. The others get a reason."""

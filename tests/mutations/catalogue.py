@@ -235,7 +235,7 @@ LOWERING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the all-reduce kernel adds the own piece last",
-        "lowering/matmul_all_reduce/all_reduce_kernel.py",
+        "lowering/all_reduce/all_reduce_kernel.py",
         "        total += tl.where(source == rank, mine, theirs[source]).to(tl.float32)\n",
         "        total += theirs[source].to(tl.float32)\n    total += mine.to(tl.float32)\n",
         ORDER,

@@ -12,12 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ditron_inductor.task import schema
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
+from ditron_inductor.task.attention_masks import Mask
 from ditron_inductor.task.nodes import (
     NODES,
+    AllGatherAttention,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
+    AttentionReduceScatter,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
