@@ -125,7 +125,7 @@ class SummedMatmul(TaskNode):
     Its operands are `a`, `b`, `bias` where there is one, and the extra tensors of an epilogue.
     """
 
-    plain_fields: ClassVar[Mapping[str, Any]]
+    plain_fields: ClassVar[Mapping[str, Any]] = {}
     """Those of the simplest node that have no default, but for the fields that all kinds have."""
     takes_column: ClassVar[bool] = False
     """Whether a bias of matrices may also be a column [M, 1]."""
@@ -139,8 +139,11 @@ class SummedMatmul(TaskNode):
     def slots(self) -> Slots:
         return (*product_slots(self.num_products, self.has_bias), *self.extra_slots())
 
-    def verify_sum(self) -> None:
-        """Raises `InvalidTaskNode`."""
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """(first operands, second ones, bias), and the extra tensors where the node may have an epilogue."""
+        return split_products(self.num_products, self.has_bias, operands)[:3]
+
+    def verify(self) -> None:
         within = 1 <= self.num_products <= MAX_PRODUCTS
         expected = f"at least one matmul, and at most {MAX_PRODUCTS}"
         check(within, self.kind, "num_products", self.num_products, expected)
@@ -174,7 +177,7 @@ class SummedMatmul(TaskNode):
 
     def exchanged(self, shape: Shape) -> Shape:
         """The shape of what a rank has of the sums of all ranks, each of this shape."""
-        raise NotImplementedError
+        return shape
 
     def made(self, products: Sequence[Shape]) -> list[Output]:
         """What the node makes of products of these shapes."""
@@ -204,14 +207,13 @@ class ReducedSum(WithEpilogue, SummedMatmul):
     reduces: ClassVar[bool] = True
     reduce_op: str
 
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
-        """(first operands, second ones, bias, extra tensors)."""
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
         return split_products(self.num_products, self.has_bias, operands)
 
     def verify(self) -> None:
         verify_reduce_op(self.kind, self.reduce_op)
         self.verify_epilogue()
-        self.verify_sum()
+        super().verify()
 
 
 @dataclass(frozen=True)
@@ -400,9 +402,6 @@ class MatmulAllReduce(ReducedSum):
     def pattern(self) -> str:
         return f"{self.sum_pattern} -> all_reduce({self.reduce_op}){self.behind_pattern}"
 
-    def exchanged(self, shape: Shape) -> Shape:
-        return shape
-
     def sizes(self, shapes: Shapes) -> Sizes:
         found = super().sizes(shapes)
         # Rows are reduced as they are, however many dimensions they have.
@@ -439,13 +438,9 @@ class MatmulAllGather(SummedMatmul):
     def exchanged(self, shape: Shape) -> Shape:
         return with_size(shape, self.gather_dim, lambda size: size * self.world_size)
 
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None]:
-        """(first operands, second ones, bias)."""
-        return split_products(self.num_products, self.has_bias, operands)[:3]
-
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
-        self.verify_sum()
+        super().verify()
 
 
 @dataclass(frozen=True)
@@ -476,14 +471,10 @@ class MatmulAllToAll(SummedMatmul):
     def exchanged(self, shape: Shape) -> Shape:
         return ulysses.gathered_shape(shape, shape[-1], self.gather_dim, self.world_size)
 
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None]:
-        """(first operands, second ones, bias)."""
-        return split_products(self.num_products, self.has_bias, operands)[:3]
-
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         check(self.parts >= 1, self.kind, "parts", self.parts, "at least one part")
-        self.verify_sum()
+        super().verify()
 
 
 @dataclass(frozen=True)

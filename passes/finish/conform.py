@@ -125,10 +125,7 @@ def _task(match: Match, options: Options) -> TaskNode:
         "return_gathered": True,
         "num_weights": 1,
         **({"num_extras": 1, "epilogue": ADD_ALL} if _adds(declared) else {}),
-        "world_size": collective.world_size,
-        "group_name": collective.group_name,
-        "site": rewriting.UNNAMED_SITE,
-        "policy": rewriting.policy(options),
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
     }
     return declared(**{field.name: known[field.name] for field in fields(declared) if field.name in known})
 

@@ -118,12 +118,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     collective, feeds = match.collective, match.feeds
     task = AllGatherMatmul(
         gather_dim=match.gather_dim,
-        world_size=collective.world_size,
-        group_name=collective.group_name,
         return_gathered=feeds.return_gathered,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
         num_weights=len(feeds.matmuls),
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
     )
     return replace(graph, feeds, match.gathered, task, collective.operand, swapped=match.swapped)
 

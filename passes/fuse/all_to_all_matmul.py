@@ -206,10 +206,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         scatter_dim=0 if proofs.known_equal(first, 1) else 1,
         parts=match.parts,
         return_received=match.return_received,
-        world_size=world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
+        **rewriting.site_fields(world_size, collective.group_name, options),
     )
     depth = match.weight.meta["val"].shape[0]
     received_shape = all_to_all.shape_of(first, second, depth)

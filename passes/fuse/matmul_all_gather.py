@@ -189,12 +189,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     result, like = gathered.result, collective.wait.meta["val"]
     task = MatmulAllGather(
         gather_dim=gathered.dim,
-        world_size=collective.world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
-        num_products=len(product.factors),
-        has_bias=bool(product.biases),
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
+        **product.counts,
     )
     shape = list(gathered.shape)
     shape[gathered.dim] = shape[gathered.dim] * collective.world_size

@@ -176,12 +176,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = MatmulAllToAll(
         gather_dim=0 if proofs.known_equal(first, 1) else 1,
         parts=match.parts,
-        world_size=world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
-        num_products=len(product.factors),
-        has_bias=bool(product.biases),
+        **rewriting.site_fields(world_size, collective.group_name, options),
+        **product.counts,
     )
     columns = product.mm.meta["val"].shape[1] // world_size
     shape = all_to_all.shape_of(first, world_size * second, columns)

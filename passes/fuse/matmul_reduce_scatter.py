@@ -160,14 +160,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = MatmulReduceScatter(
         scatter_dim=match.scatter_dim,
         reduce_op=collective.reduce_op,
-        world_size=collective.world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
-        num_products=len(product.factors),
-        has_bias=bool(product.biases),
-        num_extras=len(product.epilogue[0]),
-        epilogue=product.epilogue[1],
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
+        **product.counts,
+        **product.epilogue_fields,
     )
     with graph.inserting_before(collective.node):
         lefts, rights, value = _operands(graph, match)

@@ -89,6 +89,16 @@ class Product:
             return (), ""
         return self.pre.extras, Epilogue((ProductTerm(0),), self.pre.expression).text()
 
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The fields of a node with this product."""
+        return {"num_products": len(self.factors), "has_bias": bool(self.biases)}
+
+    @property
+    def epilogue_fields(self) -> dict[str, Any]:
+        """Those of a node that may have an epilogue, beside them."""
+        return {"num_extras": len(self.epilogue[0]), "epilogue": self.epilogue[1]}
+
 
 FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]
 """`find_product`, or what finds more."""

@@ -66,9 +66,9 @@ ditron::matmul_all_reduce_rms_norm(Tensor[] operands, str node, Tensor? token) -
 ditron::matmul_all_to_all(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::all_to_all_matmul(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::flash_decode(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::projections(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::all_gather_attention(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::attention_reduce_scatter(Tensor[] operands, str node, Tensor? token) -> Tensor[]
-ditron::projections(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
