@@ -257,7 +257,8 @@ class AllGatherMatmul(WithPrologue):
     .., K] and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
 
     With an epilogue, the text of task/epilogue.py, the outputs are what it makes of these products and of `num_extras`
-    more tensors. With a prologue the shard is what that makes of the first operand.
+    more tensors. With a prologue the shard is what that makes of the first operand. Behind these outputs come the
+    gathered tensor, if `return_gathered`, and what the prologue returns.
     """
 
     kind: ClassVar[str] = "all_gather_matmul"
@@ -483,6 +484,7 @@ class AllToAllMatmul(TaskNode):
 
     x [.., W*S, .., parts * C] with W*S at `scatter_dim`, never the last dimension; received [.., S, .., K] with K =
     parts * W * C, weight [K, N], out [rows, N] with all dimensions of received but the last one flattened into rows.
+    received is returned too, if `return_received`.
     """
 
     kind: ClassVar[str] = "all_to_all_matmul"

@@ -3,55 +3,11 @@
     ditron.<kind>(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 
 `node` is the text of the node (codec.py), which holds all that a site needs at run time; the operands are those that
-the node's `slots()` name, in that order. `define()` declares the ops; the implementations are bound by
-`ditron_inductor.lowering.register`. In words, by kind:
+the node's `slots()` name, in that order. What they are, and what is returned, stands in the docstring of the kind's
+declaration, see nodes.py. Operands may have any strides, but for the x of `projections`, which is contiguous. Outputs
+have the memory that their `Output` says; behind them comes a token, but for `projections`, which has no site.
 
-`all_gather_matmul: shard, weights, (extras), <of nodes.SHARD_EXTRAS> -> out_0, .., (gathered,) <saved>, token`
-    shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.
-    out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened. With an epilogue the
-    outputs are those that its text names, made of the products and of the extra tensors (see task/epilogue.py).
-    gathered [.., W*S, .., K], contiguous, present if and only if return_gathered. With a prologue the first operand is
-    x, and the shard is norm(total), total = x + residual, with the weight and the shift, as in `all_reduce_rms_norm`;
-    total is returned where there is a residual, then what the prologue saves.
-`matmul_reduce_scatter: a, b, (bias), (extras) -> out, .., token`
-    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias a
-    row [N], or of matrices a column [W*S, 1], added on every rank before the reduction; out [.., S, .., N] contiguous.
-    With an epilogue the outputs are those that its text names, made of out as `mm0` and of the extra tensors, each in
-    its shape.
-`matmul_all_reduce: a, b, (bias), (extras) -> out, .., token`
-    a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N]; out [.., N] contiguous, bit-identical on every rank.
-    Epilogues as above.
-`all_reduce_rms_norm: x, <names of nodes.EXTRAS> -> normed, total, <saved>, token`
-    x [.., N]. The residual has as many elements, in any shape whose rows are N long; the others have N elements.
-    total = post(all_reduce(x) + bias + second_bias) + residual and normed = norm(total): shape and dtype of x,
-    contiguous, bit-identical on every rank. See `nodes.Norm`; without a norm (`none`) there is no normed. What is saved
-    is contiguous; mean and rstd are fp32 [.., 1], scaled is fp32; other is norm(total) with other_weight and
-    other_shift.
-`matmul_all_reduce_rms_norm: a, b, (product_bias), <names of nodes.EXTRAS>, (extras) -> normed, total, <saved>, token`
-    The same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` makes of that, as `matmul_all_reduce`.
-`matmul_all_gather: a, b, (bias) -> out, token`
-    a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N]; out is the sum [.., N] with gather_dim W times as long,
-    contiguous.
-`matmul_all_to_all: a, b, (bias) -> out, token`
-    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), alike but for K_i; b_i [K_i, N] with N a
-    multiple of parts * W; bias [N]; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
-`all_to_all_matmul: x, weight -> out, (received,) token`
-    x [.., W*S, .., C] with W*S at scatter_dim (never the last dimension), C a multiple of parts; weight [W*C, N]; out
-    [rows, N] contiguous, rows = received's dimensions but the last, flattened. received [.., S, .., W*C], contiguous,
-    present if and only if return_received. See task/ulysses.py.
-`flash_decode: q, k, v, lengths, (block_table) -> out, token`
-    See task/flash_decode.py.
-`all_gather_attention: q, k, v, (bias) -> out, lse, (gathered_k, gathered_v,) token`
-    q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
-    [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
-    contiguous [B, W*S, Hkv, D], present if and only if return_gathered. bias: broadcastable to [B, Hq, Sq, W*S], of
-    bool or floats, present if and only if the mask is `given`. Masks: see task/attention_masks.py.
-`attention_reduce_scatter: grad_out, q, k, v, out, lse, (bias) -> grad_q, grad_k, grad_v, token`
-    its backward, from the gathered k and v [B, Hkv, W*S, D]; grad_q [B, Hq, Sq, D] and this rank's part of the sums
-    over the ranks, grad_k and grad_v [B, Hkv, S, D], with the memory of a contiguous [B, S, H, D].
-`projections: x, weights, (extras) -> out_0, ..`
-    x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue makes of them.
-    No site and no token: nothing is communicated.
+`define()` declares the ops; the implementations are bound by `ditron_inductor.lowering.register`.
 
 A token is `uint8[1]` and never read: it is only a dependency, which keeps the sites of a group in graph order
 through every reordering of the compiler. The first site of a chain gets None. Other ops:

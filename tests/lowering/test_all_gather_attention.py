@@ -16,7 +16,6 @@ from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.lowering.all_gather_attention import tile
 from ditron_inductor.lowering.attention import local_attention
-from ditron_inductor.passes.finish.wire_facts import wire_of
 from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.attention_masks import (
     MASKS,
@@ -558,5 +557,5 @@ def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:
 
 def test_a_soft_cap_is_part_of_the_name_of_its_site() -> None:
     node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
-    facts = {wire_of(replace(node, softcap=softcap)) for softcap in (0.0, 30.0, 50.0)}
+    facts = {replace(node, softcap=softcap).wire for softcap in (0.0, 30.0, 50.0)}
     assert len(facts) == 3

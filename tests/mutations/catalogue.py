@@ -501,7 +501,7 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "a reduction of any op is fused",
         "passes/graph/collectives.py",
-        "if reduce_op is not None and reduce_op not in REDUCE_OPS:",
+        "if reduce_op is not None and reduce_op not in reduce_ops:",
         "if reduce_op is not None and not reduce_op:",
         "tests/passes/test_matmul_all_reduce.py::test_guard",
     ),
