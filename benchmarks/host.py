@@ -386,7 +386,8 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
         if bench.kind not in options.ops:
             continue
         if bench.kind in KINDS:
-            add(TILE, {"op": bench.kind}, stages(bench, timer))
+            if "tile" in bench.node.strategies:
+                add(TILE, {"op": bench.kind}, stages(bench, timer))
             if "chunked" in bench.node.strategies:
                 for name, measured in chunked_stages(bench, timer).items():
                     add(CHUNKED, {"op": name}, measured)
