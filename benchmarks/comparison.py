@@ -10,9 +10,12 @@ from tabulate import tabulate
 
 from benchmarks import sources
 from benchmarks.records import Row, by_cell
-from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, ULYSSES_KINDS
+from ditron_inductor.task.exchange import EXCHANGED_PRODUCT, GATHERED_OPERAND, GATHERED_PRODUCT
+from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, TASKS, ULYSSES_KINDS
 
 OPS = (*KINDS, *ULYSSES_KINDS)
+WIDE_INPUT = (GATHERED_OPERAND, GATHERED_PRODUCT, EXCHANGED_PRODUCT)
+"""Those whose matmul has the hidden size as its K."""
 MEASURED_OPS = (*OPS, *DELETED_KINDS)
 """Those that there may be rows of."""
 BASELINES = ("nccl", "gloo")
@@ -53,7 +56,7 @@ class Comparison:
     @property
     def hidden(self) -> int:
         """The width that the ranks have in common: what the layer's input or output is wide."""
-        return self.K if self.op in ("all_gather_matmul", "matmul_all_gather", "matmul_all_to_all") else self.N
+        return self.K if self.op not in DELETED_KINDS and TASKS[self.op].exchange in WIDE_INPUT else self.N
 
     @property
     def shape(self) -> str:

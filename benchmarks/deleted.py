@@ -132,7 +132,7 @@ KEPT = (
         ("sdpa",),
         ("ditron:library",),
         "torch's backward, two reduce-scatters",
-        "stays: the gradient of `ops.all_gather_attention` with a bias is the same node",
+        "stays: the gradient of our function for serving, with a bias, is the same node",
         lambda row: row.sizes["mask"] == "given",
     ),
     Verdict(

@@ -33,14 +33,14 @@ from tabulate import tabulate
 
 from benchmarks import host_attention
 from benchmarks.host_calls import Bench, Call, fields_of_site
-from ditron_inductor.task.nodes import (
-    KINDS,
-    NODES,
-    AllGatherMatmul,
-    MatmulAllGather,
-    MatmulAllReduce,
-    MatmulReduceScatter,
+from ditron_inductor.task.exchange import (
+    GATHERED_OPERAND,
+    GATHERED_PRODUCT,
+    REDUCED_PRODUCT,
+    SCATTERED_PRODUCT,
+    Exchange,
 )
+from ditron_inductor.task.nodes import KINDS, TASKS
 from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
 
 OPS = (*KINDS, *host_attention.KINDS)
@@ -97,35 +97,33 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
         dist.all_gather_into_tensor(whole, a @ b)
         return torch.cat(whole.chunk(world_size), 1)
 
-    fused: dict[str, Call] = {}
+    fused: dict[Exchange, Call] = {}
     if device.type == "cuda":
         import torch.distributed._symmetric_memory as symm_mem
 
         # Async TP silently does nothing without this deprecated call.
         symm_mem.enable_symm_mem_for_group(name)
-        fused["gather"] = lambda: torch.ops.symm_mem.fused_all_gather_matmul(shard, [b], 0, name)
-        fused["scatter"] = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, name)
+        fused[GATHERED_OPERAND] = lambda: torch.ops.symm_mem.fused_all_gather_matmul(shard, [b], 0, name)
+        fused[SCATTERED_PRODUCT] = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, name)
     has_gloo_scatter = device.type == "cuda"
-    product = {"a": [a], "b": [b]}
-
-    def site(kind: str) -> dict[str, Any]:
-        return fields_of_site(kind, world_size, name, (WORKSPACE_LIMIT, TIMEOUT_S))
-
-    return [
-        Bench(
-            AllGatherMatmul(0, return_gathered=False, num_weights=1, **site(AllGatherMatmul.kind)),
-            {"shard": shard, "weights": [b]},
-            {"library": gathered_matmul} | ({"async_tp": fused["gather"]} if fused else {}),
-        ),
-        Bench(
-            MatmulReduceScatter(0, "sum", **site(MatmulReduceScatter.kind)),
-            product,
-            ({"library": scattered_matmul} if has_gloo_scatter else {})
-            | ({"async_tp": fused["scatter"]} if fused else {}),
-        ),
-        Bench(MatmulAllReduce("sum", **site(MatmulAllReduce.kind)), product, {"library": reduced_matmul}),
-        Bench(MatmulAllGather(1, **site(MatmulAllGather.kind)), product, {"library": product_gathered}),
-    ]
+    baselines: dict[Exchange, dict[str, Call]] = {
+        GATHERED_OPERAND: {"library": gathered_matmul},
+        SCATTERED_PRODUCT: {"library": scattered_matmul} if has_gloo_scatter else {},
+        REDUCED_PRODUCT: {"library": reduced_matmul},
+        GATHERED_PRODUCT: {"library": product_gathered},
+    }
+    tensors = {"shard": shard, "weights": [b], "a": [a], "b": [b]}
+    found = []
+    for node in (TASKS[kind].plain(SIZE, SIZE, SIZE, world_size)[0] for kind in KINDS):
+        calls = baselines[node.exchange] | ({"async_tp": fused[node.exchange]} if node.exchange in fused else {})
+        found.append(
+            Bench(
+                replace(node, **fields_of_site(node.kind, world_size, name, (WORKSPACE_LIMIT, TIMEOUT_S))),
+                {slot: tensors[slot] for slot, _ in node.slots()},
+                calls,
+            )
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,7 @@ def chunked_stages(bench: Bench, timer: Timer) -> dict[str, dict[str, float]]:
     import torch
 
     from ditron_inductor.lowering import register
-    from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
+    from ditron_inductor.lowering.all_reduce import chunked as reduce_chunked
 
     operands, text, _ = bench.arguments("chunked")
     whole = bench.op("chunked")
@@ -240,10 +238,10 @@ def chunked_stages(bench: Bench, timer: Timer) -> dict[str, dict[str, float]]:
     issued = timer.issue_us(whole, launch.workspace.shared.synchronize, CHUNKED_CALLS)
     rows = {bench.kind: stages_of_call(lambda: found(*tensors), launch, sizes, timer)}
     dispatch = max(0.0, issued - rows[bench.kind]["call"])
-    if bench.kind == "matmul_all_reduce":
+    if bench.node.exchange == REDUCED_PRODUCT:
         a, b = operands
         parts = reduce_chunked.parts_geometry(node, launch, a, b.shape[1], b.shape[0])
-        in_parts = functools.partial(reduce_chunked.matmul_all_reduce, node, launch, parts, *tensors)
+        in_parts = functools.partial(reduce_chunked.reduced_sum, node, launch, parts, *tensors)
         rows[f"{bench.kind}, parts"] = stages_of_call(in_parts, launch, parts, timer)
     for row in rows.values():
         row["whole op"] = dispatch + row.pop("call")
@@ -295,7 +293,7 @@ def whole_calls(bench: Bench, device: Any, timer: Timer) -> dict[str, float]:
     from ditron_inductor.device import AgreedOptions, workspaces
 
     shared = workspaces.get(bench.node.group_name, device, AgreedOptions("tile", WORKSPACE_LIMIT, TIMEOUT_S)).shared
-    has = NODES[bench.kind].strategies
+    has = bench.node.strategies
     calls = {strategy: bench.op(strategy) for strategy in host_attention.STRATEGIES if strategy in has}
     for call in calls.values():
         call()
@@ -307,7 +305,7 @@ def contest(bench: Bench, device: Any, rounds: int) -> dict[str, tuple[float, fl
     import torch
     import torch.distributed as dist
 
-    contestants = {f"ditron:{name}": bench.op(name) for name in NODES[bench.kind].strategies} | bench.baselines
+    contestants = {f"ditron:{name}": bench.op(name) for name in bench.node.strategies} | bench.baselines
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for call in contestants.values():
         for _ in range(10):
@@ -388,8 +386,9 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
         if bench.kind not in options.ops:
             continue
         if bench.kind in KINDS:
-            add(TILE, {"op": bench.kind}, stages(bench, timer))
-            if "chunked" in NODES[bench.kind].strategies:
+            if "tile" in bench.node.strategies:
+                add(TILE, {"op": bench.kind}, stages(bench, timer))
+            if "chunked" in bench.node.strategies:
                 for name, measured in chunked_stages(bench, timer).items():
                     add(CHUNKED, {"op": name}, measured)
         elif device.type == "cpu":

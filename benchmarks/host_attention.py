@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.host_calls import Bench, fields_of_site
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.attention_masks import Mask
 from ditron_inductor.task.nodes import ATTENTION_KINDS, AllGatherAttention, AttentionReduceScatter, FlashDecode
 
 KINDS: tuple[str, ...] = (*ATTENTION_KINDS, FlashDecode.kind)

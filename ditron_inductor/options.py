@@ -31,21 +31,12 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
-from ditron_inductor.task.nodes import (
-    ATTENTION_KINDS,
-    DELETED_KINDS,
-    KINDS,
-    STRATEGIES,
-    ULYSSES_KINDS,
-    AllReduceRmsNorm,
-    FlashDecode,
-    Projections,
-)
+from ditron_inductor.task.nodes import DELETED_KINDS, STRATEGIES
+from ditron_inductor.task.nodes import FUSIONS as FUSIONS
 
 PREFIX = "ditron."
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 SHIPPED = "shipped"
-FUSIONS = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, FlashDecode.kind, Projections.kind, *ATTENTION_KINDS)
 # These options act when the model runs, or on what is printed, so a graph from a cache is right for all their values.
 NOT_COMPILED = ("table", "summary")
 SHARED = ("strategy", "workspace_limit", "timeout_s", "fusions", "sequence_parallel", "trials")

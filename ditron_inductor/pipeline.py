@@ -54,19 +54,14 @@ from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
-from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
-from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
-from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
-from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
-from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
-from ditron_inductor.passes.fuse.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph.collectives import group_sizes
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from ditron_inductor.passes.normalize.vllm_collectives import group_names
-from ditron_inductor.task.nodes import COMPILED_BY_US, TASK_KINDS, Projections
+from ditron_inductor.task.nodes import COMPILED_BY_US, NODES
 from ditron_inductor.task.schema import NAMESPACE, overload
 from ditron_inductor.task.site_records import SiteSink, current_sink
 
@@ -81,7 +76,8 @@ HASHED_SUFFIXES = (".py", ".csv", ".json")
 class Pass(Protocol):
     """A pure rewrite of a graph in place."""
 
-    __name__: str
+    @property
+    def __name__(self) -> str: ...
 
     def __call__(self, graph: fx.Graph, *, options: Options) -> int: ...
 
@@ -102,22 +98,14 @@ PASSES: tuple[Pass, ...] = (
     sequence_parallel,
     # Other forms are tried with all the fusions that follow, and kept where one of these fires.
     try_forms,
-    # Gathers come before reductions: a matmul between the two is fused with its gather, and its result is reduced
-    # afterwards.
-    all_gather_matmul,
-    matmul_reduce_scatter,
-    matmul_all_reduce,
+    # One collective is fused with the matmuls beside it. The list has a line for each kind, and says why it is there.
+    *FUSIONS,
     # Reductions whose product is changed in between, which the passes above could not take.
     prepare_products,
     # The norm behind a reduction, whether or not the reduction has been fused.
     all_reduce_rms_norm,
-    # Gathers of results: those that no matmul behind them has taken.
-    matmul_all_gather,
     # Three gathers of parts that no matmul reads, once the gathers of matmuls are gone.
     flash_decode,
-    # All-to-alls, which share no matmul with the gathers above.
-    matmul_all_to_all,
-    all_to_all_matmul,
     # The reasons of collectives that were left alone are reviewed once no fusion can follow.
     review_left_alone,
     # With `ditron.strict` the error is raised before any time is spent on the rest.
@@ -276,7 +264,7 @@ def declare_calls() -> None:
     nobody asked for, everything from which the first call of each op is computed. For a few layers this took a minute.
     """
     declare_meeting()
-    declare((*TASK_KINDS, Projections.kind))
+    declare(tuple(NODES))
 
 
 def mark_calls(graph: fx.Graph) -> None:

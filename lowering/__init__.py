@@ -1,4 +1,4 @@
-"""From Task node to kernel: one folder a node kind, one file a strategy."""
+"""From Task node to kernel: one folder a node kind, one file a strategy; beside them what several kinds share."""
 
 from __future__ import annotations
 

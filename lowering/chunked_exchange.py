@@ -14,12 +14,12 @@ from ditron_inductor.core.signals import Pointers
 from ditron_inductor.device.lanes import HERE, Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
-from ditron_inductor.lowering.all_gather_matmul.stage_norm import How, stage_norm
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, constants_of, warps_of
 from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Runs
 from ditron_inductor.lowering.host.launch import WORDS, Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, Bound, Launcher
 from ditron_inductor.lowering.host.tracing import takes_part
+from ditron_inductor.lowering.norms.rows import block_of, constants_of, warps_of
+from ditron_inductor.lowering.norms.stage_norm import How, stage_norm
 from ditron_inductor.task.nodes import ShardNorm
 
 BLOCK = 8192

@@ -25,7 +25,8 @@ def entries(on: cost.Hardware, *, chunked: bool = True) -> list[Entry]:
             blank = Entry("NVIDIA H200", 4, "bfloat16", op, m, n, k, 0, 1.0, 1.0, 1.0, "", "")
             us = cost.predict(problem_of(blank), on)
             chunked_us = us.get("chunked") if chunked else None
-            made.append(dataclasses.replace(blank, library_us=us["library"], chunked_us=chunked_us, tile_us=us["tile"]))
+            times = {"library_us": us["library"], "chunked_us": chunked_us, "tile_us": us.get("tile")}
+            made.append(dataclasses.replace(blank, **times))
     return made
 
 

@@ -57,7 +57,7 @@ TOKENS = (8192, 16384, 32768, 65536, 131072)
 
 @dataclass(frozen=True)
 class Cell:
-    """Of `tokens` in all; see task/all_gather_attention.py for masks, and biases.py for what the mask `given` is."""
+    """Of `tokens` in all; see task/attention_masks.py for masks, and biases.py for what the mask `given` is."""
 
     tokens: int
     heads: int
@@ -153,8 +153,8 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     import torch
 
     from benchmarks.ops.contest import sampled_rows
-    from ditron_inductor.task import all_gather_attention as task
     from ditron_inductor.task import reference, reference_attention
+    from ditron_inductor.task.attention_masks import Mask
 
     world, rank = session.world_size, session.rank
     length = cell.tokens // world
@@ -168,7 +168,7 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     group = {"gather_dim": 2, "world_size": world, "group_name": group_name}
     keys, values = (reference.all_gather(one.contiguous(), **group).float() for one in (k, v))
     rows = sampled_rows(length, device)[:: 1 if length < SAMPLED_ROWS else 2]
-    seen = reference_attention.visible(task.Mask(cell.mask, cell.window), rank, world, length, length, device, rows)
+    seen = reference_attention.visible(Mask(cell.mask, cell.window), rank, world, length, length, device, rows)
     bias = cell.bias_of(rank, world, device)
     scores: dict[str, float] = {"scale": cell.head_dim**-0.5, "softcap": cell.softcap}
     of_rows = None if bias is None else bias[:, :, rows]
@@ -181,24 +181,26 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     import torch
 
     from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns
-    from ditron_inductor.lowering.all_gather_attention import library, local_attention
-    from ditron_inductor.lowering.all_gather_attention.block_parts import canonical, joined
-    from ditron_inductor.lowering.all_gather_attention.merge import Merge
-    from ditron_inductor.task import all_gather_attention as task
-    from ditron_inductor.task import reference_attention
+    from ditron_inductor.lowering.all_gather_attention import library
+    from ditron_inductor.lowering.attention import local_attention
+    from ditron_inductor.lowering.attention.block_parts import canonical, joined
+    from ditron_inductor.lowering.attention.merge import Merge
+    from ditron_inductor.task import attention_masks, reference_attention
+    from ditron_inductor.task.nodes import AllGatherAttention
     from ditron_inductor.task.policy import Policy
 
     cell, q, k, v, bias, scale = problem.cell, problem.q, problem.k, problem.v, problem.bias, problem.scale
     world, rank, cuda = session.world_size, session.rank, problem.q.is_cuda
-    node = task.AllGatherAttention(
-        task.Mask(cell.mask, cell.window), scale, cell.softcap, world, group_name, "benchmark", Policy()
+    node = AllGatherAttention(
+        attention_masks.Mask(cell.mask, cell.window), scale, cell.softcap, world, group_name, "benchmark", Policy()
     )
     blocks = library.make(node, q, k, v)
     found: dict[str, Any] = {BLOCKS: lambda i: blocks(q, k, v, bias)[0]}
     group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
     gathered = library.gather(k, v, group)
     if cuda:
-        spans = joined(sorted(task.blocks(node.mask, rank, world, q.shape[2], k.shape[2]), key=lambda one: one.source))
+        blocks_of_mask = attention_masks.blocks(node.mask, rank, world, q.shape[2], k.shape[2])
+        spans = joined(sorted(blocks_of_mask, key=lambda one: one.source))
         run = local_attention.choose(q, k, v, cell.softcap, biased=bias is not None)
         merge = Merge(q, [span.rows for span in spans])
 
@@ -219,7 +221,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
         found |= {} if cell.softcap else _rings(problem, group)
     else:
         seen = reference_attention.visible(
-            task.Mask(cell.mask, cell.window), rank, world, q.shape[2], k.shape[2], q.device
+            attention_masks.Mask(cell.mask, cell.window), rank, world, q.shape[2], k.shape[2], q.device
         )
         keys, values = canonical(gathered[0]), canonical(gathered[1])
         given: dict[str, Any] = {"seen": seen, "scale": scale, "softcap": cell.softcap, "bias": bias}
@@ -259,7 +261,7 @@ def _chosen(q: Any, k: Any, v: Any, bias: Any, scale: float, group: Any) -> Any:
     import torch
 
     from ditron_inductor.lowering.all_gather_attention import library
-    from ditron_inductor.lowering.all_gather_attention.block_parts import canonical
+    from ditron_inductor.lowering.attention.block_parts import canonical
 
     def call(i: int) -> torch.Tensor:
         keys, values = map(canonical, library.gather(k, v, group))
@@ -310,7 +312,7 @@ def _written(problem: Problem, node: Any, group: Any) -> Callable[[int], torch.T
     import torch
 
     from ditron_inductor.lowering.all_gather_attention import library
-    from ditron_inductor.lowering.all_gather_attention.block_parts import canonical
+    from ditron_inductor.lowering.attention.block_parts import canonical
     from ditron_inductor.task import reference_attention
 
     q, k, v, softcap = problem.q, problem.k, problem.v, problem.cell.softcap

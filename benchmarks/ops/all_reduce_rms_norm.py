@@ -107,7 +107,6 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     from ditron_inductor.task.nodes import (
         EXTRAS,
         AllReduceRmsNorm,
-        MatmulAllReduce,
         MatmulAllReduceRmsNorm,
         Norm,
         Policy,
@@ -162,7 +161,8 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
 
     strategies = ("tile", "chunked", "library") if cell.K else ("tile", "library")
     if cell.K:
-        split = in_turns(MatmulAllReduce(**site("split", "auto")), products, 0)
+        whole = MatmulAllReduceRmsNorm(norm=norm, extras=(), **site("split", "auto"))
+        split = in_turns(whole.reduction, products, 0)
         found["ditron:split"] = lambda i: inductor_norm(split(i))
     found |= {"ditron": ours("auto")} | {f"ditron:{strategy}": ours(strategy) for strategy in strategies}
     x = (left[0].double() @ right[0].double()) if cell.K else left[0].double()

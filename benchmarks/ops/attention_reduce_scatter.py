@@ -81,12 +81,13 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
 
     from benchmarks.ops.contest import of_every_shard, sampled_rows
     from ditron_inductor.lowering.all_gather_attention import library
-    from ditron_inductor.task import all_gather_attention as task
+    from ditron_inductor.task.attention_masks import Mask
+    from ditron_inductor.task.nodes import AllGatherAttention
     from ditron_inductor.task.policy import Policy
     from ditron_inductor.task.reference_attention import attend_backward, visible
 
     world, rank = session.world_size, session.rank
-    length, scale, mask = cell.tokens // world, cell.head_dim**-0.5, task.Mask(cell.mask, cell.window)
+    length, scale, mask = cell.tokens // world, cell.head_dim**-0.5, Mask(cell.mask, cell.window)
     generator = torch.Generator(device).manual_seed(1 + rank)
 
     def draw(heads: int) -> torch.Tensor:
@@ -94,7 +95,7 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
         return drawn.to(torch.bfloat16).transpose(1, 2)
 
     q, k, v, grad_out = draw(cell.heads), draw(cell.key_heads), draw(cell.key_heads), draw(cell.heads)
-    node = task.AllGatherAttention(
+    node = AllGatherAttention(
         mask, scale, cell.softcap, world, group_name, "benchmark", Policy(), return_gathered=True
     )
     bias = cell.bias_of(rank, world, device)
@@ -131,14 +132,15 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns
     from ditron_inductor.lowering.attention_reduce_scatter import library
-    from ditron_inductor.task import all_gather_attention as task
     from ditron_inductor.task import reference_attention
+    from ditron_inductor.task.attention_masks import Mask
+    from ditron_inductor.task.nodes import AttentionReduceScatter
     from ditron_inductor.task.policy import Policy
 
     cell, operands, bias, scale = problem.cell, problem.operands, problem.bias, problem.scale
     world, rank, q = session.world_size, session.rank, problem.operands[1]
-    node = task.AttentionReduceScatter(
-        task.Mask(cell.mask, cell.window), scale, cell.softcap, world, group_name, "benchmark", Policy()
+    node = AttentionReduceScatter(
+        Mask(cell.mask, cell.window), scale, cell.softcap, world, group_name, "benchmark", Policy()
     )
     blocks = library.make(node, operands)  # type: ignore[arg-type]
     found: dict[str, Any] = {BLOCKS: lambda i: blocks(*operands, bias)}
@@ -160,15 +162,15 @@ def _local(node: Any, problem: Problem, rank: int) -> Any:
     """The fastest kernel on the blocks of the mask; its gradients of keys stay where they are."""
     import torch
 
-    from ditron_inductor.lowering.all_gather_attention import local_attention
-    from ditron_inductor.lowering.all_gather_attention.block_parts import joined
-    from ditron_inductor.lowering.all_gather_attention.merge import Merge
+    from ditron_inductor.lowering.attention import local_attention
+    from ditron_inductor.lowering.attention.block_parts import joined
+    from ditron_inductor.lowering.attention.merge import Merge
     from ditron_inductor.lowering.attention_reduce_scatter.library import gradients
-    from ditron_inductor.task import all_gather_attention as task
+    from ditron_inductor.task import attention_masks
 
     operands, (_, q, k, v, _, _) = problem.operands, problem.operands
     keys = k.shape[2] // node.world_size
-    found = task.blocks(node.mask, rank, node.world_size, q.shape[2], keys)
+    found = attention_masks.blocks(node.mask, rank, node.world_size, q.shape[2], keys)
     spans = joined(sorted(found, key=lambda one: one.source), whole=keys)
     bias, own = problem.bias, (k[:, :, :keys], v[:, :, :keys])
     run = local_attention.choose(q, *own, node.softcap, biased=bias is not None)
@@ -186,7 +188,7 @@ def _of_programs(problem: Problem, rank: int, group: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from ditron_inductor.lowering.all_gather_attention import local_attention
+    from ditron_inductor.lowering.attention import local_attention
 
     cell, scale, (grad_out, q, k, v, out, lse) = problem.cell, problem.scale, problem.operands
 

@@ -9,7 +9,8 @@ from benchmarks.ops.contest import wanted
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
 from benchmarks.timing import SAMPLE_US
-from ditron_inductor.task.nodes import ULYSSES_KINDS
+from ditron_inductor.task.exchange import GATHERED_OPERAND, REDUCED_PRODUCT, SCATTERED_PRODUCT
+from ditron_inductor.task.nodes import TASKS, ULYSSES_KINDS
 
 FLOPS = 650e12
 MEMORY_BYTES_PER_S = 4e12
@@ -22,6 +23,12 @@ CELL_S = 1.0
 CONTESTANT_S = 0.15
 # What a sample costs beside its calls: the alignment, the wait for its end.
 SAMPLE_EXTRA_MS = 0.3
+ELSEWHERE = {
+    GATHERED_OPERAND: ("symm_mem",),
+    SCATTERED_PRODUCT: ("symm_mem",),
+    REDUCED_PRODUCT: ("async_tp",),
+}
+"""The contestants that an exchange does not have."""
 # Most cells settle before all their rounds are over.
 SETTLED_SHARE = 0.7
 
@@ -32,11 +39,10 @@ def call_us(cell: Cell, world_size: int) -> float:
         cell = replace(cell, M=cell.M // world_size)
     compute = 2.0 * cell.M * cell.N * cell.K / FLOPS
     memory = 2.0 * (cell.M * cell.K + cell.K * cell.N + cell.M * cell.N) / MEMORY_BYTES_PER_S
-    wide = ("all_gather_matmul", "all_to_all_matmul")
-    width = cell.K if cell.op in wide else cell.N
-    passes = 2 if cell.op == "matmul_all_reduce" else 1
-    transfer = passes * 2.0 * cell.M * width * (world_size - 1) / world_size / LINK_BYTES_PER_S
-    if cell.op == "matmul_all_gather":
+    exchange = TASKS[cell.op].exchange
+    width = cell.K if exchange.of == "operand" else cell.N
+    transfer = exchange.rounds * 2.0 * cell.M * width * (world_size - 1) / world_size / LINK_BYTES_PER_S
+    if exchange.is_whole:
         # A rank's own columns are as wide as those of each peer, and all of them are copied to their place.
         transfer = transfer * world_size + 4.0 * cell.M * cell.N * world_size / MEMORY_BYTES_PER_S
     return FIXED_US + 1e6 * (max(compute, memory) + transfer)
@@ -54,9 +60,8 @@ def cells_seconds(request: Request, cells: Sequence[Cell], world_size: int) -> l
 
 
 def _cell_seconds(request: Request, cell: Cell, world_size: int, names: Sequence[str]) -> float:
-    gathers = "matmul_all_gather", *ULYSSES_KINDS
-    elsewhere = {"matmul_all_reduce": ("async_tp",), **dict.fromkeys(gathers, ("async_tp", "symm_mem"))}
-    number = sum(not name.startswith(elsewhere.get(cell.op, ("symm_mem",))) for name in names)
+    elsewhere = ELSEWHERE.get(TASKS[cell.op].exchange, ("async_tp", "symm_mem"))
+    number = sum(not name.startswith(elsewhere) for name in names)
     call_ms = call_us(cell, world_size) / 1e3
     if cell.graph:
         call_ms *= graph_calls(cell, world_size)

@@ -44,13 +44,17 @@ from ditron_inductor.report.timing import Call, captured
 from ditron_inductor.task.plan import decisions
 
 CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
-    "all_gather_matmul": all_gather_matmul.contest,
-    "matmul_reduce_scatter": matmul_reduce_scatter.contest,
-    "matmul_all_reduce": matmul_all_reduce.contest,
-    "matmul_all_gather": matmul_all_gather.contest,
-    "matmul_all_to_all": matmul_all_to_all.contest,
-    "all_to_all_matmul": all_to_all_matmul.contest,
+    module.__name__.rpartition(".")[2]: module.contest
+    for module in (
+        all_gather_matmul,
+        matmul_reduce_scatter,
+        matmul_all_reduce,
+        matmul_all_gather,
+        matmul_all_to_all,
+        all_to_all_matmul,
+    )
 }
+"""By node kind, after which the module is named."""
 Ready = dict[str, Call]
 
 

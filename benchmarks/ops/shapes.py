@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from ditron_inductor.report.matmul_shapes import MODELS, WHOLE_ROWS
-from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS, MatmulAllToAll
+from ditron_inductor.task.exchange import EXCHANGED_PRODUCT, GATHERED_PRODUCT, REDUCED_PRODUCT, SCATTERED_PRODUCT
+from ditron_inductor.task.nodes import KINDS, TASKS, ULYSSES_KINDS, matmul_of
 
 PREFILL = (8192, 4096, 2048)
 DECODE = (1, 16, 64, 128, 256)
@@ -77,11 +78,11 @@ def anchors(op: str, world_size: int) -> list[Cell]:
     """The MLPs of two Llama models: six rows of prefill, the smallest also in a graph, and (all-reduce) decode; their
     logits for a few tokens and for some.
     """
-    if op == "matmul_all_gather":
+    if TASKS[op].exchange == GATHERED_PRODUCT:
         return _logits(world_size)
     if op in ULYSSES_KINDS:
         return _around_attention(op)
-    reduces = op == "matmul_all_reduce"
+    reduces = TASKS[op].exchange == REDUCED_PRODUCT
     cells = []
     for model in LLAMAS:
         for tokens in PREFILL:
@@ -93,7 +94,7 @@ def anchors(op: str, world_size: int) -> list[Cell]:
 
 
 def _decode(world_size: int, tokens: Iterable[int]) -> list[Cell]:
-    op = "matmul_all_reduce"
+    op = matmul_of(REDUCED_PRODUCT)
     return [
         _cell(op, model, "mlp", world_size, each, graph=True, priority=2 * place)
         for place, model in enumerate(LLAMAS)
@@ -102,7 +103,7 @@ def _decode(world_size: int, tokens: Iterable[int]) -> list[Cell]:
 
 
 def _logits(world_size: int) -> list[Cell]:
-    op = "matmul_all_gather"
+    op = matmul_of(GATHERED_PRODUCT)
     return [
         _cell(op, model, "logits", world_size, tokens, graph=graph, priority=2 * place)
         for place, model in enumerate(LLAMAS)
@@ -115,7 +116,7 @@ def _around_attention(op: str) -> list[Cell]:
     for model in LLAMAS:
         layer = MODELS[model]
         N, K = layer.dim, layer.query_dim
-        if op == MatmulAllToAll.kind:
+        if TASKS[op].exchange == EXCHANGED_PRODUCT:
             N, K = layer.query_dim + 2 * layer.key_dim, layer.dim
         for place, tokens in enumerate(LONG):
             row = Cell(op, tokens, N, K, priority=place, source=f"{model} attention, all heads")
@@ -125,9 +126,9 @@ def _around_attention(op: str) -> list[Cell]:
 
 def decode(op: str, world_size: int) -> list[Cell]:
     """All-reduce of a few tokens, and their logits, inside CUDA graphs; nothing for the other ops."""
-    if op == "matmul_all_gather":
+    if TASKS[op].exchange == GATHERED_PRODUCT:
         return [cell for cell in _logits(world_size) if cell.graph]
-    return _decode(world_size, (1, 2, 4, 8, 16, 32, 64, 128, 256)) if op == "matmul_all_reduce" else []
+    return _decode(world_size, (1, 2, 4, 8, 16, 32, 64, 128, 256)) if TASKS[op].exchange == REDUCED_PRODUCT else []
 
 
 def zoo(op: str, world_size: int) -> list[Cell]:
@@ -135,10 +136,10 @@ def zoo(op: str, world_size: int) -> list[Cell]:
     known = set(anchors(op, world_size))
     cells = []
     for model in MODELS:
-        for part in ("logits",) if op == "matmul_all_gather" else ("mlp", "attention"):
+        for part in ("logits",) if TASKS[op].exchange == GATHERED_PRODUCT else ("mlp", "attention"):
             for tokens in (8192, 2048):
                 cells.append(_cell(op, model, part, world_size, tokens, priority=int(tokens == 2048)))
-            if op == "matmul_all_reduce":
+            if TASKS[op].exchange == REDUCED_PRODUCT:
                 cells += [_cell(op, model, part, world_size, each, graph=True, priority=2) for each in (16, 128)]
     return [cell for cell in cells if cell not in known]
 
@@ -164,7 +165,7 @@ def host(op: str, world_size: int) -> list[Cell]:
 
 def sums(op: str, world_size: int) -> list[Cell]:
     """The input gradients of queries, keys and values, and of gate and up, added up and scattered."""
-    if op != "matmul_reduce_scatter":
+    if TASKS[op].exchange != SCATTERED_PRODUCT:
         return []
     cells = []
     for model in LLAMAS:
@@ -184,7 +185,7 @@ def sums(op: str, world_size: int) -> list[Cell]:
 def tiny(op: str, world_size: int) -> list[Cell]:
     """A small shape, to try the program itself with, also on a CPU; for a reduce-scatter also as a sum."""
     one = Cell(op, 16 * world_size, 48, 40, source="tiny")
-    return [one, replace(one, depths=(24, 16))] if op == "matmul_reduce_scatter" else [one]
+    return [one, replace(one, depths=(24, 16))] if TASKS[op].exchange == SCATTERED_PRODUCT else [one]
 
 
 SETS: dict[str, Callable[[str, int], list[Cell]]] = {

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from benchmarks.comparison import OPS, Comparison, geometric_mean, mode
 from benchmarks.ops.shapes import GRAPH_ROW, PREFILL, SETS
-from ditron_inductor.task.nodes import DELETED_KINDS, ULYSSES_KINDS
+from ditron_inductor.task.exchange import GATHERED_OPERAND, GATHERED_PRODUCT, SCATTERED_PRODUCT
+from ditron_inductor.task.nodes import DELETED_KINDS, ULYSSES_KINDS, matmul_of
 
 SYMM_MEM = ("symm_mem:one_shot", "symm_mem:two_shot")
 MEASURED = ("nccl", "async_tp")
@@ -24,7 +25,7 @@ HOST_US = 40.0
 
 # (M, hidden): limit / auto. The last row is that of the CUDA graph.
 LIMIT: dict[str, dict[tuple[int, int], float]] = {
-    "all_gather_matmul": {
+    matmul_of(GATHERED_OPERAND): {
         (8192, 8192): 0.92,
         (4096, 8192): 0.90,
         (2048, 8192): 0.88,
@@ -32,7 +33,7 @@ LIMIT: dict[str, dict[tuple[int, int], float]] = {
         (4096, 4096): 0.85,
         (2048, 4096): 0.75,
     },
-    "matmul_reduce_scatter": {
+    matmul_of(SCATTERED_PRODUCT): {
         (8192, 8192): 0.95,
         (4096, 8192): 0.93,
         (2048, 8192): 0.88,
@@ -41,7 +42,7 @@ LIMIT: dict[str, dict[tuple[int, int], float]] = {
         (2048, 4096): 0.75,
     },
 }
-MEAN_OVER_NCCL = {"all_gather_matmul": 1.15, "matmul_reduce_scatter": 1.25}
+MEAN_OVER_NCCL = {matmul_of(GATHERED_OPERAND): 1.15, matmul_of(SCATTERED_PRODUCT): 1.25}
 PREFILL_OVER_NCCL = 1.15
 ULYSSES_OVER_NCCL = 1.15
 
@@ -99,7 +100,7 @@ def row_targets(cell: Comparison) -> list[Target]:
 
 def _of_anchor(cell: Comparison) -> list[Target]:
     row = (cell.M, cell.hidden)
-    if cell.op == "matmul_all_gather":
+    if cell.op == matmul_of(GATHERED_PRODUCT):
         return []
     if cell.op in ULYSSES_KINDS:
         return [Target("NCCL + cuBLAS / auto", cell.ratio("nccl", "ditron"), ULYSSES_OVER_NCCL, at_least=True)]

@@ -189,7 +189,7 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None, c
         if request is None or call is None:
             sites.append(site)
             continue
-        node = replace(call[0], site="", policy=Policy())  # type: ignore[type-var]
+        node = replace(call[0], site="", policy=Policy())  # type: ignore[call-arg]
         strategies = tuple(dict.fromkeys(("library", site.strategy))) if chosen else ("library", *possible(request))
         # The name is equal on all ranks, even if their weights are not.
         key = (record.group_name, replace(request, site=""), node, strategies)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce
+from ditron_inductor.task.exchange import GATHERED_OPERAND, GATHERED_PRODUCT, REDUCED_PRODUCT
+from ditron_inductor.task.nodes import MATMULS, TASKS
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
-"""The numbers of rows that are measured by default: for decoding, and for prefill of a few sizes."""
-WHOLE_ROWS = (MatmulAllReduce.kind, MatmulAllGather.kind)
-"""Ops whose rows are all on every rank, so that any number of them is possible."""
+"""Rows that are measured by default: decoding, and prefill of a few sizes."""
+WHOLE_ROWS = tuple(node.kind for node in MATMULS if node.exchange in (REDUCED_PRODUCT, GATHERED_PRODUCT))
+"""Ops whose rows all ranks have, any number of them."""
 # Fewer rows are not gathered or scattered in sequence parallelism.
 LEAST_SCATTERED = 128
 
@@ -47,9 +48,10 @@ class LayerWidths:
         and up in one). The matmuls behind these are reduced. A gather behind a matmul is that of the logits, whatever
         the part.
         """
-        if op == MatmulAllGather.kind:
+        exchange = TASKS[op].exchange
+        if exchange == GATHERED_PRODUCT:
             return self.vocabulary // world_size, self.dim
-        if op == AllGatherMatmul.kind:
+        if exchange == GATHERED_OPERAND:
             wide = 2 * self.hidden_dim if part == "mlp" else self.query_dim + 2 * self.key_dim
             return wide // world_size, self.dim
         return self.dim, (self.hidden_dim if part == "mlp" else self.query_dim) // world_size

@@ -21,7 +21,7 @@ from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.report.timing import GRAPH_CALLS, ROUNDS, Call, Clock, captured, interleaved
 from ditron_inductor.task import schema
 from ditron_inductor.task.node import Shapes, Sizes
-from ditron_inductor.task.nodes import NODES, Policy
+from ditron_inductor.task.nodes import TASKS, Policy
 
 WEIGHTS = ("weights", "weight", "b")
 """The names of operands that are weights."""
@@ -44,10 +44,8 @@ class SiteShape:
 
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
-        """Returns the simplest call whose matmul is [m, k] @ [k, n]. Raises ValueError if m rows do not divide among
-        the ranks.
-        """
-        return SiteShape(*NODES[op].plain(m, n, k, world_size), dtype)
+        """The simplest call whose matmul is [m, k] @ [k, n]. ValueError where m rows do not divide over the ranks."""
+        return SiteShape(*TASKS[op].plain(m, n, k, world_size), dtype)
 
     @property
     def sizes(self) -> Sizes:

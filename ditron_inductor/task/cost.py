@@ -50,7 +50,7 @@ from ditron_inductor.task.exchange import (
     SCATTERED_PRODUCT,
     Exchange,
 )
-from ditron_inductor.task.nodes import NODES
+from ditron_inductor.task.nodes import TASKS
 from ditron_inductor.task.problem import Problem
 
 MICRO = 1e6
@@ -205,14 +205,13 @@ def hardware(device_name: str) -> Hardware:
 
 def exchange_of(problem: Problem) -> Exchange:
     """The collective of the problem's kind."""
-    exchange = NODES[problem.kind].exchange
-    assert exchange is not None, f"{problem.kind} does not communicate"
+    exchange = TASKS[problem.kind].exchange
     return exchange
 
 
 def computes(problem: Problem) -> str:
     """What the problem's kind computes, see `Node`."""
-    return NODES[problem.kind].computes
+    return TASKS[problem.kind].computes
 
 
 def predict(problem: Problem, on: Hardware) -> dict[str, float]:
@@ -242,7 +241,7 @@ def _has_same_kernels(problem: Problem) -> bool:
 
 def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
     device_us = {"library": _library_us, "chunked": _chunked_us, "tile": _tile_us}
-    strategies = NODES[problem.kind].strategies
+    strategies = TASKS[problem.kind].strategies
     return {name: device_us[name](problem, on) + beside_us(problem, on, name) for name in strategies}
 
 
@@ -252,7 +251,7 @@ def host_us(problem: Problem, strategy: str) -> float:
         return SMALL_HOST_US
     kernels = _has_epilogue_kernel(problem, strategy) + _has_pre_kernel(problem, strategy)
     products = problem.more_products if strategy == "chunked" else 0
-    return NODES[problem.kind].host_us[strategy] + EPILOGUE_HOST_US * kernels + PRODUCT_HOST_US * products
+    return TASKS[problem.kind].host_us[strategy] + EPILOGUE_HOST_US * kernels + PRODUCT_HOST_US * products
 
 
 def beside_us(problem: Problem, on: Hardware, strategy: str) -> float:

@@ -9,14 +9,14 @@ from typing import ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import GATHERED_PARTS, Exchange
-from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, single
+from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.policy import Policy, check, verify_common
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class FlashDecode(Node):
+class FlashDecode(TaskNode):
     """out = attention of one query per sequence over the tokens of all ranks, bit-identical on every rank.
 
     q and out are [B, Hq, D]. Each rank holds some tokens of every sequence, in caches [B, S, Hkv, D] or (paged) blocks
@@ -24,7 +24,7 @@ class FlashDecode(Node):
     """
 
     kind: ClassVar[str] = "flash_decode"
-    exchange: ClassVar[Exchange | None] = GATHERED_PARTS
+    exchange: ClassVar[Exchange] = GATHERED_PARTS
     computes: ClassVar[str] = "decode"
     host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "tile": 36.0}
     # Attention that is as short as reading its cache has no chunks to overlap.
@@ -52,6 +52,13 @@ class FlashDecode(Node):
     def sizes(self, shapes: Shapes) -> Sizes:
         B, heads, D = shapes["q"]
         return Sizes(B * heads, D, 1, "", (B, heads, D))
+
+    @property
+    def wire(self) -> str:
+        return f"{self.kind} {self.scale:g} {self.softcap:g} {self.paged}"
+
+    def contributed(self, shapes: Shapes) -> Shape | None:
+        return None
 
     def outputs(self, shapes: Shapes) -> list[Output]:
         return [Output(tuple(shapes["q"]))]

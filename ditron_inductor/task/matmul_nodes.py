@@ -22,7 +22,7 @@ from ditron_inductor.task.exchange import (
     SCATTERED_PRODUCT,
     Exchange,
 )
-from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, single
+from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.norms import SHARD_EXTRAS, ShardNorm, by_names, norm_outputs
 from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 
@@ -31,7 +31,9 @@ REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
 MAX_PRODUCTS = 8
 """The most products that a node adds up: each of them is a loop of its own in a kernel."""
 MOST_SHOWN = 80
-"""The most characters of an epilogue that a pattern shows; the text of the node has all of it."""
+"""Characters of an epilogue in a pattern; the text of the node has all of it."""
+APART = 2
+"""A product of rows that do not lie together takes the host as long as so many others."""
 MOST_PROJECTED_ROWS = 64
 """The most rows of the tensor of `Projections`: as many as one tile of its kernel has."""
 
@@ -94,20 +96,41 @@ class WithEpilogue(Node):
         return f" -> {text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + ' ..'}" if text else ""
 
 
-class SummedMatmul(Node):
-    """A node that communicates sum_i a_i @ b_i + bias. a_i is [.., K_i], with shapes that differ only in K_i; b_i is
-    [K_i, N], and bias is a row [N].
+class SharedOperand(WithEpilogue):
+    """A node that multiplies one tensor by several weights, `weights`, or returns what an epilogue makes of that."""
+
+    num_weights: int
+
+    @property
+    def num_operands(self) -> int:
+        return self.num_weights
+
+
+class WithPrologue(SharedOperand, TaskNode):
+    """A node that may have a norm in front, which makes the tensor that is multiplied and communicated."""
+
+    prologue: ShardNorm | None
+
+    @property
+    def form(self) -> str:
+        return f"{self.kind} behind a norm" if self.prologue else self.kind
+
+    def normed_columns(self, sizes: Sizes) -> Any:
+        return sizes.k if self.prologue else 0
+
+
+class SummedMatmul(TaskNode):
+    """A node that communicates sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias a row [N].
 
     Its operands are `a`, `b`, `bias` if there is one, and the extra tensors of an epilogue.
     """
 
-    plain_fields: ClassVar[Mapping[str, Any]]
-    """The values that the simplest node has in fields without a default, except the fields that all kinds have."""
+    plain_fields: ClassVar[Mapping[str, Any]] = {}
+    """Those of the simplest node that have no default, but for the fields that all kinds have."""
+    takes_column: ClassVar[bool] = False
+    """Whether a bias of matrices may also be a column [M, 1]."""
     num_products: int
     has_bias: bool
-    world_size: int
-    group_name: str
-    policy: Policy
 
     def extra_slots(self) -> Slots:
         """The slots behind those of the products."""
@@ -116,16 +139,19 @@ class SummedMatmul(Node):
     def slots(self) -> Slots:
         return (*product_slots(self.num_products, self.has_bias), *self.extra_slots())
 
-    def verify_sum(self) -> None:
-        """Checks the fields of the sum. Raises `InvalidTaskNode`."""
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """(first operands, second ones, bias), and the extra tensors where the node may have an epilogue."""
+        return split_products(self.num_products, self.has_bias, operands)[:3]
+
+    def verify(self) -> None:
         within = 1 <= self.num_products <= MAX_PRODUCTS
         expected = f"at least one matmul, and at most {MAX_PRODUCTS}"
         check(within, self.kind, "num_products", self.num_products, expected)
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     @classmethod
-    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
-        # Every kind is a dataclass, but mypy knows only the annotations of this base.
+    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[TaskNode, Shapes]:
+        # A dataclass as every kind is: what mypy knows of this base are its annotations.
         made: Any = cls
         node: SummedMatmul = made(**cls.plain_fields, world_size=world_size, group_name="", site="", policy=Policy())
         shapes = {"a": [(m, k)], "b": [(k, n)]}
@@ -139,16 +165,19 @@ class SummedMatmul(Node):
         pairs = zip(self.exchanged(whole), whole, strict=True)
         return [(size, of_sum) for size, of_sum in pairs if of_sum > size]
 
-    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
+    def timed(self, shapes: Shapes) -> tuple[TaskNode, Shapes] | None:
         return self, shapes
 
     def sum_shape(self, shapes: Shapes) -> Shape:
         """[.., N], the shape of the sum."""
         return (*shapes["a"][0][:-1], shapes["b"][0][1])
 
+    def contributed(self, shapes: Shapes) -> Shape | None:
+        return self.sum_shape(shapes)
+
     def exchanged(self, shape: Shape) -> Shape:
-        """Returns the shape of a rank's result, from the shape of each rank's sum."""
-        raise NotImplementedError
+        """The shape of what a rank has of the sums of all ranks, each of this shape."""
+        return shape
 
     def made(self, products: Sequence[Shape]) -> list[Output]:
         """Returns what the node computes from products of these shapes."""
@@ -170,10 +199,26 @@ class SummedMatmul(Node):
         return matmuls + " + bias" * self.has_bias + before
 
 
+class ReducedSum(WithEpilogue, SummedMatmul):
+    """A sum of products that is reduced over the ranks: `mm0` of its epilogue is the reduced sum, rounded. A part
+    `pre:` is computed of the products before.
+    """
+
+    reduces: ClassVar[bool] = True
+    reduce_op: str
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        return split_products(self.num_products, self.has_bias, operands)
+
+    def verify(self) -> None:
+        verify_reduce_op(self.kind, self.reduce_op)
+        self.verify_epilogue()
+        super().verify()
+
+
 @dataclass(frozen=True)
-class Projections(WithEpilogue):
-    """out_i = x @ weight_i, for every weight i, or what an epilogue computes from these. Nothing is communicated, so
-    this is no site.
+class Projections(SharedOperand):
+    """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site.
 
     x is [M, K], each out_i [M, N_i].
     """
@@ -183,10 +228,6 @@ class Projections(WithEpilogue):
     num_extras: int = 0
     epilogue: str = ""
     strategy: str = "auto"
-
-    @property
-    def num_operands(self) -> int:
-        return self.num_weights
 
     def verify(self) -> None:
         self.verify_epilogue()
@@ -209,18 +250,19 @@ class Projections(WithEpilogue):
 
 
 @dataclass(frozen=True)
-class AllGatherMatmul(WithEpilogue):
+class AllGatherMatmul(WithPrologue):
     """out_i = all_gather(shard, gather_dim) @ weight_i, for every weight i; one gather feeds them all.
 
     shard is [.., S, .., K] with S at `gather_dim`, never the last dimension; the gathered tensor is [.., W*S, .., K]
     and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
 
-    With an epilogue (see task/epilogue.py) the outputs are computed from these products and `num_extras` more tensors.
-    With a prologue the shard is computed from the first operand.
+    With an epilogue, the text of task/epilogue.py, the outputs are what it makes of these products and of `num_extras`
+    more tensors. With a prologue the shard is what that makes of the first operand. Behind these outputs come the
+    gathered tensor, if `return_gathered`, and what the prologue returns.
     """
 
     kind: ClassVar[str] = "all_gather_matmul"
-    exchange: ClassVar[Exchange | None] = GATHERED_OPERAND
+    exchange: ClassVar[Exchange] = GATHERED_OPERAND
     host_us: ClassVar[Mapping[str, float]] = {"library": 75.0, "chunked": 150.0, "tile": 42.0}
     gather_dim: int
     world_size: int
@@ -233,9 +275,10 @@ class AllGatherMatmul(WithEpilogue):
     epilogue: str = ""
     prologue: ShardNorm | None = None
 
-    @property
-    def num_operands(self) -> int:
-        return self.num_weights
+    def more_products(self, shape: Sequence[int]) -> int:
+        # One for each weight and source; rows that do not lie together take the host as long as so many products.
+        apart = math.prod(shape[: self.gather_dim]) > 1
+        return self.world_size * (self.num_weights * (APART if apart else 1) - 1)
 
     def slots(self) -> Slots:
         prologue = () if self.prologue is None else single(self.prologue.extras)
@@ -252,13 +295,13 @@ class AllGatherMatmul(WithEpilogue):
         return f"{norm}all_gather(dim {self.gather_dim}) -> {matmuls}{self.behind_pattern}{used}"
 
     @classmethod
-    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
+    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[TaskNode, Shapes]:
         if m % world_size:
             raise ValueError(f"{cls.kind}: {m} rows do not divide over {world_size} ranks")
         node = cls(0, world_size, "", return_gathered=False, site="", policy=Policy(), num_weights=1)
         return node, {"shard": (m // world_size, k), "weights": [(k, n)]}
 
-    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
+    def timed(self, shapes: Shapes) -> tuple[TaskNode, Shapes] | None:
         node = replace(self, return_gathered=False, prologue=None)
         return node, {name: shapes[name] for name, _ in node.slots()}
 
@@ -292,7 +335,7 @@ class AllGatherMatmul(WithEpilogue):
 
 
 @dataclass(frozen=True)
-class MatmulReduceScatter(WithEpilogue, SummedMatmul):
+class MatmulReduceScatter(ReducedSum):
     """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
 
     a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. A bias
@@ -304,9 +347,9 @@ class MatmulReduceScatter(WithEpilogue, SummedMatmul):
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
     plain_fields: ClassVar[Mapping[str, Any]] = {"scatter_dim": 0, "reduce_op": "sum"}
-    exchange: ClassVar[Exchange | None] = SCATTERED_PRODUCT
+    takes_column: ClassVar[bool] = True
+    exchange: ClassVar[Exchange] = SCATTERED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 75.0, "chunked": 210.0, "tile": 36.0}
-    reduces: ClassVar[bool] = True
     scatter_dim: int
     reduce_op: str
     world_size: int
@@ -326,19 +369,13 @@ class MatmulReduceScatter(WithEpilogue, SummedMatmul):
     def exchanged(self, shape: Shape) -> Shape:
         return with_size(shape, self.scatter_dim, lambda size: size // self.world_size)
 
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
-        """(first operands, second ones, bias, extra tensors)."""
-        return split_products(self.num_products, self.has_bias, operands)
-
     def verify(self) -> None:
         check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
-        verify_reduce_op(self.kind, self.reduce_op)
-        self.verify_epilogue()
-        self.verify_sum()
+        super().verify()
 
 
 @dataclass(frozen=True)
-class MatmulAllReduce(WithEpilogue, SummedMatmul):
+class MatmulAllReduce(ReducedSum):
     """out = all_reduce(sum_i a_i @ b_i + bias), bit-identical on every rank.
 
     a_i is [.., K_i], b_i is [K_i, N], out is [.., N]. A bias is a row [N]; every rank adds its own bias before the
@@ -351,9 +388,8 @@ class MatmulAllReduce(WithEpilogue, SummedMatmul):
 
     kind: ClassVar[str] = "matmul_all_reduce"
     plain_fields: ClassVar[Mapping[str, Any]] = {"reduce_op": "sum"}
-    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 70.0, "chunked": 500.0, "tile": 36.0}
-    reduces: ClassVar[bool] = True
     reduce_op: str
     world_size: int
     group_name: str
@@ -368,22 +404,10 @@ class MatmulAllReduce(WithEpilogue, SummedMatmul):
     def pattern(self) -> str:
         return f"{self.sum_pattern} -> all_reduce({self.reduce_op}){self.behind_pattern}"
 
-    def exchanged(self, shape: Shape) -> Shape:
-        return shape
-
     def sizes(self, shapes: Shapes) -> Sizes:
         found = super().sizes(shapes)
         # Rows are reduced as they are, however many dimensions they have.
         return replace(found, wire=(found.m, found.n))
-
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
-        """(first operands, second ones, bias, extra tensors)."""
-        return split_products(self.num_products, self.has_bias, operands)
-
-    def verify(self) -> None:
-        verify_reduce_op(self.kind, self.reduce_op)
-        self.verify_epilogue()
-        self.verify_sum()
 
 
 @dataclass(frozen=True)
@@ -397,7 +421,7 @@ class MatmulAllGather(SummedMatmul):
     kind: ClassVar[str] = "matmul_all_gather"
     # A product is gathered by columns, as a column-parallel layer's is.
     plain_fields: ClassVar[Mapping[str, Any]] = {"gather_dim": 1}
-    exchange: ClassVar[Exchange | None] = GATHERED_PRODUCT
+    exchange: ClassVar[Exchange] = GATHERED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "tile": 42.0}
     # `chunked` was never the fastest (docs/deleted.md).
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
@@ -416,13 +440,9 @@ class MatmulAllGather(SummedMatmul):
     def exchanged(self, shape: Shape) -> Shape:
         return with_size(shape, self.gather_dim, lambda size: size * self.world_size)
 
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None]:
-        """(first operands, second ones, bias)."""
-        return split_products(self.num_products, self.has_bias, operands)[:3]
-
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
-        self.verify_sum()
+        super().verify()
 
 
 @dataclass(frozen=True)
@@ -435,7 +455,7 @@ class MatmulAllToAll(SummedMatmul):
 
     kind: ClassVar[str] = "matmul_all_to_all"
     plain_fields: ClassVar[Mapping[str, Any]] = {"gather_dim": 0, "parts": 1}
-    exchange: ClassVar[Exchange | None] = EXCHANGED_PRODUCT
+    exchange: ClassVar[Exchange] = EXCHANGED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 210.0, "tile": 42.0}
     gather_dim: int
     parts: int
@@ -453,28 +473,23 @@ class MatmulAllToAll(SummedMatmul):
     def exchanged(self, shape: Shape) -> Shape:
         return ulysses.gathered_shape(shape, shape[-1], self.gather_dim, self.world_size)
 
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None]:
-        """(first operands, second ones, bias)."""
-        return split_products(self.num_products, self.has_bias, operands)[:3]
-
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         check(self.parts >= 1, self.kind, "parts", self.parts, "at least one part")
-        self.verify_sum()
+        super().verify()
 
 
 @dataclass(frozen=True)
-class AllToAllMatmul(Node):
-    """out = received @ weight, received = all_to_all(x): this rank's rows of every rank's x, side by side in rank
-    order.
+class AllToAllMatmul(TaskNode):
+    """out = received @ weight, received = all_to_all(x): of every rank's x, in rank order as columns, this rank's rows.
 
-    x is [.., W*S, .., parts * C] with W*S at `scatter_dim`, which is never the last dimension. received is [.., S, ..,
-    K] with K = parts * W * C, and weight is [K, N]. out is [rows, N], with all dimensions of received but the last one
-    flattened into rows.
+    x [.., W*S, .., parts * C] with W*S at `scatter_dim`, never the last dimension; received [.., S, .., K] with K =
+    parts * W * C, weight [K, N], out [rows, N] with all dimensions of received but the last one flattened into rows.
+    received is returned too, if `return_received`.
     """
 
     kind: ClassVar[str] = "all_to_all_matmul"
-    exchange: ClassVar[Exchange | None] = EXCHANGED_OPERAND
+    exchange: ClassVar[Exchange] = EXCHANGED_OPERAND
     host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 210.0, "tile": 42.0}
     scatter_dim: int
     parts: int
@@ -489,7 +504,7 @@ class AllToAllMatmul(Node):
         received = ", received used" * self.return_received
         return f"all_to_all(dim {self.scatter_dim} to columns) -> matmul{received}"
 
-    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
+    def timed(self, shapes: Shapes) -> tuple[TaskNode, Shapes] | None:
         return replace(self, return_received=False), shapes
 
     def sizes(self, shapes: Shapes) -> Sizes:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import encode
 from ditron_inductor.task.exchange import Exchange
+from ditron_inductor.task.policy import Policy
 
 T = TypeVar("T")
 Slots = tuple[tuple[str, int | None], ...]
@@ -53,6 +54,7 @@ class Output:
     sequence_first: bool = False
 
 
+@dataclass(frozen=True)
 class Node:
     """A declared node kind: a frozen dataclass of everything that a site needs at run time, except its tensors.
 
@@ -84,19 +86,6 @@ class Node:
     def outputs(self, shapes: Shapes) -> list[Output]:
         """Returns the shapes and dtypes of what a call returns, without the token, from the shapes of its operands."""
         raise NotImplementedError
-
-    @classmethod
-    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
-        """Returns the simplest call whose product on one rank is [m, k] @ [k, n]: its node, in the group "", and the
-        shapes of its operands. Raises ValueError if m rows do not divide among the ranks.
-        """
-        raise NotImplementedError
-
-    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
-        """Returns the call that is timed in place of this one, without the parts that cost all strategies the same;
-        None for a kind that is not timed alone.
-        """
-        return None
 
     @property
     def pattern(self) -> str:
@@ -146,6 +135,58 @@ class Node:
                 found[name] = list(operands[place : place + count])
                 place += count
         return found
+
+
+class TaskNode(Node):
+    """A node that communicates: a site of a graph."""
+
+    exchange: ClassVar[Exchange]
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy
+
+    @property
+    def wire(self) -> str:
+        """What peers name the site by: its collective, or, where it stands for several, how its parts travel."""
+        return self.exchange.wire
+
+    @property
+    def form(self) -> str:
+        """The kind, and whatever else of the node decides which launches its strategies make."""
+        return self.kind
+
+    @classmethod
+    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[TaskNode, Shapes]:
+        """The simplest call whose product on one rank is [m, k] @ [k, n]: its node, in the group "", and the shapes of
+        its operands. Raises ValueError where m rows do not divide over the ranks.
+        """
+        raise NotImplementedError
+
+    def timed(self, shapes: Shapes) -> tuple[TaskNode, Shapes] | None:
+        """The call that is timed for this one, without what costs all strategies the same; None for a kind that is not
+        timed alone.
+        """
+        return None
+
+    def contributed(self, shapes: Shapes) -> Shape | None:
+        """The shape of what this rank contributes to the collective; None where a node stands for several of them."""
+        name, count = self.slots()[0]
+        shape: Shape = shapes[name] if count is None else shapes[name][0]
+        return shape
+
+    @property
+    def without_norm(self) -> TaskNode:
+        """The node whose products, and whose epilogue, this one has."""
+        return self
+
+    def normed_columns(self, sizes: Sizes) -> Any:
+        """Columns of the rows that a kernel of the node normalises, 0 where none does."""
+        return 0
+
+    def more_products(self, shape: Sequence[int]) -> int:
+        """Matmuls that `chunked` makes beyond those of one weight, for a first operand of this shape."""
+        return 0
 
 
 def _is_nothing(value: Any) -> bool:

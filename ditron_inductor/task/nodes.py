@@ -7,9 +7,13 @@ that never changes for equal nodes: tests and `explain` compare and print it.
 
 from __future__ import annotations
 
-from ditron_inductor.task.all_gather_attention import AllGatherAttention as AllGatherAttention
-from ditron_inductor.task.all_gather_attention import AttentionReduceScatter as AttentionReduceScatter
+from collections.abc import Mapping
+
+from ditron_inductor.task.attention_nodes import AllGatherAttention as AllGatherAttention
+from ditron_inductor.task.attention_nodes import AttentionNode as AttentionNode
+from ditron_inductor.task.attention_nodes import AttentionReduceScatter as AttentionReduceScatter
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
+from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.matmul_nodes import MAX_PRODUCTS as MAX_PRODUCTS
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS as MOST_PROJECTED_ROWS
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS as REDUCE_OPS
@@ -20,9 +24,13 @@ from ditron_inductor.task.matmul_nodes import MatmulAllReduce as MatmulAllReduce
 from ditron_inductor.task.matmul_nodes import MatmulAllToAll as MatmulAllToAll
 from ditron_inductor.task.matmul_nodes import MatmulReduceScatter as MatmulReduceScatter
 from ditron_inductor.task.matmul_nodes import Projections as Projections
+from ditron_inductor.task.matmul_nodes import ReducedSum as ReducedSum
+from ditron_inductor.task.matmul_nodes import SharedOperand as SharedOperand
 from ditron_inductor.task.matmul_nodes import SummedMatmul as SummedMatmul
 from ditron_inductor.task.matmul_nodes import WithEpilogue as WithEpilogue
+from ditron_inductor.task.matmul_nodes import WithPrologue as WithPrologue
 from ditron_inductor.task.node import Node
+from ditron_inductor.task.node import TaskNode as TaskNode
 from ditron_inductor.task.norm_nodes import AllReduceRmsNorm as AllReduceRmsNorm
 from ditron_inductor.task.norm_nodes import MatmulAllReduceRmsNorm as MatmulAllReduceRmsNorm
 from ditron_inductor.task.norm_nodes import ReductionWithNorm as ReductionWithNorm
@@ -41,48 +49,50 @@ from ditron_inductor.task.norms import norm_returns as norm_returns
 from ditron_inductor.task.policy import STRATEGIES as STRATEGIES
 from ditron_inductor.task.policy import Policy as Policy
 
-MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather
-NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
-UlyssesNode = MatmulAllToAll | AllToAllMatmul
-AttentionNode = AllGatherAttention | AttentionReduceScatter
-TaskNode = MatmulNode | NormNode | UlyssesNode | FlashDecode | AttentionNode
-KINDS: tuple[str, ...] = (
-    AllGatherMatmul.kind,
-    MatmulReduceScatter.kind,
-    MatmulAllReduce.kind,
-    MatmulAllGather.kind,
+MEASURED_WORK = ("matmul", "norm", "attention", "attention_backward")
+"""What is measured by its sizes; how much a decode reads is on the device alone."""
+DECLARED: tuple[type[Node], ...] = (
+    AllGatherMatmul,
+    MatmulReduceScatter,
+    MatmulAllReduce,
+    MatmulAllGather,
+    AllReduceRmsNorm,
+    MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
+    AllToAllMatmul,
+    FlashDecode,
+    Projections,
+    AllGatherAttention,
+    AttentionReduceScatter,
 )
-"""The kinds that fuse a collective with matmuls alone. Tables and benchmarks of matmuls know these."""
-NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
-ULYSSES_KINDS: tuple[str, ...] = (MatmulAllToAll.kind, AllToAllMatmul.kind)
-ATTENTION_KINDS: tuple[str, ...] = (AllGatherAttention.kind, AttentionReduceScatter.kind)
-PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, *ATTENTION_KINDS)
-"""The kinds that have times of their own in tables. A norm behind a matmul costs all strategies the same."""
-TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
-"""All kinds of Task nodes."""
+"""All declarations, in the order in which pages and tables have them."""
+NODES: Mapping[str, type[Node]] = {node.kind: node for node in DECLARED}
+TASKS: Mapping[str, type[TaskNode]] = {node.kind: node for node in DECLARED if issubclass(node, TaskNode)}
+"""Those that communicate."""
+TASK_KINDS: tuple[str, ...] = tuple(TASKS)
+FUSIONS: tuple[str, ...] = tuple(node.kind for node in DECLARED if not node.planned_as)
+"""Those that a user can ask for, or leave out."""
+PLANNED_KINDS: tuple[str, ...] = tuple(
+    node.kind for node in TASKS.values() if not node.planned_as and node.computes in MEASURED_WORK
+)
+"""Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
+NORM_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if issubclass(node, ReductionWithNorm))
+ATTENTION_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if issubclass(node, AttentionNode))
+MATMULS: tuple[type[TaskNode], ...] = tuple(
+    node for node in TASKS.values() if node.computes == "matmul" and not node.planned_as
+)
+"""Collectives with matmuls alone."""
+ULYSSES_KINDS: tuple[str, ...] = tuple(node.kind for node in MATMULS if node.exchange.wire == "all_to_all")
+KINDS: tuple[str, ...] = tuple(node.kind for node in MATMULS if node.exchange.wire != "all_to_all")
+"""What tables and benchmarks of matmuls know."""
 DELETED_KINDS: dict[str, str] = {
     "all_gather_contract": "deleted, as it was no faster than the library: 0.995 of its speed, the mean of 12 rows",
 }
-"""Kinds that were deleted, with the reason, for users who still ask for one (see docs/deleted.md)."""
-NODES: dict[str, type[Node]] = {
-    node.kind: node
-    for node in (
-        AllGatherMatmul,
-        MatmulReduceScatter,
-        MatmulAllReduce,
-        MatmulAllGather,
-        AllReduceRmsNorm,
-        MatmulAllReduceRmsNorm,
-        MatmulAllToAll,
-        AllToAllMatmul,
-        FlashDecode,
-        AllGatherAttention,
-        AttentionReduceScatter,
-        Projections,
-    )
-}
-"""The declarations by kind: those of all Task nodes, and of `projections`, which is no site."""
+"""Kinds that there were, and what became of them, for whoever still asks for one; see docs/deleted.md."""
 COMPILED_BY_US = "ditron_compiled_by_us"
-"""The key in a graph node's `meta` which says that our passes take part in its compilation, so that they are a part of
-the key under which its code is cached.
-"""
+"""Key of a graph node's `meta`: our passes are part of what compiles it, hence of the key under which it is cached."""
+
+
+def matmul_of(exchange: Exchange) -> str:
+    """The kind of matmuls alone with this exchange; of several the first one."""
+    return next(node.kind for node in MATMULS if node.exchange == exchange)

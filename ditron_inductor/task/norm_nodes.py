@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self, TypeVar
 
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS, MatmulAllReduce, product_slots, split_products
-from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, single
+from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.norms import EXTRAS, NO_NORM, SAVED, Norm, by_names, norm_outputs, norm_returns, verify_names
 from ditron_inductor.task.policy import Policy, check, verify_common
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ReductionWithNorm(Node):
-    """The fields that the two nodes with a norm share.
+class ReductionWithNorm(TaskNode):
+    """What the two nodes with a norm have in common.
 
     extras: the operands that are present, of `EXTRAS`. post: a norm of the reduced rows alone, before the residual is
     added. With it there may be no norm behind (`NO_NORM`), and then no output of such a norm. saved: further outputs,
@@ -58,6 +58,9 @@ class ReductionWithNorm(Node):
         check(no_other, self.kind, "extras", self.extras, "without those of another norm, as it is not returned")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
+    def normed_columns(self, sizes: Sizes) -> Any:
+        return sizes.n
+
     @property
     def returned(self) -> tuple[str, ...]:
         """The names of the outputs, without the token."""
@@ -86,7 +89,7 @@ class AllReduceRmsNorm(ReductionWithNorm):
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
-    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
     computes: ClassVar[str] = "norm"
     host_us: ClassVar[Mapping[str, float]] = {"library": 60.0, "tile": 36.0}
     # A reduction without a matmul has no product that could be cut.
@@ -120,9 +123,11 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
     """
 
     kind: ClassVar[str] = "matmul_all_reduce_rms_norm"
-    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
     # The norm costs all strategies the same.
     planned_as: ClassVar[str] = MatmulAllReduce.kind
+    reduces: ClassVar[type[MatmulAllReduce]] = MatmulAllReduce
+    """Whose result it normalises."""
     num_products: int = 1
     has_bias: bool = False
     num_extras: int = 0
@@ -135,10 +140,15 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
     def sizes(self, shapes: Shapes) -> Sizes:
         return self.reduction.sizes(shapes)
 
-    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
-        names = {"product_bias": "bias"}
-        found = {names.get(name, name): shape for name, shape in shapes.items()}
-        return self.reduction, {name: found[name] for name, _ in self.reduction.slots()}
+    def contributed(self, shapes: Shapes) -> Shape | None:
+        return self.reduction.sum_shape(shapes)
+
+    def timed(self, shapes: Shapes) -> tuple[TaskNode, Shapes] | None:
+        return self.reduction, self.of_reduction(shapes)
+
+    def of_reduction(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the node without its norm has of these operands, by its names."""
+        return {name: given["product_bias" if name == "bias" else name] for name, _ in self.reduction.slots()}
 
     def outputs(self, shapes: Shapes) -> list[Output]:
         return norm_outputs(self.returned, self.reduction.sum_shape(shapes))
@@ -154,6 +164,16 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
         a, b, bias, behind = split_products(self.num_products, self.has_bias, operands)
         count = len(self.extras)
         return a, b, bias, by_names(EXTRAS, self.extras, behind[:count]), behind[count:]
+
+    @classmethod
+    def behind(cls, reduction: MatmulAllReduce, norm: Norm, extras: tuple[str, ...], **of_norm: Any) -> Self:
+        """The node of a reduction with norms behind it."""
+        parts = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
+        return cls(norm=norm, extras=extras, **parts, **of_norm)
+
+    @property
+    def without_norm(self) -> MatmulAllReduce:
+        return self.reduction
 
     @functools.cached_property
     def reduction(self) -> MatmulAllReduce:

@@ -71,8 +71,8 @@ def all_gather_matmul(
     return_gathered: bool,
     multiply: Multiply | None = None,
 ) -> list[torch.Tensor]:
-    """Returns [gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See `ops` for
-    the shapes. multiply: computes the outputs from the rows, if they are not the products.
+    """[gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See the
+    declaration for shapes. multiply: what the outputs are made by, of the rows, where they are not the products.
     """
     gathered = all_gather(shard, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
     rows = gathered.flatten(0, -2)
@@ -110,7 +110,7 @@ def matmul_reduce_scatter(
     group_name: str,
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """reduce_scatter(prepare(sum_i a_i @ b_i + bias)). See `ops` for the shapes."""
+    """reduce_scatter(prepare(sum_i a_i @ b_i + bias)). See the declaration for shapes."""
     total = sum_of_products(a, b, bias)
     total = total if prepare is None else prepare(total.contiguous())
     return reduce_scatter(
@@ -128,7 +128,7 @@ def matmul_all_reduce(
     group_name: str,
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """all_reduce(prepare(sum_i a_i @ b_i + bias)), reduced in place. See `ops` for the shapes."""
+    """all_reduce(prepare(sum_i a_i @ b_i + bias)), reduced in place. See the declaration for shapes."""
     total = sum_of_products(a, b, bias)
     total = total if prepare is None else prepare(total.contiguous())
     return all_reduce_(total, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
@@ -212,7 +212,7 @@ def all_reduce_rms_norm(
     post: Norm | None = None,
     saved: Sequence[str] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Returns (normed, total, and what is saved) for all_reduce(x). See `ops` for the shapes."""
+    """(normed, total, and what is saved) of all_reduce(x). See the declaration for shapes."""
     own = x.clone(memory_format=torch.contiguous_format)
     reduced = all_reduce_(own, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
     return add_norm(reduced, extras, norm, post, saved)
@@ -227,7 +227,7 @@ def matmul_all_gather(
     world_size: int,
     group_name: str,
 ) -> torch.Tensor:
-    """all_gather(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
+    """all_gather(sum_i a_i @ b_i + bias). See the declaration for shapes."""
     total = sum_of_products(a, b, bias)
     return all_gather(total, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
 
@@ -242,7 +242,7 @@ def matmul_all_to_all(
     world_size: int,
     group_name: str,
 ) -> torch.Tensor:
-    """all_to_all(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
+    """all_to_all(sum_i a_i @ b_i + bias). See the declaration for shapes."""
     total = sum_of_products(a, b, bias)
     return exchange_columns(total, gather_dim=gather_dim, parts=parts, world_size=world_size, group_name=group_name)
 
@@ -279,7 +279,7 @@ def all_to_all_matmul(
     group_name: str,
     return_received: bool,
 ) -> list[torch.Tensor]:
-    """Returns [received @ weight], followed by what was received if asked for. See `ops` for the shapes."""
+    """[received @ weight], followed by what was received if asked for. See the declaration for shapes."""
     received = exchange_rows(x, scatter_dim=scatter_dim, parts=parts, world_size=world_size, group_name=group_name)
     outputs = [received.flatten(0, -2) @ weight]
     return [*outputs, received] if return_received else outputs

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ditron_inductor.task.all_gather_attention import UNPLACED, Mask
+from ditron_inductor.task.attention_masks import UNPLACED, Mask
 
 
 def visible(

@@ -13,7 +13,7 @@ import io
 from collections.abc import Iterable, Mapping
 
 from ditron_inductor.errors import InvalidTable
-from ditron_inductor.task.nodes import NODES, PLANNED_KINDS, ULYSSES_KINDS, AllReduceRmsNorm
+from ditron_inductor.task.nodes import NODES, PLANNED_KINDS, ULYSSES_KINDS
 from ditron_inductor.task.table import Entry
 
 NEEDED = ("op", "contestant", "shape", "dtype", "world", "graph", "p50_us", "gpu", "commit", "date")
@@ -66,8 +66,8 @@ def _entries(shapes: Iterable[Mapping[str, tuple[int, Mapping[str, str]]]], sour
                 if (row["commit"], row["date"]) == run
             }
             sizes = dict(part.split("=", 1) for part in library["shape"].split(";"))
-            if library["op"] == AllReduceRmsNorm.kind:
-                # Kinds of rows [M, N] that are not multiplied.
+            if NODES[library["op"]].computes == "norm":
+                # Of rows [M, N] that nobody multiplies.
                 sizes.setdefault("K", "1")
             if len(times) < 2 or set(sizes) != _SIZES:
                 continue

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.attention_masks import ALIGNED
 from ditron_inductor.task.epilogue import extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.node import Node
@@ -21,17 +21,18 @@ from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
+    AttentionNode,
     FlashDecode,
     MatmulAllGather,
-    MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulAllToAll,
     MatmulReduceScatter,
+    ReducedSum,
+    ReductionWithNorm,
     ShardNorm,
     SummedMatmul,
     WithEpilogue,
 )
-from ditron_inductor.task.norm_nodes import ReductionWithNorm
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OPERAND_DTYPES
 
 Given = Mapping[str, Any]
@@ -80,7 +81,7 @@ def _summed(node: SummedMatmul, given: Given) -> Rules:
     """Yields the rules of a sum: all terms have one shape, except a bias, which is a row of it."""
     rows, weights = given["a"], given["b"]
     yield from _matmul(rows, weights)
-    yield from _sum(rows, weights, given.get("bias"), takes_column=isinstance(node, MatmulReduceScatter))
+    yield from _sum(rows, weights, given.get("bias"), takes_column=node.takes_column)
     yield from _fit(rows, weights)
 
 
@@ -129,13 +130,12 @@ def _scattered(node: MatmulReduceScatter, given: Given) -> Rules:
     first = given["a"][0]
     yield node.scatter_dim < first.ndim - 1, f"scatters dimension {node.scatter_dim} of {first.ndim}"
     yield first.shape[node.scatter_dim] % node.world_size == 0, NOT_DIVIDED
-    whole: Any = math.prod(first.shape[:-1])
-    yield from _epilogue(node, given, whole // node.world_size, [given["b"][0].shape[1]], whole)
 
 
-def _reduced(node: MatmulAllReduce, given: Given) -> Rules:
-    whole = math.prod(given["a"][0].shape[:-1])
-    yield from _epilogue(node, given, whole, [given["b"][0].shape[1]], whole)
+def _reduced(node: ReducedSum, given: Given) -> Rules:
+    whole = (*given["a"][0].shape[:-1], given["b"][0].shape[1])
+    *kept, columns = node.exchanged(whole)
+    yield from _epilogue(node, given, math.prod(kept), [columns], math.prod(whole[:-1]))
 
 
 def _product_gathered(node: MatmulAllGather, given: Given) -> Rules:
@@ -158,12 +158,8 @@ def _rows_reduced(node: AllReduceRmsNorm, given: Given) -> Rules:
 
 
 def _sum_reduced(node: MatmulAllReduceRmsNorm, given: Given) -> Rules:
-    rows, weights = given["a"], given["b"]
-    yield from _matmul(rows, weights)
-    yield from _sum(rows, weights, given.get("product_bias"))
-    yield from _fit(rows, weights)
-    yield from _reduced(node.reduction, given)
-    yield from _norm_operands(node, given, rows[0], weights[0].shape[1])
+    yield from rules_of(node.reduction, node.of_reduction(given))
+    yield from _norm_operands(node, given, given["a"][0], given["b"][0].shape[1])
 
 
 def _epilogue(node: WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0) -> Rules:
@@ -213,21 +209,9 @@ def _decoded(node: FlashDecode, given: Given) -> Rules:
         yield k.shape[0] == q.shape[0], "has a cache of another number of sequences"
 
 
-def _attended(node: AllGatherAttention, given: Given) -> Rules:
-    yield from _attention(given, ("q", "k", "v"))
-    yield from _scores(node, given, given["k"].shape[2])
-
-
-def _attended_backward(node: AttentionReduceScatter, given: Given) -> Rules:
-    yield from _attention(given, ("q", "k", "v", "grad_out", "out"))
-    keys = given["k"].shape[2]
-    yield keys % node.world_size == 0, "scatters keys that do not divide by the number of ranks"
-    yield from _scores(node, given, keys // node.world_size)
-
-
-def _attention(given: Given, names: tuple[str, ...]) -> Rules:
-    """Yields the rules that queries, keys and values fit together."""
-    q, k, *others = (given[name] for name in names)
+def _attended(node: AttentionNode, given: Given) -> Rules:
+    """Queries, keys and values that fit together, and what a backward has beside them."""
+    q, k, *others = (given[name] for name in ("q", "k", "v", "grad_out", "out") if name in given)
     for value in (q, k, *others):
         yield value.ndim == 4, f"has an operand with {value.ndim} dimensions, not 4"
         yield value.dtype in ACTIVATION_DTYPES, f"has dtype {value.dtype}, which no kernel takes"
@@ -238,12 +222,13 @@ def _attention(given: Given, names: tuple[str, ...]) -> Rules:
     yield q.shape[0] == k.shape[0], "does not fit"
     yield q.shape[3] == k.shape[3], "does not fit"
     yield q.shape[1] % k.shape[1] == 0, "has heads of queries that do not divide among those of keys"
+    shards = node.world_size if node.takes_gathered else 1
+    yield k.shape[2] % shards == 0, "scatters keys that do not divide by the number of ranks"
+    yield from _scores(node, given, k.shape[2] // shards)
 
 
-def _scores(node: AllGatherAttention | AttentionReduceScatter, given: Given, keys: Any) -> Rules:
-    """Yields the rules for a bias: it can be broadcast to the scores of all keys, and it is present if and only if the
-    mask says so. keys: the number of one rank's keys.
-    """
+def _scores(node: AttentionNode, given: Given, keys: Any) -> Rules:
+    """keys: of one rank. A bias can be broadcast to the scores of all keys; whether there is one, the mask says."""
     q = given["q"]
     if node.mask.kind in ALIGNED:
         yield q.shape[2] == keys, f"has the mask '{node.mask.kind}', but not as many queries as keys"
@@ -261,15 +246,14 @@ NO_BIAS = "has a bias that is no tensor of queries and keys"
 RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     Node: _every_operand,
     SummedMatmul: _summed,
+    ReducedSum: _reduced,
     AllGatherMatmul: _gathered,
     AllToAllMatmul: _received,
     MatmulReduceScatter: _scattered,
-    MatmulAllReduce: _reduced,
     MatmulAllGather: _product_gathered,
     MatmulAllToAll: _columns_exchanged,
     AllReduceRmsNorm: _rows_reduced,
     MatmulAllReduceRmsNorm: _sum_reduced,
     FlashDecode: _decoded,
-    AllGatherAttention: _attended,
-    AttentionReduceScatter: _attended_backward,
+    AttentionNode: _attended,
 }

@@ -2,58 +2,12 @@
 
     ditron.<kind>(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 
-`node` is the text of the node (codec.py), which holds everything that a site needs at run time. The node's `slots()`
-name the operands, in their order. `define()` declares the ops; `ditron_inductor.lowering.register` binds the
-implementations. These are the operands and outputs of each kind:
+`node` is the text of the node (codec.py), which holds all that a site needs at run time; the operands are those that
+the node's `slots()` name, in that order. What they are, and what is returned, stands in the docstring of the kind's
+declaration, see nodes.py. Operands may have any strides, but for the x of `projections`, which is contiguous. Outputs
+have the memory that their `Output` says; behind them comes a token, but for `projections`, which has no site.
 
-`all_gather_matmul: shard, weights, (extras), <of nodes.SHARD_EXTRAS> -> out_0, .., (gathered,) <saved>, token`
-    shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.
-    out_i [rows, N_i] contiguous, where rows are all dimensions of the gathered tensor but the last, flattened. With an
-    epilogue its text defines the outputs, which are computed from the products and the extra tensors (see
-    task/epilogue.py). gathered [.., W*S, .., K], contiguous, present if and only if return_gathered. With a prologue
-    the first operand is x, and the shard is norm(total), total = x + residual, with the weight and the shift, as in
-    `all_reduce_rms_norm`; total is returned if there is a residual, and then what the prologue saves.
-`matmul_reduce_scatter: a, b, (bias), (extras) -> out, .., token`
-    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), with shapes that differ only in K_i;
-    b_i [K_i, N]; bias a row [N], or for matrices a column [W*S, 1], added on every rank before the reduction; out
-    [.., S, .., N] contiguous. With an epilogue its text defines the outputs, which are computed from out as `mm0` and
-    the extra tensors, each in the shape of out.
-`matmul_all_reduce: a, b, (bias), (extras) -> out, .., token`
-    a_i [.., K_i], with shapes that differ only in K_i; b_i [K_i, N]; bias [N]; out [.., N] contiguous, bit-identical on
-    every rank. Epilogues are those of `matmul_reduce_scatter`.
-`all_reduce_rms_norm: x, <names of nodes.EXTRAS> -> normed, total, <saved>, token`
-    x [.., N]. The residual has as many elements, in any shape whose rows are N long; the other extras have N elements.
-    total = post(all_reduce(x) + bias + second_bias) + residual and normed = norm(total) have the shape and dtype of x,
-    are contiguous, and are bit-identical on every rank. See `nodes.Norm`; without a norm (`none`) there is no normed.
-    Saved outputs are contiguous; mean and rstd are fp32 [.., 1], scaled is fp32; other is norm(total) with other_weight
-    and other_shift.
-`matmul_all_reduce_rms_norm: a, b, (product_bias), <names of nodes.EXTRAS>, (extras) -> normed, total, <saved>, token`
-    The same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` computes from it, with the operands of
-    `matmul_all_reduce`.
-`matmul_all_gather: a, b, (bias) -> out, token`
-    a_i [.., K_i], with shapes that differ only in K_i; b_i [K_i, N]; bias [N]; out is the sum [.., N] with gather_dim W
-    times as long, contiguous.
-`matmul_all_to_all: a, b, (bias) -> out, token`
-    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), with shapes that differ only in K_i;
-    b_i [K_i, N] with N a multiple of parts * W; bias [N]; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
-`all_to_all_matmul: x, weight -> out, (received,) token`
-    x [.., W*S, .., C] with W*S at scatter_dim (never the last dimension), C a multiple of parts; weight [W*C, N]; out
-    [rows, N] contiguous, where rows are all dimensions of received but the last, flattened. received [.., S, .., W*C],
-    contiguous, present if and only if return_received. See task/ulysses.py.
-`flash_decode: q, k, v, lengths, (block_table) -> out, token`
-    See task/flash_decode.py.
-`all_gather_attention: q, k, v, (bias) -> out, lse, (gathered_k, gathered_v,) token`
-    q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
-    [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
-    contiguous [B, W*S, Hkv, D], present if and only if return_gathered. bias: broadcastable to [B, Hq, Sq, W*S], of
-    bool or floats, present if and only if the mask is `given`. Masks: see task/all_gather_attention.py.
-`attention_reduce_scatter: grad_out, q, k, v, out, lse, (bias) -> grad_q, grad_k, grad_v, token`
-    The backward of `all_gather_attention`, from the gathered k and v [B, Hkv, W*S, D]. grad_q is [B, Hq, Sq, D].
-    grad_k and grad_v [B, Hkv, S, D] are this rank's part of the sums over the ranks. All have the memory of a
-    contiguous [B, S, H, D].
-`projections: x, weights, (extras) -> out_0, ..`
-    x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue computes from
-    these. There is no site and no token, because nothing is communicated.
+`define()` declares the ops; the implementations are bound by `ditron_inductor.lowering.register`.
 
 A token is `uint8[1]` and is never read. It is only a dependency, which keeps the sites of a group in graph order
 through every reordering of the compiler. The first site of a chain gets None. There are further ops:
@@ -160,6 +114,13 @@ def node_from_call(target: object, args: Sequence[Any]) -> Any:
     return parsed(kind, args[NODE])
 
 
+def node_of(call: fx.Node) -> Node | None:
+    """The node that a call in a graph stands for; None where what is called is no op of a node."""
+    target = call.target
+    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE and target._opname in NODES
+    return node_from_call(target, call.args) if ours else None
+
+
 def operands_of(call: fx.Node) -> Sequence[Any]:
     """The operands of a call in a graph, in their order."""
     operands: Any = call.args[OPERANDS]
@@ -170,6 +131,11 @@ def operands_from_call(call: fx.Node) -> dict[str, Any]:
     """The operands of a call in a graph, by name."""
     found: dict[str, Any] = node_from_call(call.target, call.args).named(operands_of(call))
     return found
+
+
+def shapes_from_call(call: fx.Node) -> dict[str, Any]:
+    """The shapes of the operands of a call in a graph, by name."""
+    return shapes_of({name: values_of(value) for name, value in operands_from_call(call).items()})
 
 
 def operand(call: fx.Node, name: str) -> Any:
@@ -198,6 +164,11 @@ def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
         name: [tensor.shape for tensor in value] if isinstance(value, list) else value.shape
         for name, value in operands.items()
     }
+
+
+def values_of(operand: Any) -> Any:
+    """The fake tensor of an operand in a graph, or those of a list."""
+    return [one.meta["val"] for one in operand] if isinstance(operand, list) else operand.meta["val"]
 
 
 def memory(like: torch.Tensor, outputs: Sequence[Output]) -> list[torch.Tensor]:

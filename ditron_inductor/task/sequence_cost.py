@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from ditron_inductor.task import cost
 from ditron_inductor.task.dtypes import Precision
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
+from ditron_inductor.task.exchange import GATHERED_OPERAND, REDUCED_PRODUCT, SCATTERED_PRODUCT
+from ditron_inductor.task.nodes import matmul_of
 from ditron_inductor.task.problem import Problem
 
 GAIN = 0.98
@@ -63,18 +64,17 @@ class RegionWork:
 
 
 def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
-    """Returns the predicted microseconds of the replicated and of the sharded form."""
+    """Microseconds of the replicated and of the sharded form."""
+    gather, scatter, reduce = map(matmul_of, (GATHERED_OPERAND, SCATTERED_PRODUCT, REDUCED_PRODUCT))
     replicated = sharded = 0.0
-    for reduced in work.reduced:
-        whole = _best_us(work, MatmulAllReduce.kind, reduced.n, reduced.k, reduced.k > 0, on)
-        replicated += whole - _norm_gain_us(work, reduced, on)
-        sharded += _best_us(work, MatmulReduceScatter.kind, reduced.n, reduced.k, reduced.k > 0, on)
+    for one in work.reduced:
+        replicated += _best_us(work, reduce, one.n, one.k, one.k > 0, on) - _norm_gain_us(work, one, on)
+        sharded += _best_us(work, scatter, one.n, one.k, one.k > 0, on)
     for each in work.gathered:
         if each.n:
-            replicated += cost.product_us(_problem(work, AllGatherMatmul.kind, each.n, each.k), on)
-        sharded += _best_us(work, AllGatherMatmul.kind, each.n, each.k, each.n > 0, on)
-    elements = sum(PASSES * work.m * reduced.n for reduced in work.reduced)
-    elements += sum(work.m * each.k for each in work.gathered)
+            replicated += cost.product_us(_problem(work, gather, each.n, each.k), on)
+        sharded += _best_us(work, gather, each.n, each.k, each.n > 0, on)
+    elements = sum(PASSES * work.m * one.n for one in work.reduced) + sum(work.m * each.k for each in work.gathered)
     row_wise = elements * work.precision.result.itemsize / on.memory_bytes_per_s * cost.MICRO
     return replicated + row_wise, sharded + row_wise / work.world_size
 

@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
-from ditron_inductor.task.node import Node, Shapes
+from ditron_inductor.task.node import Shapes, TaskNode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SiteRecord:
     text: str
     reason_code: str = ""
     reason: str = ""
-    task: Node | None = None
+    task: TaskNode | None = None
     operands: Shapes | None = None
     line: str = ""
     culprit: NodeRecord | None = None

@@ -59,8 +59,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    shapes = schema.shapes_of({name: _of(value) for name, value in schema.operands_from_call(call).items()})
-    count = len(task.outputs(shapes)) + 1
+    count = len(task.outputs(schema.shapes_from_call(call))) + 1
     values = call.meta.get("val")
     _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
     for user in call.users:
@@ -85,11 +84,6 @@ def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
         )
         _require(token.target is token_of or is_last_output, call, f"has a token that is none: {token.format_node()}")
         _require(len(token.users) == 1, call, f"shares its token {token} with another op")
-
-
-def _of(operand: Any) -> Any:
-    """The fake tensor of an operand, or those of a list."""
-    return [tensor.meta["val"] for tensor in operand] if isinstance(operand, list) else operand.meta["val"]
 
 
 def _value(call: fx.Node, argument: object) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ditron_inductor.task.exchange import (
     REDUCED_PRODUCT,
     SCATTERED_PRODUCT,
 )
-from ditron_inductor.task.nodes import NODES, ReductionWithNorm
+from ditron_inductor.task.nodes import TASKS, ReductionWithNorm
 from ditron_inductor.task.site_records import SiteRecord
 
 
@@ -46,9 +46,8 @@ def intermediates(record: SiteRecord) -> Intermediates | None:
     copies = _copies(record)
     # An epilogue reads each product (or sum) that the library's kernels have written before it.
     finished = 2 * product if getattr(record.task, "epilogue", "") else 0
-    declared = NODES[record.kind]
+    declared = TASKS[record.kind]
     exchange, computes = declared.exchange, declared.computes
-    assert exchange is not None
     if computes == "decode":
         return None
     if exchange == EXCHANGED_OPERAND:

@@ -23,8 +23,8 @@ import torch
 
 from ditron_inductor.device.lanes import Transfer
 from ditron_inductor.device.workspace import Call
-from ditron_inductor.lowering.all_gather_attention import local_attention
-from ditron_inductor.lowering.all_gather_attention.block_parts import (
+from ditron_inductor.lowering.attention import local_attention
+from ditron_inductor.lowering.attention.block_parts import (
     Span,
     as_sent,
     canonical,
@@ -32,13 +32,14 @@ from ditron_inductor.lowering.all_gather_attention.block_parts import (
     single,
     with_rows,
 )
-from ditron_inductor.lowering.all_gather_attention.local_attention import Local
-from ditron_inductor.lowering.all_gather_attention.merge import Merge, Partial
+from ditron_inductor.lowering.attention.local_attention import Local
+from ditron_inductor.lowering.attention.merge import Merge, Partial
 from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels
 from ditron_inductor.lowering.host.launch import Launch, round_up
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
-from ditron_inductor.task.all_gather_attention import GIVEN, AllGatherAttention, blocks
+from ditron_inductor.task.attention_masks import GIVEN, blocks
+from ditron_inductor.task.nodes import AllGatherAttention
 
 JOINED_ROWS = 4096
 """Neighbouring sources are attended to in one call from so many rows of queries for each key head on: attention to

@@ -9,13 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task.all_gather_attention import (
-    GIVEN,
-    LONGEST_WINDOW,
-    AllGatherAttention,
-    AttentionReduceScatter,
-    Mask,
-)
+from ditron_inductor.task.attention_masks import GIVEN, LONGEST_WINDOW, Mask
+from ditron_inductor.task.nodes import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.policy import Policy
 
 # Here and not in the function, which a compiler traces.

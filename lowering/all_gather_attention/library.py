@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ditron_inductor.lowering.all_gather_attention import local_attention
-from ditron_inductor.lowering.all_gather_attention.block_parts import as_sent, canonical, joined, with_rows
-from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
+from ditron_inductor.lowering.attention import local_attention
+from ditron_inductor.lowering.attention.block_parts import as_sent, canonical, joined, with_rows
+from ditron_inductor.lowering.attention.merge import Merge, in_order
 from ditron_inductor.task import reference_attention
-from ditron_inductor.task.all_gather_attention import GIVEN, AllGatherAttention, blocks
+from ditron_inductor.task.attention_masks import GIVEN, blocks
+from ditron_inductor.task.nodes import AllGatherAttention
 from ditron_inductor.task.watch import communicate
 
 Outputs = list[torch.Tensor]

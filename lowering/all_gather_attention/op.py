@@ -9,22 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import chunked, library, local_attention, tile
+from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
+from ditron_inductor.lowering.attention import local_attention
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.lowering.host.prepare import prepare
 from ditron_inductor.lowering.host.prepared import PreparedCalls
 from ditron_inductor.task import schema
-from ditron_inductor.task.all_gather_attention import (
-    ALIGNED,
-    GIVEN,
-    AllGatherAttention,
-    AttentionReduceScatter,
-    mask_problem,
-)
+from ditron_inductor.task.attention_masks import ALIGNED, GIVEN, mask_problem
 from ditron_inductor.task.node import Sizes
-from ditron_inductor.task.nodes import AttentionNode
+from ditron_inductor.task.nodes import AllGatherAttention, AttentionNode, AttentionReduceScatter
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem

@@ -39,12 +39,13 @@ from ditron_inductor.core.signals import (
     wait_credits,
 )
 from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
-from ditron_inductor.lowering.all_gather_attention.block_parts import stacked, with_rows
+from ditron_inductor.lowering.attention.block_parts import stacked, with_rows
 from ditron_inductor.lowering.gathers import SENDERS, send_queue, sent_piece
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, AllGatherAttention, Mask
+from ditron_inductor.task.attention_masks import GIVEN, MAX_HEAD_DIM, Mask
 from ditron_inductor.task.node import Output
+from ditron_inductor.task.nodes import AllGatherAttention
 from ditron_inductor.task.schema import memory
 
 KEYS = tl.constexpr(0)

@@ -2,11 +2,11 @@
 
 Problem. Every rank holds a shard of the activations, rows [S, K] once flattened, and its own weights [K, N_i].
 Algorithm. A small kernel puts the own shard into the own slot, where its peers read it. The main stream multiplies the
-own shard straight from the input, or, where a norm makes it, from the slot (stage_norm.py). Meanwhile the side stream
-copies the other shards, that of rank + 1 first, into the gathered tensor; the main stream follows, product by product,
-each on as many rows as came together (lowering/schedules.py). Narrow weights are multiplied with all rows at once when
-the last of them are there, the own ones among them. An epilogue is a launch behind the products of each run of rows,
-beside those of the next one, or one more launch when all products are there; a bias comes with the products.
+own shard straight from the input, or, where a norm makes it, from the slot (norms/stage_norm.py). Meanwhile the side
+stream copies the other shards, that of rank + 1 first, into the gathered tensor; the main stream follows, product by
+product, each on as many rows as came together (lowering/schedules.py). Narrow weights are multiplied with all rows at
+once when the last of them are there, the own ones among them. An epilogue is a launch behind the products of each run
+of rows, beside those of the next one, or one more launch when all products are there; a bias comes with the products.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its whole shard is staged. The
 slot is only written with the credits of all peers, so nothing is ever revoked.
 Limits. K is the last dimension of the shard. Where the gathered dimension lies inside others, their sizes multiply to
@@ -25,11 +25,11 @@ import torch
 from ditron_inductor.device.lanes import HERE, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import all_outputs, pointers, shard_extras
 from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, for_batches, multiply, shaped
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.host.launch import Launch, round_up
 from ditron_inductor.lowering.host.launcher import Bound
+from ditron_inductor.lowering.norms.rows import all_outputs, pointers, shard_extras
 from ditron_inductor.lowering.schedules import Gathering, Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.epilogue import products

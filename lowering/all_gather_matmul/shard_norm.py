@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import make_add_norm
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import shard_extras
+from ditron_inductor.lowering.norms.add_norm import make_add_norm
+from ditron_inductor.lowering.norms.rows import shard_extras
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, AllGatherMatmul
 

@@ -41,8 +41,10 @@ from ditron_inductor.core.in_band import (
 from ditron_inductor.core.layout import IN_BAND_BYTES
 from ditron_inductor.core.signals import Words, granted, leave, with_epoch
 from ditron_inductor.core.trace import SEND, TILE, WAIT, event, now
-from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.host.launcher import Arguments
+from ditron_inductor.lowering.norms.add_norm import Outputs
+from ditron_inductor.lowering.norms.rows import (
     all_outputs,
     allocate,
     block_of,
@@ -52,9 +54,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     pointers,
     warps_of,
 )
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
-from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.task.nodes import NormNode
+from ditron_inductor.task.nodes import ReductionWithNorm
 
 MOST_BYTES = 256 << 10
 """Of x. The limit is to be measured: a word costs no more than in kernel.py, but for the zero that it leaves behind."""
@@ -235,7 +235,7 @@ def shares_of(launch: Launch, M: int, N: int, itemsize: int) -> Shares | None:
 
 
 def all_reduce_rms_norm(
-    node: NormNode,
+    node: ReductionWithNorm,
     launch: Launch,
     M: int,
     N: int,

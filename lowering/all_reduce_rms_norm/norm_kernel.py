@@ -2,7 +2,7 @@
 
 Problem. Every rank holds x [M, N] and wants total = all_reduce(x) + bias + residual and normed = norm(total). For a few
 rows what counts is launches and rounds of signals, for more of them how often they are read and written.
-Algorithm. As in matmul_all_reduce/all_reduce_kernel.py, but pieces are whole rows, in tiles of a few that stay in
+Algorithm. As in all_reduce/all_reduce_kernel.py, but pieces are whole rows, in tiles of a few that stay in
 registers. In *one shot* a program puts its rows into the slot of every peer, and adds up what all have sent. In *two
 shots* the rows are dealt to the ranks in equal runs, and a program takes one piece of every run: it sends each to its
 owner, adds up the own one, and sends the rounded sum to every peer. What follows the sum is done by every rank for all
@@ -37,9 +37,13 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import TILE as TILE_EVENT
 from ditron_inductor.core.trace import event, now
+from ditron_inductor.lowering.all_reduce.all_reduce_kernel import add_up, begin, swap
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_in_band
-from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceRuns, two_shots_in_slices
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.host.launcher import Arguments
+from ditron_inductor.lowering.norms.add_norm import Outputs
+from ditron_inductor.lowering.norms.rows import (
     all_outputs,
     allocate,
     block_of,
@@ -51,11 +55,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     warps_of,
     with_rows,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceRuns, two_shots_in_slices
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
-from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up, begin, swap
-from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, NormNode
+from ditron_inductor.task.nodes import ReductionWithNorm
 
 ROUND_BYTES = 800 << 10
 """What a rank can send in the time of one more round of signals."""
@@ -307,12 +307,7 @@ def slice_warps(block: int, itemsize: int) -> int:
     return max(1, min(block // (32 * 16), 8), min(block * itemsize // (32 * 64), 16))
 
 
-def obstacle(columns: int) -> str:
-    """Why the kernel cannot run for so many columns, empty if it can."""
-    return "" if columns <= MOST_NORM_COLUMNS else f"rows of {columns} elements do not fit into one program"
-
-
-def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+def geometry(node: ReductionWithNorm, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
     """For x [rows of a, columns]: a is x, or what x is a product of. See Geometry."""
     rows, itemsize = math.prod(a.shape[:-1]), a.element_size()
     chosen = cut(
@@ -336,7 +331,7 @@ def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> G
 
 
 def all_reduce_rms_norm(
-    node: NormNode,
+    node: ReductionWithNorm,
     launch: Launch,
     sizes: Geometry,
     x: torch.Tensor,

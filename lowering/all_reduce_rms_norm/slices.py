@@ -26,8 +26,8 @@ from ditron_inductor.core.layout import RESULT_ROW, SEND_TICKET, TILE_TICKET
 from ditron_inductor.core.signals import granted, leave, publish_all, request_ticket, settle, wait_rows
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, finish
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
+from ditron_inductor.lowering.all_reduce.all_reduce_kernel import add_up
+from ditron_inductor.lowering.norms.rows import extras, finish
 
 
 class How(NamedTuple):

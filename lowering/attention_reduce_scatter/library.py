@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ditron_inductor.lowering.all_gather_attention import local_attention
-from ditron_inductor.lowering.all_gather_attention.block_parts import Span, joined, with_rows
-from ditron_inductor.lowering.all_gather_attention.local_attention import Given
-from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
+from ditron_inductor.lowering.attention import local_attention
+from ditron_inductor.lowering.attention.block_parts import Span, joined, with_rows
+from ditron_inductor.lowering.attention.local_attention import Given
+from ditron_inductor.lowering.attention.merge import Merge, in_order
 from ditron_inductor.task import reference_attention
-from ditron_inductor.task.all_gather_attention import GIVEN, AttentionReduceScatter, blocks
+from ditron_inductor.task.attention_masks import GIVEN, blocks
+from ditron_inductor.task.nodes import AttentionReduceScatter
 from ditron_inductor.task.watch import communicate
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -61,7 +61,7 @@ def strides_in_rows(x: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DecodeOperands:
-    """The tensors of a call, see task/schema.py."""
+    """The tensors of a call, see `nodes.FlashDecode`."""
 
     q: torch.Tensor
     k: torch.Tensor

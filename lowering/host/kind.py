@@ -44,19 +44,21 @@ class Chunked:
     """The strategy `chunked`.
 
     obstacle: a function of (node, shape of the communicated tensor): why no such call can run, empty where it can.
-    geometry: a function of (node, launch, communicated tensor, n, k).
+    geometry: a function of (node, launch, communicated tensor, n, k). in_band: whether with such a geometry, or None, a
+    call ends with a norm kernel that sends in band.
     """
 
     obstacle: Callable[..., str]
     geometry: Callable[..., Any]
     run: Runner
+    in_band: Callable[[Any], bool] = lambda geometry: False
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """How a node kind of matmuls, or of a norm, runs: its declaration, and its strategies."""
+    """How a node kind of matmuls, or of a norm, runs: its declaration, and those of the strategies that it has."""
 
     node: type[Node]
     library: Library
-    tile: Tile
+    tile: Tile | None = None
     chunked: Chunked | None = None

@@ -21,16 +21,16 @@ import torch
 from ditron_inductor.device import AgreedOptions, groups, workspaces
 from ditron_inductor.device.meetings import meetings
 from ditron_inductor.lowering import costs
-from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
 from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.kind import Lowering, Runner
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.lowering.host.prepared import Prepared, PreparedCalls
 from ditron_inductor.lowering.host.trials import choose_both
+from ditron_inductor.lowering.norms import rows as norms
 from ditron_inductor.task import schema
 from ditron_inductor.task.node import Sizes
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduceRmsNorm, NormNode, TaskNode
+from ditron_inductor.task.nodes import TaskNode
 from ditron_inductor.task.plan import Choice, PlanRequest
 from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem, Requirement
@@ -138,10 +138,13 @@ def _possible(
     m, n, k = sizes.m, sizes.n, sizes.k
     workspace = launch.workspace
     capabilities = workspace.capabilities
-    normed = n if isinstance(node, NormNode) else k if isinstance(node, AllGatherMatmul) and node.prologue else 0
-    tile_reason = capabilities.tile_reason or norm_kernel.obstacle(normed)
-    tile = lowering.tile.geometry(node, launch, x, n)
-    runners: dict[str, Runner] = {"tile": functools.partial(lowering.tile.run, node, launch, tile)}
+    tile_reason = capabilities.tile_reason or norms.obstacle(node.normed_columns(sizes))
+    runners: dict[str, Runner] = {}
+    in_tiles = Requirement(reason=tile_reason)
+    if lowering.tile is not None:
+        tile = lowering.tile.geometry(node, launch, x, n)
+        in_tiles = requirement(launch, tile.nbytes, tile_reason)
+        runners["tile"] = functools.partial(lowering.tile.run, node, launch, tile)
     chunked, in_chunks = None, Requirement()
     if lowering.chunked is not None:
         # Its kernels want what those of `tile` want.
@@ -161,8 +164,7 @@ def _possible(
         epilogue_bytes=costs.epilogue_bytes(planned, m, n, x.dtype),
         pre_bytes=costs.pre_bytes(planned, m, n, x.dtype),
         pair_bytes=costs.pair_bytes(planned, m, n, x.dtype),
-        more_products=costs.more_products(planned, x.shape),
-        in_band=node.kind == MatmulAllReduceRmsNorm.kind and chunked is not None and chunked.in_band is not None,
+        more_products=planned.more_products(x.shape),
+        in_band=lowering.chunked is not None and lowering.chunked.in_band(chunked),
     )
-    in_tiles = requirement(launch, tile.nbytes, tile_reason)
     return plan_request(launch, node, problem, tile=in_tiles, chunked=in_chunks), runners

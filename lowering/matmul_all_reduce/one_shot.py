@@ -44,7 +44,11 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import SUM, TILE, event, now
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+from ditron_inductor.lowering.config import select_few_rows_config
+from ditron_inductor.lowering.epilogues import arrange, elements_at, prepared, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
+from ditron_inductor.lowering.host.launcher import Arguments
+from ditron_inductor.lowering.norms.rows import (
     all_outputs,
     block_of,
     constants_of,
@@ -52,10 +56,6 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     pointers,
     reduced_outputs,
 )
-from ditron_inductor.lowering.config import select_few_rows_config
-from ditron_inductor.lowering.epilogues import arrange, elements_at, prepared, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div
-from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from ditron_inductor.lowering.all_reduce import chunked
 from ditron_inductor.lowering.epilogues import finished
 from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile, bound
-from ditron_inductor.lowering.matmul_all_reduce import chunked, one_shot, two_shot
+from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.sums import few_or_many
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -30,5 +31,5 @@ LOWERING = Lowering(
     MatmulAllReduce,
     library,
     TILE,
-    Chunked(chunked.obstacle, chunked.geometry, chunked.matmul_all_reduce),
+    Chunked(chunked.obstacle, chunked.geometry, chunked.reduced_sum),
 )

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ditron_inductor.lowering.all_reduce import all_reduce_kernel, chunked
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
-from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
-from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import Shares
 from ditron_inductor.lowering.chunked_exchange import Operands
 from ditron_inductor.lowering.epilogues import Preparer, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, rows_of
-from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel, chunked
+from ditron_inductor.lowering.norms.add_norm import AddNorm, Outputs, make_add_norm
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 
@@ -38,10 +37,6 @@ class InParts:
     def nbytes(self) -> int:
         return self.product.nbytes
 
-    @property
-    def in_band(self) -> Shares | None:
-        return None
-
 
 @dataclass(frozen=True, eq=False)
 class Small:
@@ -54,12 +49,13 @@ class Small:
     def nbytes(self) -> int:
         return self.rows.nbytes
 
-    @property
-    def in_band(self) -> Shares | None:
-        return self.rows.in_band
-
 
 Geometry = InParts | Small
+
+
+def in_band(sizes: Geometry | None) -> bool:
+    """Whether the kernel behind the product sends in band."""
+    return isinstance(sizes, Small) and sizes.rows.in_band is not None
 
 
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
@@ -84,7 +80,7 @@ def matmul_all_reduce_rms_norm(
     the same bits on every rank, and what is saved.
     """
     if isinstance(sizes, InParts):
-        (reduced,) = chunked.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias, extras)
+        (reduced,) = chunked.reduced_sum(node.reduction, launch, sizes.product, a, b, bias, extras)
         return sizes.add_norm(reduced, given)
     rows = sizes.rows
     product = a[0].new_empty([*a[0].shape[:-1], rows.N])

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from ditron_inductor.lowering import sums
-from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.matmul_all_reduce import one_shot
 from ditron_inductor.lowering.matmul_all_reduce.op import TILE
+from ditron_inductor.lowering.norms.add_norm import AddNorm, Outputs, make_add_norm
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 

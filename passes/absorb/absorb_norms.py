@@ -45,7 +45,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, SHARD_SAVED, AllGatherMatmul, ShardNorm
+from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, SHARD_SAVED, ShardNorm, WithPrologue
 from ditron_inductor.task.verify import task_calls
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Match:
         return ShardNorm(self.norm.norm, extras, tuple(name for name in SHARD_SAVED if name in self.norm.saved))
 
 
-def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Match | str | None:
+def find_prologue(call: fx.Node, task: WithPrologue, options: Options) -> Match | str | None:
     """The norm that can be absorbed with a gain, as drawn above; why it cannot, a `ReasonCode` or one of those here;
     or None if there is no norm.
     """
@@ -118,8 +118,8 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
     return COMPUTED if terms is None else Match(call, norm, tuple(views), *terms)
 
 
-def pays(shape: Any, task: AllGatherMatmul, options: Options) -> bool:
-    """Returns whether a shard of this shape is likely to be staged by `chunked`; equal on all ranks."""
+def pays(shape: Any, task: WithPrologue, options: Options) -> bool:
+    """Whether a shard of this shape is likely to be staged by `chunked`; equal on all ranks."""
     if options.strategy != "auto":
         return options.strategy == "chunked"
     static = all(isinstance(size, int) for size in shape[:-1])
@@ -220,7 +220,7 @@ def absorb_norms(graph: fx.Graph, *, options: Options) -> int:
     """Gives every gather the norm that provably makes its shard, where that gains; returns how many got one."""
     count = 0
     for call, task in task_calls(graph):
-        if not isinstance(task, AllGatherMatmul):
+        if not isinstance(task, WithPrologue):
             continue
         match = find_prologue(call, task, options)
         if isinstance(match, str):

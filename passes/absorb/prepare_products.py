@@ -28,7 +28,7 @@ These ops are the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +36,12 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import MAX_EXTRAS, MAX_PARTS, is_stored
-from ditron_inductor.passes.fuse import matmul_all_reduce, matmul_reduce_scatter
+from ditron_inductor.passes.fuse.fusions import REDUCTIONS
 from ditron_inductor.passes.graph import expressions, proofs
-from ditron_inductor.passes.graph.collectives import ALL_REDUCE, REDUCE_SCATTER, collectives
+from ditron_inductor.passes.graph.collectives import collectives
+from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.products import Pre, Product, find_product
-from ditron_inductor.passes.graph.reasons import LEFT_ALONE, ReasonCode, Refusal, Refused, leave_alone, refused
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE, ReasonCode, Refusal, Refused, refused
 from ditron_inductor.task.epilogue import Expression, Extra, ProductTerm, walk
 
 BETWEEN: frozenset[ReasonCode] = frozenset(
@@ -199,24 +200,13 @@ def _upwards(node: fx.Node) -> set[fx.Node]:
 def prepare_products(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every reduction of pointwise ops on a provable product, and returns how many. Others may get a reason."""
     count = 0
-    for target, fusion in ((REDUCE_SCATTER, matmul_reduce_scatter), (ALL_REDUCE, matmul_all_reduce)):
-        find: Callable[..., Any] = FINDERS[target]
-        for node in collectives(graph, target):
-            reason = node.meta.get(LEFT_ALONE)
-            if reason is None or reason.pattern != fusion.PATTERN or ReasonCode(reason.code) not in BETWEEN:
-                continue
-            match = find(node, find_prepared)
-            if not refused(match) and fusion.PATTERN not in options.fusions:
-                match = ReasonCode.DISABLED
-            if refused(match):
-                leave_alone(node, fusion.PATTERN, match)
-                continue
-            fusion.rewrite(graph, match, options)
-            count += 1
+    for fusion in REDUCTIONS:
+        left = [node for op in fusion.ops for node in collectives(graph, op) if _is_left_by(fusion, node)]
+        count += fusion.fuse(graph, left, options, find_prepared)
     return count
 
 
-FINDERS: dict[object, Callable[..., Any]] = {
-    REDUCE_SCATTER: matmul_reduce_scatter.find_matmul_reduce_scatter,
-    ALL_REDUCE: matmul_all_reduce.find_matmul_all_reduce,
-}
+def _is_left_by(fusion: Fusion, node: fx.Node) -> bool:
+    """Whether the fusion has left a collective alone for a reason that this pass may be able to put right."""
+    reason = node.meta.get(LEFT_ALONE)
+    return reason is not None and reason.pattern == fusion.node.kind and ReasonCode(reason.code) in BETWEEN

@@ -64,8 +64,7 @@ from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, col
 from ditron_inductor.passes.graph.gathered import Gathered, gathered_tensor
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task import schema
-from ditron_inductor.task.all_gather_attention import AllGatherAttention
-from ditron_inductor.task.nodes import ATTENTION_KINDS
+from ditron_inductor.task.nodes import ATTENTION_KINDS, AllGatherAttention
 
 aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from ditron_inductor.passes.attention.roots import Moved
 from ditron_inductor.passes.attention.shown_masks import Shown, read_mask
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
-from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, Mask
+from ditron_inductor.task.attention_masks import GIVEN, MAX_HEAD_DIM, Mask
 from ditron_inductor.task.torch_dtypes import BIAS_DTYPES
 
 aten = torch.ops.aten

@@ -48,7 +48,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task import schema
-from ditron_inductor.task.all_gather_attention import AttentionReduceScatter
+from ditron_inductor.task.nodes import AttentionReduceScatter
 
 PATTERN = AttentionReduceScatter.kind
 

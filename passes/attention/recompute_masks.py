@@ -34,9 +34,9 @@ from ditron_inductor.passes.attention.attention_calls import (
     operands,
     read_attention,
 )
-from ditron_inductor.passes.attention.attention_reduce_scatter import PATTERN
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, WAIT, collectives
 from ditron_inductor.passes.graph.reasons import refused
+from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 aten = torch.ops.aten
 
@@ -48,7 +48,8 @@ MARK = "recompute"
 def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
     """Marks every known mask of a backward of attention; returns how many."""
     gathers = set(collectives(graph, ALL_GATHER))
-    if PATTERN not in options.fusions or not gathers:
+    _, backward = ATTENTION_KINDS
+    if backward not in options.fusions or not gathers:
         return 0
     known: set[tuple[fx.Node, ...]] = set()
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in BACKWARD]:

@@ -23,7 +23,7 @@ from torch import fx
 from ditron_inductor.passes.attention.mask_values import TRUE, Selection, Truth
 from ditron_inductor.passes.attention.masks import Masks, UnknownMask, hiding, shape_of
 from ditron_inductor.passes.graph import proofs
-from ditron_inductor.task.all_gather_attention import GIVEN, LONGEST_WINDOW, Mask
+from ditron_inductor.task.attention_masks import GIVEN, LONGEST_WINDOW, Mask
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from ditron_inductor.passes.attention.softmax_algebra import (
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import is_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused, refused
-from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, Mask
+from ditron_inductor.task.attention_masks import GIVEN, MAX_HEAD_DIM, Mask
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ dimension, or if the peers' node is of a kind that is not drawn above or of a dt
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -31,18 +31,14 @@ from ditron_inductor.passes.finish.wire_facts import launches_of
 from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.passes.graph.collectives import Collective, read_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode
-from ditron_inductor.task.nodes import (
-    AllGatherMatmul,
-    AllReduceRmsNorm,
-    MatmulAllReduce,
-    MatmulAllReduceRmsNorm,
-    MatmulReduceScatter,
-    Norm,
-)
+from ditron_inductor.task import schema
+from ditron_inductor.task.exchange import GATHERED_OPERAND, SCATTERED_PRODUCT
+from ditron_inductor.task.nodes import TASKS, Norm, ReducedSum, ReductionWithNorm, TaskNode, WithPrologue
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 ADD_ALL = "pre: mm0 + full(x0); mm0"
+DIMENSIONS = ("gather_dim", "scatter_dim")
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,7 @@ class Match:
 def find(node: fx.Node, form: Form) -> Match:
     """Proves that the node can be replaced as drawn above. Raises DitronDiverged."""
     collective = read_collective(node)
-    kind = form.kind
-    if isinstance(collective, ReasonCode) or kind not in _REWRITES:
+    if isinstance(collective, ReasonCode) or not _stands_in(TASKS.get(form.kind)):
         raise _unable(node, form)
     value: torch.Tensor = collective.operand.meta["val"]
     if value.ndim == 0 or value.dtype not in ACTIVATION_DTYPES:
@@ -70,7 +65,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
     """Replaces the collective and its wait."""
     collective = match.collective
     with graph.inserting_before(collective.node):
-        result = _REWRITES[match.form.kind](graph, match, options)
+        result = _replacement(graph, match, options)
     collective.wait.replace_all_uses_with(result)
     graph.erase_node(collective.wait)
     graph.erase_node(collective.node)
@@ -99,15 +94,6 @@ def _unable(node: fx.Node, form: Form) -> DitronDiverged:
     )
 
 
-def _common(match: Match, options: Options) -> dict[str, Any]:
-    return {
-        "world_size": match.collective.world_size,
-        "group_name": match.collective.group_name,
-        "site": rewriting.UNNAMED_SITE,
-        "policy": rewriting.policy(options),
-    }
-
-
 def _zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
     value: torch.Tensor = origin.meta["val"]
     node = graph.call_function(
@@ -120,85 +106,67 @@ def _zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
     return node
 
 
-def _factors(graph: fx.Graph, x: fx.Node) -> dict[str, list[fx.Node]]:
-    """Returns the operands of a product of zeros in the shape of x."""
-    shape = tuple(x.meta["val"].shape)
-    return {"a": [_zeros(graph, x, (*shape[:-1], 1))], "b": [_zeros(graph, x, (1, shape[-1]))]}
+def _stands_in(declared: type[TaskNode] | None) -> bool:
+    """Whether a node of this kind can take the place of a collective that no matmul is beside."""
+    if declared is None:
+        return False
+    gathers = declared.exchange == GATHERED_OPERAND and issubclass(declared, WithPrologue)
+    return gathers or issubclass(declared, ReducedSum | ReductionWithNorm)
 
 
-def _contiguous(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    shape = tuple(x.meta["val"].shape)
-    return rewriting.call(graph, aten.clone.default, (x,), x, shape)
+def _task(match: Match, options: Options) -> TaskNode:
+    """The node that stands in for the collective. Of a norm behind it: that concerns no other rank."""
+    collective, declared = match.collective, TASKS[match.form.kind]
+    known: dict[str, Any] = {
+        **{name: int(size) for name, size in match.leader.items() if name in DIMENSIONS},
+        "reduce_op": collective.reduce_op,
+        "norm": Norm(),
+        "extras": (),
+        "return_gathered": True,
+        "num_weights": 1,
+        **({"num_extras": 1, "epilogue": ADD_ALL} if _adds(declared) else {}),
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
+    }
+    return declared(**{field.name: known[field.name] for field in fields(declared) if field.name in known})
 
 
-def _all_reduce(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
-    collective = match.collective
-    x, wait = _contiguous(graph, collective.operand), collective.wait
-    assert collective.reduce_op is not None
-    task = MatmulAllReduce(reduce_op=collective.reduce_op, num_extras=1, epilogue=ADD_ALL, **_common(match, options))
-    values = [x.meta["val"], rewriting.new_token(x.meta["val"])]
-    meta = rewriting.copied_meta(wait)
-    call = rewriting.call_task(graph, task, {**_factors(graph, x), "extras": [x]}, meta, values)
-    return rewriting.output(graph, call, 0, meta)
+def _adds(declared: type[TaskNode]) -> bool:
+    """Whether the node adds what the collective has to a product of zeros, before it is reduced."""
+    return "num_products" in {field.name for field in fields(declared)}
 
 
-def _reduce_with_norm(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
-    """Inserts the reduction without a norm, because a norm behind it concerns no other rank."""
-    collective = match.collective
-    x, wait = _contiguous(graph, collective.operand), collective.wait
-    assert collective.reduce_op is not None
-    common = {"reduce_op": collective.reduce_op, "norm": Norm(), "extras": (), **_common(match, options)}
-    task: AllReduceRmsNorm | MatmulAllReduceRmsNorm
-    operands: dict[str, Any]
-    if match.form.kind == AllReduceRmsNorm.kind:
-        task, operands = AllReduceRmsNorm(**common), {"x": x}
-    else:
-        task = MatmulAllReduceRmsNorm(num_products=1, num_extras=1, epilogue=ADD_ALL, **common)
-        operands = {**_factors(graph, x), "extras": [x]}
-    values = [x.meta["val"], x.meta["val"], rewriting.new_token(x.meta["val"])]
-    meta = rewriting.copied_meta(wait)
-    call = rewriting.call_task(graph, task, operands, meta, values)
-    return rewriting.output(graph, call, task.returned.index("total"), meta)
+def _operands(graph: fx.Graph, task: TaskNode, x: fx.Node) -> dict[str, Any]:
+    """x, wherever the node takes what a rank contributes, and zeros where it takes weights."""
+    if _adds(type(task)):
+        shape = tuple(x.meta["val"].shape)
+        return {"a": [_zeros(graph, x, (*shape[:-1], 1))], "b": [_zeros(graph, x, (1, shape[-1]))], "extras": [x]}
+    (name, _), *others = task.slots()
+    return {name: x, **{weights: [_zeros(graph, x, (x.meta["val"].shape[-1], 1))] for weights, _ in others}}
 
 
-def _reduce_scatter(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
-    collective, dim = match.collective, int(match.leader["scatter_dim"])
-    wait = collective.wait
-    assert collective.reduce_op is not None
-    # The peers scatter another dimension: the parts for the ranks lie together here, and side by side along it there.
-    operand = collective.operand
-    x = rewriting.regrouped(graph, operand, 0, dim, collective.world_size, operand) if dim else operand
-    x = _contiguous(graph, x)
-    task = MatmulReduceScatter(
-        scatter_dim=dim, reduce_op=collective.reduce_op, num_extras=1, epilogue=ADD_ALL, **_common(match, options)
-    )
-    values = [wait.meta["val"], rewriting.new_token(wait.meta["val"])]
-    meta = rewriting.copied_meta(wait)
-    call = rewriting.call_task(graph, task, {**_factors(graph, x), "extras": [x]}, meta, values)
-    return rewriting.output(graph, call, 0, meta)
+def _result(task: TaskNode) -> int:
+    """Which output is that of the collective."""
+    if isinstance(task, ReductionWithNorm):
+        return task.returned.index("total")
+    return 1 if isinstance(task, WithPrologue) else 0
 
 
-def _all_gather(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
-    collective, dim = match.collective, int(match.leader["gather_dim"])
+def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    collective, task = match.collective, _task(match, options)
     x, wait, world_size = collective.operand, collective.wait, collective.world_size
-    value: torch.Tensor = x.meta["val"]
-    task = AllGatherMatmul(gather_dim=dim, return_gathered=True, num_weights=1, **_common(match, options))
-    shape = list(value.shape)
-    shape[dim] *= world_size
-    gathered_like = rewriting.fake_like(value, tuple(shape), rewriting.contiguous_strides(tuple(shape)))
-    rows = gathered_like.numel() // shape[-1] if shape[-1] else 0
-    values = [value.new_empty(rows, 1), gathered_like, rewriting.new_token(value)]
-    meta = rewriting.copied_meta(wait)
-    operands = {"shard": x, "weights": [_zeros(graph, x, (shape[-1], 1))]}
+    # The peers' dimension: chunks that lie together here are side by side along it there.
+    dim = next((int(match.leader[name]) for name in DIMENSIONS if name in match.leader), 0)
+    if dim and task.exchange == SCATTERED_PRODUCT:
+        x = rewriting.regrouped(graph, x, 0, dim, world_size, x)
+    if task.exchange != GATHERED_OPERAND:
+        shape = tuple(x.meta["val"].shape)
+        x = rewriting.call(graph, aten.clone.default, (x,), x, shape)
+    operands = _operands(graph, task, x)
+    meta, value = rewriting.copied_meta(wait), x.meta["val"]
+    shapes = schema.shapes_of({name: schema.values_of(one) for name, one in operands.items()})
+    values = [*schema.memory(value, task.outputs(shapes)), rewriting.new_token(value)]
     call = rewriting.call_task(graph, task, operands, meta, values)
-    gathered = rewriting.output(graph, call, 1, meta)
-    return rewriting.regrouped(graph, gathered, dim, 0, world_size, gathered) if dim else gathered
-
-
-_REWRITES: Mapping[str, Callable[[fx.Graph, Match, Options], fx.Node]] = {
-    MatmulAllReduce.kind: _all_reduce,
-    AllReduceRmsNorm.kind: _reduce_with_norm,
-    MatmulAllReduceRmsNorm.kind: _reduce_with_norm,
-    MatmulReduceScatter.kind: _reduce_scatter,
-    AllGatherMatmul.kind: _all_gather,
-}
+    result = rewriting.output(graph, call, _result(task), meta)
+    if dim and task.exchange == GATHERED_OPERAND:
+        result = rewriting.regrouped(graph, result, dim, 0, world_size, result)
+    return result

@@ -32,7 +32,6 @@ from ditron_inductor.passes.graph.collectives import WAIT, is_collective
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
-from ditron_inductor.task.all_gather_attention import AllGatherAttention
 from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 aten = torch.ops.aten
@@ -168,11 +167,12 @@ def _downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
 def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
     """Corrects the reasons that the fusions could not know, and returns how many."""
     count = 0
+    forward, _ = ATTENTION_KINDS
     for node in [node for node in graph.nodes if LEFT_ALONE in node.meta and is_collective(node)]:
         given = node.meta[LEFT_ALONE]
         attention = None if given.pattern in ATTENTION_KINDS else ring_attention(node)
         if attention is not None:
-            leave_alone(node, AllGatherAttention.kind, ReasonCode.ATTENTION_PARTS.at(attention))
+            leave_alone(node, forward, ReasonCode.ATTENTION_PARTS.at(attention))
             count += 1
             continue
         better = _better(node, given)

@@ -27,8 +27,7 @@ from ditron_inductor.passes.graph.launches import group_of, is_task, launches_co
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.rewriting import TRANSPOSED
 from ditron_inductor.passes.normalize.vllm_collectives import group_names, is_vllm_collective
-from ditron_inductor.task.nodes import AllGatherMatmul, AttentionNode, FlashDecode, TaskNode
-from ditron_inductor.task.schema import node_from_call, operand
+from ditron_inductor.task import schema
 
 FRAME = re.compile(r'File "([^"]*)", line (\d+)')
 WIRES: Mapping[str, str] = {
@@ -142,15 +141,16 @@ def _collective_facts(node: fx.Node) -> LaunchFacts:
 
 
 def _task_facts(node: fx.Node) -> LaunchFacts:
-    task = node_from_call(node.target, node.args)
+    task = schema.node_from_call(node.target, node.args)
     first = _first_tensor(node)
     local = {field.name: getattr(task, field.name) for field in fields(task) if field.name in LOCAL_FIELDS}
-    wire = _wire(wire_of(task), getattr(task, "reduce_op", None), first.dtype)
+    contributed = task.contributed(schema.shapes_from_call(node))
+    wire = _wire(task.wire, getattr(task, "reduce_op", None), first.dtype)
     return LaunchFacts(
         wire=f"{wire} transposed" if _is_transposed(node) else wire,
-        numel=_task_numel(node, task),
+        numel=None if contributed is None else _known(contributed),
         device_type=first.device.type,
-        kind=f"{task.kind} behind a norm" if isinstance(task, AllGatherMatmul) and task.prologue else task.kind,
+        kind=task.form,
         local=json.dumps(local, sort_keys=True),
         site=task.site,
     )
@@ -163,32 +163,6 @@ def _place(stack_trace: str) -> str:
 
 def _wire(collective: str, reduce_op: object, dtype: torch.dtype | None) -> str:
     return " ".join(str(part).removeprefix("torch.") for part in (collective, reduce_op, dtype) if part is not None)
-
-
-def wire_of(task: TaskNode) -> str:
-    """Returns the collective of a node. If a node replaces several, it returns the kind of the node, and what decides
-    how its parts are sent.
-    """
-    if isinstance(task, AttentionNode):
-        return f"{task.kind} {task.mask.name} {task.scale:g} {task.softcap:g} {getattr(task, 'return_gathered', '')}"
-    if isinstance(task, FlashDecode):
-        return f"{task.kind} {task.scale:g} {task.softcap:g} {task.paged}"
-    assert task.exchange is not None
-    return task.exchange.wire
-
-
-def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
-    """Returns the number of elements that this rank contributes: those of its operand, or of its product if the product
-    is sent.
-    """
-    first = _first_tensor(node)
-    if isinstance(task, AttentionNode | FlashDecode):
-        return None
-    assert task.exchange is not None
-    if task.exchange.of == "product" and task.computes == "matmul":
-        weight = operand(node, "b")[0].meta["val"]
-        return _known([*first.shape[:-1], weight.shape[1]])
-    return _known(first.shape)
 
 
 def _is_transposed(node: fx.Node) -> bool:

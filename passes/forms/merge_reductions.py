@@ -38,11 +38,11 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.prepare_products import find_prepared
-from ditron_inductor.passes.fuse.matmul_all_reduce import find_matmul_all_reduce
-from ditron_inductor.passes.fuse.matmul_reduce_scatter import find_matmul_reduce_scatter
+from ditron_inductor.passes.fuse.fusions import takes
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, Collective, read_collective
 from ditron_inductor.passes.graph.reasons import refused
+from ditron_inductor.task.nodes import ReducedSum
 
 aten = torch.ops.aten
 
@@ -202,8 +202,7 @@ def loses_fusion(graph: fx.Graph, match: Match) -> bool:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    find = find_matmul_all_reduce if node.target is ALL_REDUCE else find_matmul_reduce_scatter
-    return not refused(find(node, find_prepared))
+    return takes(node, lambda kind: issubclass(kind, ReducedSum), find_prepared)
 
 
 def _sum(graph: fx.Graph, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:

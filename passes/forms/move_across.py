@@ -34,7 +34,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms.move_casts import CASTS, as_dtype
-from ditron_inductor.passes.fuse.all_gather_matmul import find_all_gather_matmul
+from ditron_inductor.passes.fuse.fusions import takes
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import (
     ALL_GATHER,
@@ -47,6 +47,7 @@ from ditron_inductor.passes.graph.collectives import (
 from ditron_inductor.passes.graph.reasons import refused
 from ditron_inductor.passes.normalize.share_gathers import Match as Gather
 from ditron_inductor.passes.normalize.share_gathers import find_whole_gather
+from ditron_inductor.task.exchange import GATHERED_OPERAND
 
 aten = torch.ops.aten
 
@@ -165,7 +166,7 @@ def _rewrite_scatter(graph: fx.Graph, match: Match) -> None:
 def find_widened(node: fx.Node) -> Gather | None:
     """Proves that a gather's operand is a widening cast, which could stand behind it; None if it is not."""
     collective = read_collective(node)
-    if refused(collective) or not refused(find_all_gather_matmul(node)):
+    if refused(collective) or takes(node, lambda kind: kind.exchange == GATHERED_OPERAND):
         return None
     cast = collective.operand
     if cast.target not in CASTS or set(cast.kwargs) - {"dtype"}:

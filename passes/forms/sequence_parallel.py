@@ -44,7 +44,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.prepare_products import find_prepared
-from ditron_inductor.passes.fuse.all_reduce_rms_norm import find_sum, prove
+from ditron_inductor.passes.fuse.all_reduce_rms_norm import PATTERN, find_sum, prove
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.chunked_collectives import gathered, scattered
 from ditron_inductor.passes.graph.collectives import WAIT, Collective
@@ -53,7 +53,8 @@ from ditron_inductor.passes.graph.norm_forms import normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, refused
 from ditron_inductor.passes.graph.row_regions import Region, find_regions
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import AllGatherMatmul, AllReduceRmsNorm, MatmulAllReduce, MatmulReduceScatter
+from ditron_inductor.task.exchange import GATHERED_OPERAND, REDUCED_PRODUCT, SCATTERED_PRODUCT
+from ditron_inductor.task.nodes import matmul_of
 from ditron_inductor.task.sequence_cost import GatheredRows, Reduced, RegionWork, pays
 from ditron_inductor.task.torch_dtypes import precision_of
 
@@ -84,7 +85,7 @@ def find_sequence_parallel(region: Region, options: Options) -> Match | None:
         return None
     if options.sequence_parallel == "on":
         return Match(region, dims[0])
-    fuses = {AllGatherMatmul.kind, MatmulReduceScatter.kind} <= set(options.fusions)
+    fuses = {matmul_of(GATHERED_OPERAND), matmul_of(SCATTERED_PRODUCT)} <= set(options.fusions)
     return Match(region, dims[0]) if fuses and pays(work(region, options)) else None
 
 
@@ -94,7 +95,8 @@ def work(region: Region, options: Options) -> RegionWork:
     for length in region.rows:
         rows *= length
     first = region.reductions[0]
-    normed = _with_norm(region) if {MatmulAllReduce.kind, AllReduceRmsNorm.kind} <= set(options.fusions) else ()
+    reduction_with_norm = {matmul_of(REDUCED_PRODUCT), PATTERN}
+    normed = _with_norm(region) if reduction_with_norm <= set(options.fusions) else ()
     return RegionWork(
         m=rows,
         reduced=tuple(

@@ -49,7 +49,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, AllGatherMatmul, Projections
+from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, SharedOperand
 
 aten = torch.ops.aten
 
@@ -132,7 +132,7 @@ def _operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
         return (matmul.weight, matmul.bias) if few else (None, None)
     if product.target is getitem and isinstance(product.args[0], fx.Node):
         call, index = product.args[0], product.args[1]
-        if call.target is schema.overload(AllGatherMatmul.kind):
+        if is_task(call) and isinstance(schema.node_of(call), SharedOperand):
             weights = schema.operand(call, "weights")
             weight = weights[index] if index in range(len(weights)) else None
     return weight if isinstance(weight, fx.Node) else None, None
@@ -261,9 +261,10 @@ def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.
 def _combines(views: tuple[fx.Node, ...]) -> bool:
     """Returns whether one epilogue makes something of the products with all of these weights."""
     for call in views[0].users:
-        if call.target not in (schema.overload(AllGatherMatmul.kind), schema.overload(Projections.kind)):
+        node = schema.node_of(call)
+        if not isinstance(node, SharedOperand):
             continue
-        weights, parsed = schema.operand(call, "weights"), schema.node_from_call(call.target, call.args).parsed
+        weights, parsed = schema.operand(call, "weights"), node.parsed
         if parsed is not None and all(view in weights for view in views):
             indices = {weights.index(view) for view in views}
             return any(indices <= set(group.products) for group in parsed.groups())

@@ -24,26 +24,13 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms import move_across, move_casts, move_dims, move_views
-from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
-from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
-from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
-from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
-from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
-from ditron_inductor.passes.fuse.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.passes.graph.collectives import is_collective
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, TRIED, Reason, ReasonCode
 from ditron_inductor.passes.normalize import fold_batches, split_coalesced
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
 
-FUSIONS = (
-    all_gather_matmul,
-    matmul_reduce_scatter,
-    matmul_all_reduce,
-    matmul_all_gather,
-    matmul_all_to_all,
-    all_to_all_matmul,
-)
 # In the order in which they are rewritten: the finder of each after the rewrite of those before it.
 GATHER_FORMS: tuple[tuple[Any, Callable[[fx.Node], Any]], ...] = (
     (move_casts, move_casts.find_narrowed),

@@ -54,7 +54,8 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, read_collective
+from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.gathered import (
     Feeds,
     Gathered,
@@ -65,10 +66,8 @@ from ditron_inductor.passes.graph.gathered import (
     find_feeding,
     replace,
 )
-from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
 from ditron_inductor.task.nodes import AllGatherMatmul
-
-PATTERN = AllGatherMatmul.kind
 
 
 @dataclass(frozen=True)
@@ -119,26 +118,12 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     collective, feeds = match.collective, match.feeds
     task = AllGatherMatmul(
         gather_dim=match.gather_dim,
-        world_size=collective.world_size,
-        group_name=collective.group_name,
         return_gathered=feeds.return_gathered,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
         num_weights=len(feeds.matmuls),
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
     )
     return replace(graph, feeds, match.gathered, task, collective.operand, swapped=match.swapped)
 
 
-def all_gather_matmul(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every all-gather that provably feeds matmuls; returns how many were. The others get a reason."""
-    count = 0
-    for node in collectives(graph, ALL_GATHER):
-        match = find_all_gather_matmul(node)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if refused(match):
-            leave_alone(node, PATTERN, match)
-            continue
-        rewrite(graph, match, options)
-        count += 1
-    return count
+all_gather_matmul = Fusion(AllGatherMatmul, (ALL_GATHER,), find_all_gather_matmul, rewrite)
+"""Fuses every all-gather that provably feeds matmuls. The others get a reason."""

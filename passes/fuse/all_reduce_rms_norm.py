@@ -56,10 +56,9 @@ from ditron_inductor.task.nodes import (
     NO_NORM,
     SAVED,
     AllReduceRmsNorm,
-    MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     Norm,
-    NormNode,
+    ReductionWithNorm,
 )
 from ditron_inductor.task.norms import norm_form
 from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
@@ -412,7 +411,9 @@ def _is_reduced(node: fx.Node) -> bool:
         return False
     if node.target is WAIT:
         return source.target is ALL_REDUCE
-    return source.target is schema.overload(MatmulAllReduce.kind) and node.target is getitem and node.args[1:] == (0,)
+    if node.target is not getitem or node.args[1:] != (0,):
+        return False
+    return isinstance(schema.node_of(source), MatmulAllReduceRmsNorm.reduces)
 
 
 def _norm_up(result: fx.Node) -> FoundNorm | None:
@@ -456,8 +457,8 @@ def _is_final(user: fx.Node) -> bool:
     return proofs.keeps_order(user) or is_collective(user) or user.target in PICKS
 
 
-def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
-    """The node, and its operands except those of the norm."""
+def _task(match: Match, options: Options) -> tuple[ReductionWithNorm, dict[str, Any]]:
+    """The node, and its operands but for those of the norm."""
     found, norm = match.sum, match.norm
     last = Norm(NO_NORM, 0.0) if norm is None else norm.norm
     extras = tuple(name for name, extra in match.extras.items() if extra is not None)
@@ -470,21 +471,8 @@ def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
         task = AllReduceRmsNorm(collective.reduce_op, last, extras, *group, site, policy, *behind)
         return task, {"x": collective.operand}
     reduction = schema.node_from_call(found.launch.target, found.launch.args)
-    assert isinstance(reduction, MatmulAllReduce)
-    group = reduction.world_size, reduction.group_name
-    fused = MatmulAllReduceRmsNorm(
-        reduction.reduce_op,
-        last,
-        extras,
-        *group,
-        site,
-        policy,
-        *behind,
-        num_products=reduction.num_products,
-        has_bias=reduction.has_bias,
-        num_extras=reduction.num_extras,
-        epilogue=reduction.epilogue,
-    )
+    post, saved = behind
+    fused = MatmulAllReduceRmsNorm.behind(reduction, last, extras, post=post, saved=saved)
     operands = schema.operands_from_call(found.launch)
     return fused, {**operands, "product_bias": operands.pop("bias", None)}
 

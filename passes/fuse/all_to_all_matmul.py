@@ -41,11 +41,10 @@ from ditron_inductor.passes.graph import all_to_all, axes, proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import AllToAll, read_all_to_all
 from ditron_inductor.passes.graph.axes import Axis, Layout
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul, with_bias
-from ditron_inductor.passes.graph.collectives import ALL_TO_ALL, SHARD_DIM, collectives
-from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
+from ditron_inductor.passes.graph.collectives import ALL_TO_ALL, SHARD_DIM
+from ditron_inductor.passes.graph.fusion import Fusion
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
 from ditron_inductor.task.nodes import AllToAllMatmul
-
-PATTERN = AllToAllMatmul.kind
 
 
 @dataclass(frozen=True)
@@ -208,10 +207,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         scatter_dim=0 if proofs.known_equal(first, 1) else 1,
         parts=match.parts,
         return_received=match.return_received,
-        world_size=world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
+        **rewriting.site_fields(world_size, collective.group_name, options),
     )
     depth = match.weight.meta["val"].shape[0]
     received_shape = all_to_all.shape_of(first, second, depth)
@@ -247,19 +243,5 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     return call
 
 
-def all_to_all_matmul(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every all-to-all that provably feeds a matmul; returns how many were. The others get a reason, or keep one
-    that says more than that no matmul is there.
-    """
-    count = 0
-    for node in [*collectives(graph, ALL_TO_ALL), *collectives(graph, SHARD_DIM)]:
-        match = find_all_to_all_matmul(node)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if refused(match):
-            all_to_all.leave(node, PATTERN, match)
-            continue
-        node.meta.pop(all_to_all.LEFT_ALONE, None)
-        rewrite(graph, match, options)
-        count += 1
-    return count
+all_to_all_matmul = Fusion(AllToAllMatmul, (ALL_TO_ALL, SHARD_DIM), find_all_to_all_matmul, rewrite, leave_unless_known)
+"""Fuses every all-to-all that provably feeds a matmul. The others get a reason, or keep one that says more."""

@@ -41,17 +41,16 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.fuse.matmul_reduce_scatter import lhs_in_shape
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, read_collective
+from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.gathered import gathered_tensor
-from ditron_inductor.passes.graph.products import Product, find_product
-from ditron_inductor.passes.graph.reasons import LEFT_ALONE, ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.graph.products import Product, find_product, lhs_in_shape
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known, refused
 from ditron_inductor.task.nodes import MatmulAllGather
 
 aten = torch.ops.aten
 
-PATTERN = MatmulAllGather.kind
 PICKS: frozenset[object] = frozenset({aten.index_select.default, aten.index.Tensor})
 
 
@@ -192,12 +191,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     result, like = gathered.result, collective.wait.meta["val"]
     task = MatmulAllGather(
         gather_dim=gathered.dim,
-        world_size=collective.world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
-        num_products=len(product.factors),
-        has_bias=bool(product.biases),
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
+        **product.counts,
     )
     shape = list(gathered.shape)
     shape[gathered.dim] = shape[gathered.dim] * collective.world_size
@@ -238,21 +233,5 @@ def _row_major_strides(shape: list[Any]) -> tuple[Any, ...]:
     return tuple(strides)
 
 
-def matmul_all_gather(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every all-gather of one provable matmul; returns how many were. The others get a reason, or keep one that
-    says more than that no matmul is there.
-    """
-    count = 0
-    for node in collectives(graph, ALL_GATHER):
-        match = find_matmul_all_gather(node)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if refused(match):
-            known, code = node.meta.get(LEFT_ALONE), match.at(node).code
-            if known is None or (known.code == ReasonCode.NO_MATMUL.value and code is not ReasonCode.NO_MATMUL):
-                leave_alone(node, PATTERN, match)
-            continue
-        node.meta.pop(LEFT_ALONE, None)
-        rewrite(graph, match, options)
-        count += 1
-    return count
+matmul_all_gather = Fusion(MatmulAllGather, (ALL_GATHER,), find_matmul_all_gather, rewrite, leave_unless_known)
+"""Fuses every all-gather of one provable matmul. The others get a reason, or keep one that says more."""

@@ -29,27 +29,16 @@ An all-reduce has no sharded dimension, so nothing is padded. The contracted dim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, collectives, read_collective
-from ditron_inductor.passes.graph.products import FindProduct, Product, find_product
-from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.graph import rewriting
+from ditron_inductor.passes.graph.collectives import ALL_REDUCE
+from ditron_inductor.passes.graph.fusion import Fusion
+from ditron_inductor.passes.graph.products import FindProduct
+from ditron_inductor.passes.graph.reasons import Refused
+from ditron_inductor.passes.graph.whole_sums import Match, find_whole_sum, replace_whole_sum
 from ditron_inductor.task.nodes import MatmulAllReduce
-
-PATTERN = MatmulAllReduce.kind
-
-
-@dataclass(frozen=True)
-class Match:
-    """A product, or a sum of them, and the all-reduce of it."""
-
-    collective: Collective
-    product: Product
 
 
 def find_matmul_all_reduce(node: fx.Node, find: FindProduct | None = None) -> Match | Refused:
@@ -57,70 +46,21 @@ def find_matmul_all_reduce(node: fx.Node, find: FindProduct | None = None) -> Ma
 
     find: the function that reads the product, by default `find_product`.
     """
-    collective = read_collective(node)
-    if isinstance(collective, ReasonCode):
-        return collective
-    product = (find or find_product)(collective.operand, (collective.node,))
-    if refused(product):
-        return product.at(proofs.views_up(collective.operand)[-1])
-    return Match(collective, product)
+    return find_whole_sum(node, find)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    collective, product, mm = match.collective, match.product, match.product.mm
+    collective = match.collective
     assert collective.reduce_op is not None
     task = MatmulAllReduce(
         reduce_op=collective.reduce_op,
-        world_size=collective.world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
-        num_products=len(product.factors),
-        has_bias=bool(product.biases),
-        num_extras=len(product.epilogue[0]),
-        epilogue=product.epilogue[1],
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
+        **match.product.counts,
+        **match.product.epilogue_fields,
     )
-    with graph.inserting_before(collective.node):
-        values = (mm.meta["val"], rewriting.new_token(mm.meta["val"]))
-        call = rewriting.call_task(
-            graph,
-            task,
-            {
-                "a": [factors.lhs for factors in product.factors],
-                "b": [factors.rhs for factors in product.factors],
-                "bias": rewriting.bias_row(graph, product.biases),
-                "extras": product.epilogue[0],
-            },
-            rewriting.copied_meta(mm),
-            values,
-        )
-        reduced = rewriting.output(graph, call, 0, rewriting.copied_meta(mm))
-    result = reduced
-    for view in reversed(product.views):
-        # What it viewed may be an add.
-        view.update_arg(0, result)
-        collective.node.prepend(view)
-        # What it viewed may have had another dtype too, between two casts.
-        value: torch.Tensor = view.meta["val"]
-        shape, strides = tuple(value.shape), tuple(value.stride())
-        view.meta["val"] = rewriting.fake_like(value, shape, strides, mm.meta["val"].dtype)
-        result = view
-    collective.wait.replace_all_uses_with(result)
-    rewriting.erase_unused(graph, [*product.steps, collective.node, collective.wait])
-    return call
+    return replace_whole_sum(graph, match, task)
 
 
-def matmul_all_reduce(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every all-reduce of provable matmuls; returns how many were. The others get a reason."""
-    count = 0
-    for node in collectives(graph, ALL_REDUCE):
-        match = find_matmul_all_reduce(node)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if refused(match):
-            leave_alone(node, PATTERN, match)
-            continue
-        rewrite(graph, match, options)
-        count += 1
-    return count
+matmul_all_reduce = Fusion(MatmulAllReduce, (ALL_REDUCE,), find_matmul_all_reduce, rewrite)
+"""Fuses every all-reduce of provable matmuls. The others get a reason."""

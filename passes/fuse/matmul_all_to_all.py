@@ -37,14 +37,14 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import all_to_all, axes, proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import AllToAll, Chain, read_all_to_all
 from ditron_inductor.passes.graph.axes import Axis
-from ditron_inductor.passes.graph.collectives import ALL_TO_ALL, SHARD_DIM, collectives
+from ditron_inductor.passes.graph.collectives import ALL_TO_ALL, SHARD_DIM
+from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.products import Product, find_product
-from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known, refused
 from ditron_inductor.task.nodes import MatmulAllToAll
 
 aten = torch.ops.aten
 
-PATTERN = MatmulAllToAll.kind
 ATTENTION = "_scaled_dot_product"
 """The prefix of the names of torch's attention ops, which accept any strides."""
 
@@ -179,12 +179,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = MatmulAllToAll(
         gather_dim=0 if proofs.known_equal(first, 1) else 1,
         parts=match.parts,
-        world_size=world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
-        num_products=len(product.factors),
-        has_bias=bool(product.biases),
+        **rewriting.site_fields(world_size, collective.group_name, options),
+        **product.counts,
     )
     columns = product.mm.meta["val"].shape[1] // world_size
     shape = all_to_all.shape_of(first, world_size * second, columns)
@@ -238,16 +234,5 @@ def _permuted(graph: fx.Graph, out: fx.Node, match: Match) -> fx.Node:
     return copy
 
 
-def matmul_all_to_all(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every all-to-all of provable matmuls; returns how many were. The others get a reason."""
-    count = 0
-    for node in [*collectives(graph, ALL_TO_ALL), *collectives(graph, SHARD_DIM)]:
-        match = find_matmul_all_to_all(node)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if refused(match):
-            all_to_all.leave(node, PATTERN, match)
-            continue
-        rewrite(graph, match, options)
-        count += 1
-    return count
+matmul_all_to_all = Fusion(MatmulAllToAll, (ALL_TO_ALL, SHARD_DIM), find_matmul_all_to_all, rewrite, leave_unless_known)
+"""Fuses every all-to-all of provable matmuls. The others get a reason."""

@@ -49,12 +49,18 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
-from ditron_inductor.passes.graph.products import FindProduct, Product, classify, find_product
-from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, Collective, read_collective
+from ditron_inductor.passes.graph.fusion import Fusion
+from ditron_inductor.passes.graph.products import (
+    FindProduct,
+    Product,
+    classify,
+    find_product,
+    lhs_in_shape,
+    sizes_in_graph,
+)
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
 from ditron_inductor.task.nodes import MatmulReduceScatter
-
-PATTERN = MatmulReduceScatter.kind
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def find_matmul_reduce_scatter(node: fx.Node, find: FindProduct | None = None) -
     steps = tuple(dict.fromkeys((*product.steps, *between, collective.node, collective.wait)))
     shape = tuple(collective.wait.meta["val"].shape)
     if scatter_dim == len(shape) - 1:
-        sizes = _sizes_in_graph(product, shape)
+        sizes = sizes_in_graph(product, shape)
         if product.pre is not None:
             pre = product.pre.transposed()
             if pre is None:
@@ -146,41 +152,6 @@ def _rejected_shape(collective: Collective, product: Product, full: fx.Node, sca
     return None if same and proofs.known(rows.shape[-1] > 0) else ReasonCode.SHAPE_UNPROVEN
 
 
-def lhs_in_shape(
-    operand: fx.Node, product: Product, shape: tuple[Any, ...]
-) -> tuple[fx.Node, tuple[Any, ...] | None] | None:
-    """A first operand in the product's `shape` (but for the last dimension): a node, or a node and the sizes to
-    reshape it to.
-    """
-    lhs = proofs.tensor(operand)
-    assert lhs is not None
-    wanted = (*shape[:-1], lhs.shape[-1])
-    for view in proofs.views_up(operand):
-        value = proofs.tensor(view)
-        if value is not None and proofs.same_shape(value.shape, wanted):
-            return view, None
-    sizes = _sizes_in_graph(product, wanted)
-    return None if sizes is None else (operand, sizes)
-
-
-def _sizes_in_graph(product: Product, wanted: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """`wanted` as reshape arguments: ints, nodes of the graph that hold a symbolic size, and -1 at most once."""
-    given = [size for view in product.steps if proofs.keeps_order(view) for size in _view_sizes(view)]
-    sizes: list[Any] = []
-    for length in wanted:
-        if isinstance(length, int):
-            sizes.append(length)
-            continue
-        named = [node for node in given if proofs.known_equal(proofs.size(node), length)]
-        sizes.append(named[0] if named else -1)
-    return tuple(sizes) if sizes.count(-1) <= 1 else None
-
-
-def _view_sizes(view: fx.Node) -> list[fx.Node]:
-    sizes = proofs.arguments(view).get("shape") or proofs.arguments(view).get("size") or []
-    return [size for size in sizes if isinstance(size, fx.Node)]
-
-
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     collective, product = match.collective, match.product
@@ -189,14 +160,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = MatmulReduceScatter(
         scatter_dim=match.scatter_dim,
         reduce_op=collective.reduce_op,
-        world_size=collective.world_size,
-        group_name=collective.group_name,
-        site=rewriting.UNNAMED_SITE,
-        policy=rewriting.policy(options),
-        num_products=len(product.factors),
-        has_bias=bool(product.biases),
-        num_extras=len(product.epilogue[0]),
-        epilogue=product.epilogue[1],
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
+        **product.counts,
+        **product.epilogue_fields,
     )
     with graph.inserting_before(collective.node):
         lefts, rights, value = _operands(graph, match)
@@ -250,16 +216,5 @@ def _rows_of_columns(graph: fx.Graph, sizes: tuple[Any, ...], scattered: fx.Node
     return rows if len(shape) == 2 else rewriting.reshaped_rows(graph, rows, sizes, shape)
 
 
-def matmul_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every reduce-scatter of provable matmuls; returns how many were. The others get a reason."""
-    count = 0
-    for node in collectives(graph, REDUCE_SCATTER):
-        match = find_matmul_reduce_scatter(node)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if refused(match):
-            leave_alone(node, PATTERN, match)
-            continue
-        rewrite(graph, match, options)
-        count += 1
-    return count
+matmul_reduce_scatter = Fusion(MatmulReduceScatter, (REDUCE_SCATTER,), find_matmul_reduce_scatter, rewrite)
+"""Fuses every reduce-scatter of provable matmuls. The others get a reason."""

@@ -23,7 +23,7 @@ from torch import fx
 from ditron_inductor.passes.graph import axes, proofs, rewriting
 from ditron_inductor.passes.graph.axes import Axis, Layout
 from ditron_inductor.passes.graph.collectives import SHARD_DIM, WAIT, read_group
-from ditron_inductor.passes.graph.reasons import LEFT_ALONE, ReasonCode, Refused, leave_alone
+from ditron_inductor.passes.graph.reasons import ReasonCode
 
 aten = torch.ops.aten
 
@@ -217,10 +217,3 @@ def reshape(graph: fx.Graph, source: fx.Node, sizes: Sequence[Any], shape: Seque
         if value is not None and proofs.same_shape(tuple(value.shape), tuple(shape)):
             return view
     return rewriting.call(graph, aten.reshape.default, (source, list(sizes)), source, tuple(shape))
-
-
-def leave(node: fx.Node, pattern: str, why: Refused) -> None:
-    """Records why an all-to-all was not fused, unless another fusion has said more than that no matmul is there."""
-    known, code = node.meta.get(LEFT_ALONE), why.at(node).code
-    if known is None or (known.code == ReasonCode.NO_MATMUL.value and code is not ReasonCode.NO_MATMUL):
-        leave_alone(node, pattern, why)

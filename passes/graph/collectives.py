@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,8 @@ def collectives(graph: fx.Graph, target: object) -> Iterator[fx.Node]:
     yield from [node for node in graph.nodes if node.op == "call_function" and node.target is target]
 
 
-def read_collective(node: fx.Node) -> Collective | ReasonCode:
-    """Proves the group, its size, the reduce op and the wait of a collective."""
+def read_collective(node: fx.Node, reduce_ops: Collection[str] = REDUCE_OPS) -> Collective | ReasonCode:
+    """Proves the group, its size, the reduce op, one of these, and the wait of a collective."""
     bound = proofs.arguments(node)
     group = read_group(node)
     if isinstance(group, ReasonCode):
@@ -68,7 +68,7 @@ def read_collective(node: fx.Node) -> Collective | ReasonCode:
     group_name, world_size = group
     operand = bound["input"]
     reduce_op = bound.get("reduce_op")
-    if reduce_op is not None and reduce_op not in REDUCE_OPS:
+    if reduce_op is not None and reduce_op not in reduce_ops:
         return ReasonCode.REDUCE_OP
     wait = proofs.sole_user(node)
     if wait is None or wait.target is not WAIT or proofs.tensor(wait) is None or proofs.tensor(operand) is None:

@@ -19,7 +19,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import read_matmul, with_bias, with_bias_column
 from ditron_inductor.passes.graph.collectives import Collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused, refused
-from ditron_inductor.task.nodes import AllGatherMatmul
+from ditron_inductor.task.nodes import TaskNode
 
 Found = TypeVar("Found")
 
@@ -273,7 +273,7 @@ def replace(
     graph: fx.Graph,
     feeds: Feeds,
     gathered: fx.Node,
-    task: AllGatherMatmul,
+    task: TaskNode,
     shard: fx.Node,
     *,
     swapped: bool,

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -89,6 +90,16 @@ class Product:
         if self.pre is None:
             return (), ""
         return self.pre.extras, Epilogue((ProductTerm(0),), self.pre.expression).text()
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The fields of a node with this product."""
+        return {"num_products": len(self.factors), "has_bias": bool(self.biases)}
+
+    @property
+    def epilogue_fields(self) -> dict[str, Any]:
+        """Those of a node that may have an epilogue, beside them."""
+        return {"num_extras": len(self.epilogue[0]), "epilogue": self.epilogue[1]}
 
 
 FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]
@@ -251,3 +262,38 @@ def _is_task_output(node: fx.Node) -> bool:
     if node.target is not getitem or not isinstance(node.args[0], fx.Node):
         return False
     return any(node.args[0].target is schema.overload(kind) for kind in TASK_KINDS)
+
+
+def lhs_in_shape(
+    operand: fx.Node, product: Product, shape: tuple[Any, ...]
+) -> tuple[fx.Node, tuple[Any, ...] | None] | None:
+    """A first operand in the product's `shape` (but for the last dimension): a node, or a node and the sizes to
+    reshape it to.
+    """
+    lhs = proofs.tensor(operand)
+    assert lhs is not None
+    wanted = (*shape[:-1], lhs.shape[-1])
+    for view in proofs.views_up(operand):
+        value = proofs.tensor(view)
+        if value is not None and proofs.same_shape(value.shape, wanted):
+            return view, None
+    sizes = sizes_in_graph(product, wanted)
+    return None if sizes is None else (operand, sizes)
+
+
+def sizes_in_graph(product: Product, wanted: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """`wanted` as reshape arguments: ints, nodes of the graph that hold a symbolic size, and -1 at most once."""
+    given = [size for view in product.steps if proofs.keeps_order(view) for size in _view_sizes(view)]
+    sizes: list[Any] = []
+    for length in wanted:
+        if isinstance(length, int):
+            sizes.append(length)
+            continue
+        named = [node for node in given if proofs.known_equal(proofs.size(node), length)]
+        sizes.append(named[0] if named else -1)
+    return tuple(sizes) if sizes.count(-1) <= 1 else None
+
+
+def _view_sizes(view: fx.Node) -> list[fx.Node]:
+    sizes = proofs.arguments(view).get("shape") or proofs.arguments(view).get("size") or []
+    return [size for size in sizes if isinstance(size, fx.Node)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from ditron_inductor.passes.graph.culprits import describe
-from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM
+from ditron_inductor.task.attention_masks import MAX_HEAD_DIM
 from ditron_inductor.task.nodes import ATTENTION_KINDS
 from ditron_inductor.task.site_records import NodeRecord
 
@@ -396,3 +396,10 @@ def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
         here = any(node.name == tried.culprit.name for node in collective.graph.nodes)
         reason = tried if here else replace(tried, culprit=reason.culprit)
     collective.meta[LEFT_ALONE] = reason
+
+
+def leave_unless_known(collective: fx.Node, pattern: str, why: Refused) -> None:
+    """The same, unless another fusion has said more than that no matmul is there."""
+    known, code = collective.meta.get(LEFT_ALONE), why.at(collective).code
+    if known is None or (known.code == ReasonCode.NO_MATMUL.value and code is not ReasonCode.NO_MATMUL):
+        leave_alone(collective, pattern, why)

@@ -50,6 +50,16 @@ def policy(options: Options) -> Policy:
     return Policy(options.strategy, options.workspace_limit, options.timeout_arg, options.trials)
 
 
+def site_fields(world_size: int, group_name: str, options: Options) -> dict[str, Any]:
+    """The fields that the nodes of all kinds have, of one whose site has no name yet."""
+    return {
+        "world_size": world_size,
+        "group_name": group_name,
+        "site": UNNAMED_SITE,
+        "policy": policy(options),
+    }
+
+
 def copied_meta(node: fx.Node) -> dict[str, Any]:
     """Returns the metadata of a node for its replacement: all except the values of its eager inputs, which are
     different now.

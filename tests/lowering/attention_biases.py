@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import local_attention
+from ditron_inductor.lowering.attention import local_attention
 from tests.rank_process import RankContext
 
 

@@ -16,7 +16,6 @@ from ditron_inductor.core.matmul import Terms, Tiles, Widths
 from ditron_inductor.core.signals import Pointers
 from ditron_inductor.lowering import sums
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT, Norms
 from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange
@@ -24,6 +23,7 @@ from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_all_to_all.tile import matmul_all_to_all_kernel
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
+from ditron_inductor.lowering.norms.rows import HAS_RESIDUAL, HAS_WEIGHT, Norms
 from ditron_inductor.lowering.projections.projections_kernel import projections_kernel
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.nodes import EXTRAS, SAVED

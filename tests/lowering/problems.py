@@ -12,7 +12,8 @@ import torch
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering import register
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import EXTRAS, KINDS, NODES, NORM_KINDS, ULYSSES_KINDS, Norm
+from ditron_inductor.task.nodes import EXTRAS, NODES, NORM_KINDS, ULYSSES_KINDS, Norm
+from ditron_inductor.task.nodes import KINDS as MATMUL_KINDS
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -21,6 +22,7 @@ FEW_ROWS = "matmul_all_reduce of few rows"
 """An all-reduce that takes one shot."""
 FEW_ROWS_GATHERED = "matmul_all_gather of few rows"
 """A gather of a product that is made in one tile of rows."""
+KINDS = tuple(kind for kind in MATMUL_KINDS if "tile" in NODES[kind].strategies)
 CUT_KINDS = tuple(kind for kind in KINDS if "chunked" in NODES[kind].strategies)
 CHUNKED_KINDS = (*CUT_KINDS, *ULYSSES_KINDS)
 """Those that have the strategy of that name: the first ones alone, and all of them."""

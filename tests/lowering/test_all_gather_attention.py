@@ -14,14 +14,13 @@ import torch
 from benchmarks.tolerances import TOLERANCES
 from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
-from ditron_inductor.lowering.all_gather_attention import local_attention, tile
-from ditron_inductor.passes.finish.wire_facts import wire_of
+from ditron_inductor.lowering.all_gather_attention import tile
+from ditron_inductor.lowering.attention import local_attention
 from ditron_inductor.task import cost, reference, reference_attention
-from ditron_inductor.task.all_gather_attention import (
+from ditron_inductor.task.attention_masks import (
     MASKS,
     PLACED,
     UNPLACED,
-    AllGatherAttention,
     Mask,
     attention_sizes,
     blocks,
@@ -29,7 +28,7 @@ from ditron_inductor.task.all_gather_attention import (
     visible_part,
 )
 from ditron_inductor.task.dtypes import PRECISIONS
-from ditron_inductor.task.nodes import AttentionReduceScatter
+from ditron_inductor.task.nodes import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.plan import PlanRequest, decisions
 from ditron_inductor.task.policy import Policy
 from ditron_inductor.task.problem import Problem
@@ -558,5 +557,5 @@ def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:
 
 def test_a_soft_cap_is_part_of_the_name_of_its_site() -> None:
     node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
-    facts = {wire_of(replace(node, softcap=softcap)) for softcap in (0.0, 30.0, 50.0)}
+    facts = {replace(node, softcap=softcap).wire for softcap in (0.0, 30.0, 50.0)}
     assert len(facts) == 3

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import ditron_inductor
 from ditron_inductor.core.layout import MAX_CHUNKS, REVOKED_ROW
 from ditron_inductor.device import slot_layout
-from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import Cut, cut
+from ditron_inductor.lowering.all_reduce import all_reduce_kernel
+from ditron_inductor.lowering.all_reduce.all_reduce_kernel import Cut, cut
 from tests.conftest import Place
 from tests.lowering import calls
 from tests.lowering.calls import Site

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import local_attention
-from ditron_inductor.lowering.all_gather_attention.block_parts import Span
+from ditron_inductor.lowering.attention import local_attention
+from ditron_inductor.lowering.attention.block_parts import Span
 
 B, HEADS, ROWS, KEYS = 2, 4, 5, 12
 LEAST = torch.finfo(torch.float16).min

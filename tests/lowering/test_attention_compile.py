@@ -11,7 +11,8 @@ import pytest
 import triton
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_gather_attention import merge, tile
+from ditron_inductor.lowering.all_gather_attention import tile
+from ditron_inductor.lowering.attention import merge
 from ditron_inductor.lowering.gathers import SEND_BLOCK, SEND_STEPS
 from tests.lowering.assembly import Listing, dialect_of, resources
 from tests.lowering.cross_compile import POINTERS as WORKSPACE

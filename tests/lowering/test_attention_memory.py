@@ -12,9 +12,10 @@ import torch
 from ditron_inductor.device import slot_layout
 from ditron_inductor.device.lanes import StreamLane
 from ditron_inductor.lowering.all_gather_attention import chunked
-from ditron_inductor.lowering.all_gather_attention.block_parts import as_sent
-from ditron_inductor.lowering.all_gather_attention.local_attention import Local
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, Mask
+from ditron_inductor.lowering.attention.block_parts import as_sent
+from ditron_inductor.lowering.attention.local_attention import Local
+from ditron_inductor.task.attention_masks import Mask
+from ditron_inductor.task.nodes import AllGatherAttention
 from ditron_inductor.task.policy import Policy
 from tests.lowering import test_all_gather_attention as attention
 from tests.lowering.recording import WORLD, FakeOrder, Log, make_launch, record

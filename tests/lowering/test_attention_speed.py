@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams
 
-from ditron_inductor.lowering.all_gather_attention import local_attention
+from ditron_inductor.lowering.attention import local_attention
 
 
 def takes(params: SDPAParams) -> bool:

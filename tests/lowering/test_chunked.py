@@ -12,7 +12,7 @@ import torch
 from benchmarks.tolerances import assert_near
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
-from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
+from ditron_inductor.lowering.all_reduce import chunked as reduce
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter
 from ditron_inductor.lowering.schedules import Gathering, Piece, Reduction
 from tests.lowering import calls

@@ -11,8 +11,8 @@ import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering import transfers
+from ditron_inductor.lowering.all_reduce.all_reduce_kernel import How, Sizes, all_reduce_kernel
 from ditron_inductor.lowering.epilogues import arrange
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import How, Sizes, all_reduce_kernel
 from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing, dialect_of
 from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned

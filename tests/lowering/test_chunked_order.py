@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditron_inductor.device import slot_layout
 from ditron_inductor.device.lanes import StreamLane
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
-from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
+from ditron_inductor.lowering.all_reduce import chunked as reduce
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter
 from ditron_inductor.lowering.schedules import Gathering, Piece, Reduction
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy
@@ -68,7 +68,7 @@ def a_reduce(log: Log, rows: int, parts: int, groups: tuple[tuple[int, int], ...
         results=parts * (WORLD - 1) * stride,
         nbytes=parts * WORLD * stride * 4,
     )
-    return lambda: reduce.matmul_all_reduce(node, launch, sizes, [a], [b])
+    return lambda: reduce.reduced_sum(node, launch, sizes, [a], [b])
 
 
 def a_site(log: Log) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ditron_inductor.lowering.costs import epilogue_bytes, more_products, pair_bytes
+from ditron_inductor.lowering.costs import epilogue_bytes, pair_bytes
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter, Policy
 
 
@@ -15,19 +15,19 @@ def gather(dim: int, weights: int) -> AllGatherMatmul:
 
 
 def test_a_gather_in_chunks_multiplies_each_source_with_each_weight() -> None:
-    assert more_products(gather(0, 1), (64, 32)) == 0
-    assert more_products(gather(0, 3), (64, 32)) == 4 * 2
+    assert gather(0, 1).more_products((64, 32)) == 0
+    assert gather(0, 3).more_products((64, 32)) == 4 * 2
     # Of one sequence all rows of a rank lie together.
-    assert more_products(gather(1, 1), (1, 64, 32)) == 0
+    assert gather(1, 1).more_products((1, 64, 32)) == 0
 
 
 def test_rows_that_lie_apart_count_twice() -> None:
-    assert more_products(gather(1, 1), (2, 64, 32)) == 4
-    assert more_products(gather(1, 2), (2, 64, 32)) == 4 * 3
+    assert gather(1, 1).more_products((2, 64, 32)) == 4
+    assert gather(1, 2).more_products((2, 64, 32)) == 4 * 3
 
 
 def test_a_reduction_multiplies_once() -> None:
-    assert more_products(MatmulReduceScatter(0, "sum", 4, "group", "site", Policy()), (64, 32)) == 0
+    assert MatmulReduceScatter(0, "sum", 4, "group", "site", Policy()).more_products((64, 32)) == 0
 
 
 def test_an_epilogue_of_two_products_and_what_it_stores() -> None:

@@ -21,7 +21,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import (
     Shares,
     shares,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of
+from ditron_inductor.lowering.norms.rows import block_of
 from ditron_inductor.task.nodes import EXTRAS, NORM_KINDS
 from tests.lowering import calls
 from tests.lowering.calls import Site

@@ -12,7 +12,7 @@ import pytest
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import LEAST_CHUNK, How, in_band_kernel
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+from ditron_inductor.lowering.norms.rows import (
     HAS_BIAS,
     HAS_RESIDUAL,
     HAS_SHIFT,

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_gather_matmul.stage_norm import How as StageHow
-from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
-from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import add_norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.norm_kernel import (
     all_reduce_rms_norm_kernel,
     slice_warps,
     slice_width,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How
+from ditron_inductor.lowering.norms.add_norm import add_norm_kernel
+from ditron_inductor.lowering.norms.rows import (
     HAS_OTHER_SHIFT,
     HAS_OTHER_WEIGHT,
     HAS_RESIDUAL,
@@ -38,7 +37,8 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     block_of,
     warps_of,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import How
+from ditron_inductor.lowering.norms.stage_norm import How as StageHow
+from ditron_inductor.lowering.norms.stage_norm import stage_norm
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import NVIDIA, Listing, dialect_of, machine_code, resources
 from tests.lowering.cross_compile import POINTERS as WORKSPACE

@@ -12,7 +12,7 @@ from benchmarks.records import Row, merge_csv
 from ditron_inductor.core.layout import MAX_CHUNKS, MAX_WORLD, REVOKED_ROW
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.norm_kernel import RowCut, cut
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of
+from ditron_inductor.lowering.norms.rows import block_of
 from ditron_inductor.task.results import read_results
 
 H200 = {

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from ditron_inductor.lowering.all_reduce import all_reduce_kernel as reduction
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel as norm
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel as reduction
 from ditron_inductor.task.nodes import EXTRAS, AllReduceRmsNorm, MatmulAllReduce, Norm, Policy
 from tests.lowering.recording import make_launch
 
@@ -30,7 +30,7 @@ def multiply_and_reduce(launch: Launch) -> None:
     node = MatmulAllReduce("sum", *SITE)
     a, b = torch.randn(64, 16).bfloat16(), torch.randn(16, 4096).bfloat16()
     sizes = reduction.geometry(node, launch, a, 4096)
-    reduction.matmul_all_reduce(node, launch, sizes, [a], [b])
+    reduction.reduced_sum(node, launch, sizes, [a], [b])
 
 
 @pytest.mark.parametrize("call", [reduce_and_norm, multiply_and_reduce])

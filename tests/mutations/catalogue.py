@@ -236,7 +236,7 @@ LOWERING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the all-reduce kernel adds the own piece last",
-        "lowering/matmul_all_reduce/all_reduce_kernel.py",
+        "lowering/all_reduce/all_reduce_kernel.py",
         "        total += tl.where(source == rank, mine, theirs[source]).to(tl.float32)\n",
         "        total += theirs[source].to(tl.float32)\n    total += mine.to(tl.float32)\n",
         ORDER,
@@ -502,7 +502,7 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "a reduction of any op is fused",
         "passes/graph/collectives.py",
-        "if reduce_op is not None and reduce_op not in REDUCE_OPS:",
+        "if reduce_op is not None and reduce_op not in reduce_ops:",
         "if reduce_op is not None and not reduce_op:",
         "tests/passes/test_matmul_all_reduce.py::test_guard",
     ),

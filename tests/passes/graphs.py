@@ -29,12 +29,7 @@ from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.try_forms import try_forms
-from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
-from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
-from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
-from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
-from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
-from ditron_inductor.passes.fuse.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.graph.launches import group_of, is_task
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
@@ -53,14 +48,6 @@ PREPARATIONS = (
     move_across,
     sequence_parallel,
     try_forms,
-)
-FUSIONS = (
-    all_gather_matmul,
-    matmul_reduce_scatter,
-    matmul_all_reduce,
-    matmul_all_gather,
-    matmul_all_to_all,
-    all_to_all_matmul,
 )
 c10d: Any = torch.ops._c10d_functional
 

@@ -106,16 +106,18 @@ def _normalised(calls: list[Call], value: torch.Tensor) -> list[Any]:
     return found
 
 
+def _product(call: Call) -> torch.Tensor:
+    return sum_of_products(call.a, call.b, call.given.get("bias"))
+
+
 def _matmul_all_gather(calls: list[Call]) -> list[Any]:
-    products = [sum_of_products(call.a, call.b, call.given.get("bias")) for call in calls]
+    products = [_product(call) for call in calls]
     return [[torch.cat(products, calls[0].node.gather_dim)] for _ in calls]
 
 
 def _matmul_all_to_all(calls: list[Call]) -> list[Any]:
     node, count = calls[0].node, len(calls)
-    runs = [
-        sum_of_products(call.a, call.b, call.given.get("bias")).unflatten(-1, (node.parts, count, -1)) for call in calls
-    ]
+    runs = [_product(call).unflatten(-1, (node.parts, count, -1)) for call in calls]
     return [[torch.cat([one[..., rank, :].flatten(-2) for one in runs], node.gather_dim)] for rank in range(count)]
 
 

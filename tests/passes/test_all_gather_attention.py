@@ -23,7 +23,7 @@ from ditron_inductor.passes.attention.attention_reduce_scatter import attention_
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from ditron_inductor.task import schema
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.attention_masks import Mask
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_gather,

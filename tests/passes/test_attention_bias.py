@@ -22,7 +22,7 @@ from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.task import schema
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.attention_masks import Mask
 from ditron_inductor.task.verify import verify_graph
 from tests.passes.graphs import (
     WORLD_SIZE,

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.passes.attention.masks import UnknownMask
 from ditron_inductor.passes.attention.shown_masks import read_mask
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.attention_masks import Mask
 from ditron_inductor.task.reference_attention import visible
 
 ROWS, KEYS = 6, 24

@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
-from ditron_inductor.passes.fuse import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from ditron_inductor.passes.graph import products, proofs
+from ditron_inductor.passes.fuse import all_gather_matmul, matmul_reduce_scatter
+from ditron_inductor.passes.graph import products, proofs, whole_sums
 from ditron_inductor.passes.graph.collectives import read_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused
 from ditron_inductor.task.nodes import KINDS
@@ -185,7 +185,7 @@ def chunks_in_any_order(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, 
 
 
 def used_intermediates(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]]) -> None:
-    patch.setattr(matmul_all_reduce, "find_product", lambda node, users: products._read(node))
+    patch.setattr(whole_sums, "find_product", lambda node, users: products._read(node))
 
 
 def lost_biases(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]]) -> None:

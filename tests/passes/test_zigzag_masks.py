@@ -14,7 +14,7 @@ from torch._inductor import config
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.pipeline import JointPipeline
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.attention_masks import Mask
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, only_task, reasons, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks, operands
 

@@ -34,7 +34,7 @@ KINDS = {
 }
 """The model's kind by the module of the kernel."""
 
-SHOTS = ("matmul_all_reduce.all_reduce_kernel", "all_reduce_rms_norm.norm_kernel")
+SHOTS = ("all_reduce.all_reduce_kernel", "all_reduce_rms_norm.norm_kernel")
 """Kernels that run in one shot or in two."""
 
 PULLING = {

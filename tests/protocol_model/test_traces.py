@@ -49,7 +49,7 @@ EXPECTED = {
         "all_to_all_matmul.tile",
     },
     "chunked": {"transfers"},
-    "two shots": {"matmul_all_reduce.two_shot", "matmul_all_reduce.all_reduce_kernel", "transfers"},
+    "two shots": {"matmul_all_reduce.two_shot", "all_reduce.all_reduce_kernel", "transfers"},
     "norms": {"all_reduce_rms_norm.norm_kernel", "all_reduce_rms_norm.norm_in_band"},
     "attention": {"all_gather_attention.tile", "transfers"},
     "decode": {"flash_decode.tile", "flash_decode.decode_in_band"},

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, Mask
+from ditron_inductor.task.attention_masks import Mask
 from ditron_inductor.task.codec import INLINED, decode, encode
 from ditron_inductor.task.nodes import (
     EXTRAS,
     NODES,
+    AllGatherAttention,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllReduce,

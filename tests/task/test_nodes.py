@@ -9,12 +9,14 @@ import expecttest
 import pytest
 
 from ditron_inductor.errors import InvalidTaskNode
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
+from ditron_inductor.task.attention_masks import Mask
 from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
+    AllGatherAttention,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
+    AttentionReduceScatter,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,

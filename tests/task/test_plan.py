@@ -11,7 +11,7 @@ import torch
 from benchmarks.records import ATTENTION, Row, newest, read_csv
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
-from ditron_inductor.task.all_gather_attention import Mask, attention_sizes
+from ditron_inductor.task.attention_masks import Mask, attention_sizes
 from ditron_inductor.task.dtypes import PRECISIONS, precision
 from ditron_inductor.task.model_error import problem_of
 from ditron_inductor.task.nodes import KINDS, NODES, ULYSSES_KINDS

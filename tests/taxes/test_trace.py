@@ -19,12 +19,12 @@ from triton.runtime.jit import JITFunction
 from ditron_inductor import lowering
 from ditron_inductor.core import layout, trace
 from ditron_inductor.lowering import config
-from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.norm_kernel import all_reduce_rms_norm_kernel
 from ditron_inductor.lowering.flash_decode.decode_in_band import flash_decode_in_band_kernel
 from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
 from ditron_inductor.lowering.host.tracing import TraceBuffer, clock_of, takes_part
 from ditron_inductor.lowering.matmul_all_gather import few_rows
+from ditron_inductor.lowering.norms.stage_norm import stage_norm
 from ditron_inductor.taxes.step_trace import LANES, Alignment, Event, RankTrace, Trace
 from tests.lowering import (
     test_attention_compile,
@@ -37,7 +37,7 @@ from tests.lowering.cross_compile import CLOCKS, Case, compile_case
 
 TRACED = {
     "all_gather_attention.tile.all_gather_attention_kernel",
-    "all_gather_matmul.stage_norm.stage_norm",
+    "norms.stage_norm.stage_norm",
     "all_gather_matmul.tile.all_gather_matmul_kernel",
     "all_reduce_rms_norm.norm_in_band.in_band_kernel",
     "all_reduce_rms_norm.norm_kernel.all_reduce_rms_norm_kernel",
@@ -46,7 +46,7 @@ TRACED = {
     "flash_decode.tile.flash_decode_kernel",
     "matmul_all_gather.few_rows.matmul_all_gather_kernel",
     "matmul_all_gather.many_rows.matmul_all_gather_kernel",
-    "matmul_all_reduce.all_reduce_kernel.all_reduce_kernel",
+    "all_reduce.all_reduce_kernel.all_reduce_kernel",
     "matmul_all_reduce.one_shot.matmul_all_reduce_kernel",
     "matmul_all_reduce.two_shot.matmul_all_reduce_kernel",
     "matmul_all_to_all.tile.matmul_all_to_all_kernel",

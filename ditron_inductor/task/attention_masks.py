@@ -1,4 +1,4 @@
-"""The two node kinds of attention to keys and values that are sharded along the sequence, and the masks of their rows.
+"""Which keys a row sees, in attention to keys and values that are sharded along the sequence.
 
 The keys and values of all ranks follow each other in rank order. A mask says which of them a row of the queries sees;
 its kind is one of `MASKS`. For a mask that moves with the rank, the rank is found at run time, so it is never a part of
@@ -26,17 +26,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from ditron_inductor.task.codec import INLINED
-from ditron_inductor.task.dtypes import FLOAT32
-from ditron_inductor.task.exchange import GATHERED_OPERAND, SCATTERED_GRADIENTS, Exchange
-from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, single
-from ditron_inductor.task.policy import Policy, check, verify_common
+from ditron_inductor.task.policy import check
 
-T = TypeVar("T")
 MASKS: tuple[str, ...] = ("full", "causal", "zigzag_keys", "causal_offset", "zigzag", "given")
 ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
 """The kinds of masks for which a rank's queries are at the positions of its keys."""
@@ -146,118 +140,6 @@ def _joined(segments: list[Segment]) -> list[Segment]:
         else:
             found.append(segment)
     return found
-
-
-@dataclass(frozen=True)
-class _AttentionNode(Node):
-    """The fields that the two attention nodes share. scale: the factor of the products of queries and keys, before the
-    softmax. softcap: if it is not 0, the scores s become softcap * tanh(s / softcap).
-    """
-
-    kind: ClassVar[str]
-    mask: Mask
-    scale: float
-    softcap: float
-    world_size: int
-    group_name: str
-    site: str
-    policy: Policy = field(metadata=INLINED)
-
-    def verify(self) -> None:
-        self.mask.verify(self.kind)
-        check(math.isfinite(self.scale), self.kind, "scale", self.scale, "a finite number")
-        check(0.0 <= self.softcap < math.inf, self.kind, "softcap", self.softcap, "a number, 0 for none")
-        verify_common(self.kind, self.world_size, self.group_name, self.policy)
-
-    def split(self, operands: Sequence[T]) -> Sequence[T]:
-        """Returns the operands in their order, the bias last."""
-        return operands
-
-    @property
-    def attention_pattern(self) -> str:
-        """What the rows see, and what is done to the scores, as text."""
-        return f"{self.mask.name}, softcap={self.softcap:g}" if self.softcap else self.mask.name
-
-    def attention_sizes(self, q: Shape, k: Shape) -> Sizes:
-        """Returns the sizes of a matmul with as many operations, for q [B, Hq, Sq, D] and k [B, Hkv, S, D] of one rank.
-        """
-        B, heads, queries, D = q
-        m, n, depth = attention_sizes(self.mask, self.world_size, B, heads, queries, D, k[1], k[2])
-        return Sizes(m, n, depth, "n", tuple(k))
-
-    def _bias_slots(self) -> Slots:
-        return single(("bias",)) if self.mask.kind == GIVEN else ()
-
-
-@dataclass(frozen=True)
-class AllGatherAttention(_AttentionNode):
-    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of the softmax's
-    sums.
-
-    q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and
-    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32. For a row that sees nothing, out is 0 and lse is
-    -inf. With the mask `given` a bias is added behind the cap (see the module).
-    """
-
-    kind: ClassVar[str] = "all_gather_attention"
-    exchange: ClassVar[Exchange | None] = GATHERED_OPERAND
-    computes: ClassVar[str] = "attention"
-    host_us: ClassVar[Mapping[str, float]] = {"library": 260.0, "chunked": 260.0, "tile": 46.0}
-    return_gathered: bool = False
-
-    @property
-    def pattern(self) -> str:
-        used = ", gathered used" * self.return_gathered
-        return f"all_gather(keys, values) -> attention({self.attention_pattern}){used}"
-
-    def slots(self) -> Slots:
-        return (*single(("q", "k", "v")), *self._bias_slots())
-
-    def sizes(self, shapes: Shapes) -> Sizes:
-        return self.attention_sizes(shapes["q"], shapes["k"])
-
-    def outputs(self, shapes: Shapes) -> list[Output]:
-        q = tuple(shapes["q"])
-        found = [Output(q, sequence_first=True), Output(q[:-1], FLOAT32.short)]
-        for name in ("k", "v") * self.return_gathered:
-            B, heads, keys, D = shapes[name]
-            found.append(Output((B, heads, keys * self.world_size, D), sequence_first=True))
-        return found
-
-
-@dataclass(frozen=True)
-class AttentionReduceScatter(_AttentionNode):
-    """The backward of `AllGatherAttention`: grad_q, and this rank's part of grad_k and of grad_v, summed over the
-    ranks.
-
-    Its operands are grad_out, q and out [B, Hq, Sq, D], the gathered k and v [B, Hkv, W*S, D] and lse. It returns
-    grad_k and grad_v as [B, Hkv, S, D]. A bias gets no gradient.
-    """
-
-    kind: ClassVar[str] = "attention_reduce_scatter"
-    exchange: ClassVar[Exchange | None] = SCATTERED_GRADIENTS
-    computes: ClassVar[str] = "attention_backward"
-    host_us: ClassVar[Mapping[str, float]] = {"library": 300.0}
-    # `chunked` was slower (docs/deleted.md), and no kernel of ours computes all of it.
-    strategies: ClassVar[tuple[str, ...]] = ("library",)
-
-    @property
-    def pattern(self) -> str:
-        return f"attention backward({self.attention_pattern}) -> reduce_scatter(keys, values)"
-
-    def slots(self) -> Slots:
-        return (*single(("grad_out", "q", "k", "v", "out", "lse")), *self._bias_slots())
-
-    def sizes(self, shapes: Shapes) -> Sizes:
-        B, heads, keys, D = shapes["k"]
-        return self.attention_sizes(shapes["q"], (B, heads, keys // self.world_size, D))
-
-    def outputs(self, shapes: Shapes) -> list[Output]:
-        found = [Output(tuple(shapes["q"]), sequence_first=True)]
-        for name in ("k", "v"):
-            B, heads, keys, D = shapes[name]
-            found.append(Output((B, heads, keys // self.world_size, D), sequence_first=True))
-        return found
 
 
 @dataclass(frozen=True)

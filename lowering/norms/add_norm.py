@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+from ditron_inductor.lowering.host.launch import ceil_div
+from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
+from ditron_inductor.lowering.norms.rows import (
     WithNorm,
     all_outputs,
     block_of,
@@ -28,8 +30,6 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     reduced_outputs,
     warps_of,
 )
-from ditron_inductor.lowering.host.launch import ceil_div
-from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task.nodes import norm_returns
 
 TILE = 4096

@@ -49,7 +49,7 @@ from ditron_inductor.lowering.chunked_exchange import Operands
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of, store_flat_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.task.nodes import MatmulAllReduce
+from ditron_inductor.task.nodes import ReducedSum
 
 MOST_BYTES = 8 << 20
 """Of a product; the copies of larger ones are worth their launches."""
@@ -289,7 +289,7 @@ def fits(launch: Launch, numel: int, itemsize: int) -> bool:
     return numel * itemsize <= (INTERPRETED_MOST_BYTES if launch.interpreted else MOST_BYTES)
 
 
-def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+def geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
     """a [.., K]; columns: N. See Geometry."""
     world, itemsize = node.world_size, a.element_size()
     M = math.prod(a.shape[:-1])
@@ -314,8 +314,8 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
     )
 
 
-def matmul_all_reduce(
-    node: MatmulAllReduce,
+def reduced_sum(
+    node: ReducedSum,
     launch: Launch,
     sizes: Geometry,
     a: Sequence[torch.Tensor],

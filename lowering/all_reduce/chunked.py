@@ -26,16 +26,16 @@ import torch
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
+from ditron_inductor.lowering.all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, Operands, PieceGroup
 from ditron_inductor.lowering.epilogues import Finisher, Preparer, finisher_of_sum, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
-from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS
-from ditron_inductor.task.nodes import MatmulAllReduce
+from ditron_inductor.task.nodes import ReducedSum
 
 
-def obstacle(node: MatmulAllReduce, shape: Sequence[int]) -> str:
+def obstacle(node: ReducedSum, shape: Sequence[int]) -> str:
     """Why the strategy cannot run a left operand of `shape` [.., K]: always empty, nothing is in its way."""
     return ""
 
@@ -69,14 +69,14 @@ class Parts:
 Geometry = Parts | all_reduce_kernel.Geometry
 
 
-def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
+def geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
     """a [.., K]; columns: N; k: the largest K on any rank. Equal on all ranks."""
     if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
         return all_reduce_kernel.geometry(node, launch, a, columns)
     return parts_geometry(node, launch, a, columns, k)
 
 
-def parts_geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Parts:
+def parts_geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Parts:
     """As `geometry`, whatever the size. See Parts."""
     world, itemsize, num_sms = node.world_size, a.element_size(), launch.num_sms
     M = math.prod(a.shape[:-1])
@@ -100,8 +100,8 @@ def parts_geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, colum
     )
 
 
-def matmul_all_reduce(
-    node: MatmulAllReduce,
+def reduced_sum(
+    node: ReducedSum,
     launch: Launch,
     sizes: Geometry,
     a: Sequence[torch.Tensor],
@@ -113,7 +113,7 @@ def matmul_all_reduce(
     the module.
     """
     if isinstance(sizes, all_reduce_kernel.Geometry):
-        return all_reduce_kernel.matmul_all_reduce(node, launch, sizes, a, b, bias, extras)
+        return all_reduce_kernel.reduced_sum(node, launch, sizes, a, b, bias, extras)
     first = a[0]
     out = first.new_empty([*first.shape[:-1], sizes.N])
     whole = out if out.dim() == 2 else out.view(sizes.M, sizes.N)
@@ -179,7 +179,7 @@ class _Plan:
     lengths: list[int]
 
 
-def _plan(node: MatmulAllReduce, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
+def _plan(node: ReducedSum, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
     world, rank = node.world_size, launch.rank
     exchange = ChunkedExchange(sizes.kernels, call)
     found = [[products(part, *group, rank, world, sizes) for group in sizes.groups] for part in range(sizes.parts)]

@@ -21,7 +21,16 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.task import nodes
-from ditron_inductor.task.nodes import EXTRAS, SAVED, SHARD_EXTRAS, Norm, NormNode, ShardNorm, norm_returns
+from ditron_inductor.task.nodes import (
+    EXTRAS,
+    MOST_NORM_COLUMNS,
+    SAVED,
+    SHARD_EXTRAS,
+    Norm,
+    ReductionWithNorm,
+    ShardNorm,
+    norm_returns,
+)
 from ditron_inductor.task.schema import norm_output
 
 HAS_BIAS = tl.constexpr(1)
@@ -52,7 +61,7 @@ SAVES_OTHER = tl.constexpr(1 << 24)
 """The bits of FORM."""
 
 T = TypeVar("T")
-WithNorm = NormNode | ShardNorm
+WithNorm = ReductionWithNorm | ShardNorm
 
 FORM_OF_EXTRAS: Mapping[str, int] = {
     "bias": HAS_BIAS.value,
@@ -286,6 +295,11 @@ def all_outputs(node: WithNorm, outputs: tuple[T, ...]) -> tuple[T, ...]:
     """The outputs, or what belongs to each, as `finish` takes them: total stands for what there is not."""
     made = dict(zip(norm_returns(node.norm, node.saved), outputs, strict=True))
     return tuple(made.get(name, made["total"]) for name in ("normed", "total", *SAVED))
+
+
+def obstacle(columns: int) -> str:
+    """Why no kernel normalises rows of so many columns, empty if one does."""
+    return "" if columns <= MOST_NORM_COLUMNS else f"rows of {columns} elements do not fit into one program"
 
 
 def block_of(columns: int) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention.local_attention import ShownBlock
-from ditron_inductor.task.all_gather_attention import Block
+from ditron_inductor.lowering.attention.local_attention import ShownBlock
+from ditron_inductor.task.attention_masks import Block
 
 ALIGNMENT = 16
 """Bytes that the library's kernels read at once."""

@@ -16,7 +16,7 @@ from torch.backends.cuda import SDPAParams
 
 from ditron_inductor.lowering.host.launch import round_up
 from ditron_inductor.task import reference_attention
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.attention_masks import Mask
 
 aten = torch.ops.aten
 

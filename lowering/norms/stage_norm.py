@@ -2,7 +2,7 @@
 
 Problem. The shard is norm(x + residual), and peers are to read it from this rank's slot. As a kernel of its own the
 norm would write it to memory, for `stage` to read it again.
-Algorithm. A program normalises whole rows in registers, as all_reduce_rms_norm/rows.py does, and stores them in the
+Algorithm. A program normalises whole rows in registers, as norms/rows.py does, and stores them in the
 slot; the sum, and what is saved for a backward, go to memory as everywhere.
 Signal protocol. That of `transfers.stage`: the credits of all peers before the slot is written, row PIECE_ROWS
 published by the last program. What goes to memory is this rank's own, and right whatever its peers do.
@@ -19,7 +19,7 @@ import triton.language as tl
 from ditron_inductor.core.signals import Words, arrive, credits_due, data, healthy, publish_all, settle, use_of
 from ditron_inductor.core.timed import timed_credits
 from ditron_inductor.core.trace import SEND, event, now
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, normalised
+from ditron_inductor.lowering.norms.rows import extras, normalised
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 
 

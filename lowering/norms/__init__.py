@@ -1,0 +1,1 @@
+"""What kernels of several node kinds use to normalise rows."""

@@ -1,0 +1,42 @@
+"""The fusions of one collective with matmuls, in the order in which they run: a part of the pipeline.
+
+Other passes ask this list, by what a kind declares, whether a collective could be fused, and never for a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
+from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
+from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
+from ditron_inductor.passes.fuse.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.graph.fusion import Fusion
+from ditron_inductor.passes.graph.reasons import refused
+from ditron_inductor.task.nodes import ReducedSum, TaskNode
+
+FUSIONS: tuple[Fusion, ...] = (
+    # Gathers before reductions: a matmul between both goes with its gather, and its result is reduced afterwards.
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    # Gathers of results: those that no matmul behind them has taken.
+    matmul_all_gather,
+    # All-to-alls, which share no matmul with the gathers above.
+    matmul_all_to_all,
+    all_to_all_matmul,
+)
+"""A comment says why the fusion, or the fusions, below it stand at this place."""
+REDUCTIONS: tuple[Fusion, ...] = tuple(one for one in FUSIONS if issubclass(one.node, ReducedSum))
+"""Those whose products may be changed before they are reduced: `find` takes, after the node, what reads the product."""
+
+
+def takes(node: fx.Node, of: Callable[[type[TaskNode]], bool], *given: Any) -> bool:
+    """Whether a fusion whose kind is `of` those that are asked for would take a collective."""
+    asked = (one for one in FUSIONS if node.target in one.ops and of(one.node))
+    return any(not refused(one.find(node, *given)) for one in asked)
