@@ -188,7 +188,8 @@ def single_kernels(rows: Sequence[Row], models: Sequence[Row]) -> list[Claim]:
     shapes = [cell.shape for cell in anchors if cell.op == "matmul_reduce_scatter" and not cell.graph][:5]
     captured = [cell for cell in cells if cell.graph and cell.shape in shapes]
     gather, scatter = LIMITED
-    (tile,) = (cell.ratio("limit", "ditron:tile") for cell in anchors if (cell.op, cell.shape) == (scatter, TIMED_INSIDE))
+    (timed,) = (cell for cell in anchors if (cell.op, cell.shape) == (scatter, TIMED_INSIDE))
+    tile = timed.ratio("limit", "ditron:tile")
     small = [cell for cell in anchors if cell.op == "matmul_all_reduce" and cell.graph and 64 <= cell.M <= 256]
     behind = [cell.ratio("ditron", "symm_mem:two_shot") for cell in small]
     slow, *_ = _older(models, world=2, form="sp", batch=1, tokens=2048, model="qwen3-32b")
