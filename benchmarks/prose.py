@@ -188,7 +188,7 @@ def single_kernels(rows: Sequence[Row], models: Sequence[Row]) -> list[Claim]:
     shapes = [cell.shape for cell in anchors if cell.op == "matmul_reduce_scatter" and not cell.graph][:5]
     captured = [cell for cell in cells if cell.graph and cell.shape in shapes]
     gather, scatter = LIMITED
-    (tile,) = (cell.ratio("limit", "ditron:tile") for cell in anchors if (cell.op, cell.shape) == (scatter, TIMED_INSIDE))
+    inside = next(cell for cell in anchors if (cell.op, cell.shape) == (scatter, TIMED_INSIDE))
     small = [cell for cell in anchors if cell.op == "matmul_all_reduce" and cell.graph and 64 <= cell.M <= 256]
     behind = [cell.ratio("ditron", "symm_mem:two_shot") for cell in small]
     slow, *_ = _older(models, world=2, form="sp", batch=1, tokens=2048, model="qwen3-32b")
@@ -197,7 +197,7 @@ def single_kernels(rows: Sequence[Row], models: Sequence[Row]) -> list[Claim]:
         Claim("`all_gather_matmul` {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[gather] + graph[gather]),
         Claim("`matmul_reduce_scatter` {}, {}, {}, {}, {}, {} and, in a graph, {}", eager[scatter] + graph[scatter]),
         Claim("{}, {}, {}, {} and {} for the first five", _best(captured, scatter, 1)),
-        Claim("(the product alone in Triton) and {}", (f"{tile:.2f}",)),
+        Claim("(the product alone in Triton) and {}", (f"{inside.ratio('limit', 'ditron:tile'):.2f}",)),
         Claim("({} to {} % behind it)", tuple(map(percent, _ends(behind)))),
         Claim("before the plan knew: {} ms, Inductor {} ms, async TP {} ms", host),
     ]
