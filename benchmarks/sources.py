@@ -117,9 +117,11 @@ def recorded(path: Path = SOURCES) -> dict[tuple[str, str], str]:
 
 
 def age(commit: str, used: Iterable[str]) -> str:
-    """OLD if the kernels of any of these kinds have changed since the commit, UNKNOWN if nothing is known of it."""
+    """OLD if the kernels of any of these kinds have changed since the commit, UNKNOWN if git did not have it. A commit
+    that is not in the file yet was measured since the last report.
+    """
     known, now = recorded(), today()
-    found = {kind: known.get((commit, kind), "") for kind in used if kind in now}
+    found = {kind: known[commit, kind] for kind in used if kind in now and (commit, kind) in known}
     if any(then and then != now[kind] for kind, then in found.items()):
         return OLD
     return CURRENT if all(found.values()) else UNKNOWN

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ditron_inductor.device import streams
-from ditron_inductor.lowering.host import prepared
+from ditron_inductor.lowering.host import trials
 from ditron_inductor.task.plan import Choice, PlanRequest, decisions
 from tests.lowering.calls import Site
 from tests.lowering.problems import CUT_KINDS, SMALL, Problem
@@ -25,7 +25,7 @@ def _choose(request: PlanRequest, table: str) -> Choice:
 def _changes_with_the_mode(ctx: RankContext, kind: str) -> list[str]:
     """The strategies of three eager calls, a captured one, and an eager one behind it; all results are checked."""
     ran = []
-    with mock.patch.object(prepared, "choose", _choose):
+    with mock.patch.object(trials, "choose", _choose):
         site = Site(name=f"modes/0:{kind}", strategy="auto")
         problem = Problem(ctx, kind, SMALL[ctx.device.type], site=site)
 
