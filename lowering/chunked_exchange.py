@@ -1,4 +1,4 @@
-"""The host's side of lowering/transfers.py: the kernels around the products and copies of a call, by their meaning."""
+"""The host's side of lowering/transfers.py: the launches around the products and copies of a call."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from ditron_inductor.task.nodes import ShardNorm
 
 BLOCK = 8192
 REDUCE_BLOCK = 4096
-"""Elements that a program copies or fills in one step, and that it adds up."""
+"""The elements that a program copies or fills in one step (BLOCK), or adds up in one step (REDUCE_BLOCK)."""
 COPY_WARPS = 8
 PROGRAMS_PER_SM = 2
 NORM_WARPS_PER_SM = 32
-"""Of programs that normalise rows, each of which waits for its own sums: as many as have registers."""
+"""The warps on an SM that normalise rows: as many as have registers, because each waits for sums of its own."""
 INTERPRETED_BLOCK = 1024
 INTERPRETED_PROGRAMS = 2
 FILL_PROGRAMS = 8
-"""Programs that end a use of the slot: few, as they do nothing but after a failure."""
+"""The programs that end a use of the slot. They are few, because they have work only after a failure."""
 BIASED_BATCHES = 4
 BIASED_OPERATIONS = 8e9
-"""Products of so many batches with a bias, of so many operations each, are made one by one: more or smaller ones would
-cost more than the bias.
+"""Products with a bias are computed one by one if there are at most this many batches, and each product has at least
+this many operations. With more batches, or smaller ones, the launches would take longer than the bias.
 """
 
 PIECES = ("first", "count", "parts", "row")
 
 
 class Kernels:
-    """The kernels at one site with operands of one form, which its calls have in common.
+    """The kernels that the calls of one site with operands of one form have in common.
 
-    launchers: one for each kernel, whose calls have the same sizes but for pieces and rows; `reduce` has one for each
-    number of rows. Launches with time stamps have others.
+    There is a launcher for each kernel, and for `reduce` one for each number of rows, because all else about the sizes
+    of a launcher's calls is fixed except pieces and flag rows. Launches with time stamps have launchers of their own.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -54,7 +54,7 @@ class Kernels:
         self.launchers: dict[object, Launcher] = {}
 
     def launcher(self, key: object, kernel: Any, numbers: tuple[str, ...], words: tuple[str, ...]) -> Launcher:
-        """The launcher kept under `key`."""
+        """Returns the launcher that is kept under `key`; makes it if there is none."""
         found = self.launchers.get(key)
         if found is None:
             workspace = self.launch.workspace
@@ -70,8 +70,8 @@ class Kernels:
 
 
 class ChunkedExchange:
-    """The kernels of the calls that use one slot. Each method returns a launch, to be kept for all these calls: a
-    function of the stream's handle, and of the tensors that are named there.
+    """The kernels of the calls that use one slot. Each method returns a launch, which may be kept for all these calls:
+    a function of the stream's handle, and of the tensors with which the method's description begins.
     """
 
     def __init__(self, kernels: Kernels, call: Call) -> None:
@@ -85,14 +85,15 @@ class ChunkedExchange:
         self._num_sms = launch.num_sms
 
     def stage(self, numel: int, *, copied: bool, count: int = 1) -> Bound:
-        """(shards, copies): put the tuple `shards` of `count` contiguous tensors of `numel` elements into the own slot,
-        one behind the other, for all peers to read.
+        """(shards, copies): copies `shards`, a tuple of `count` contiguous tensors of `numel` elements, one behind the
+        other into this rank's slot, for all peers to read.
 
-        copied: into the tuple `copies` too; else that is any other of such tensors, such as the shards.
+        copied: copies them into the tuple `copies` too. Otherwise `copies` is any tuple of such tensors, for instance
+        the shards.
         """
 
         def arguments() -> Arguments:
-            # Of all shards together in one step.
+            # A step copies this many elements of all shards together.
             block = self._block(BLOCK // triton.next_power_of_2(count))
             values = {"numel": numel, "COPY": copied, "BLOCK": block}
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
@@ -100,9 +101,9 @@ class ChunkedExchange:
         return self._bound("stage", transfers.stage, arguments, tensors=("shards", "copies"), counted=True)
 
     def stage_norm(self, rows: int, columns: int, prologue: ShardNorm, *, copied: bool) -> Bound:
-        """(x, given, outputs): as `stage`, with norm(x) of x [rows, columns]; see `stage_norm.stage_norm`.
+        """(x, given, outputs): does what `stage` does, with norm(x) of x [rows, columns]; see `stage_norm.stage_norm`.
 
-        copied: the norm is stored as the first of `outputs` too.
+        copied: stores the norm as the first of `outputs` too.
         """
 
         def arguments() -> Arguments:
@@ -123,19 +124,19 @@ class ChunkedExchange:
         return self._bound("stage norm", stage_norm, arguments, tensors=tensors, counted=True)
 
     def open(self) -> Bound:
-        """Make sure that products may be written into the own slot."""
+        """Waits until products may be written into this rank's slot; see `transfers.open_slot`."""
         return self._bound("open", transfers.open_slot, self._alone)
 
     def publish(self, first: int, count: int, parts: int, row: int) -> Bound:
-        """Tell their readers that pieces of the own slot are complete; see `transfers.publish_pieces`."""
+        """Tells their readers that pieces in this rank's slot are complete; see `transfers.publish_pieces`."""
         return self._bound("publish", transfers.publish_pieces, self._alone, PIECES, (first, count, parts, row))
 
     def wait(self, first: int, count: int, parts: int, row: int) -> Bound:
-        """Wait for pieces in the peers' slots; see `transfers.await_pieces`."""
+        """Waits for pieces in the peers' slots; see `transfers.await_pieces`."""
         return self._bound("wait", transfers.await_pieces, self._alone, PIECES, (first, count, parts, row))
 
     def wait_all(self, row: int) -> Bound:
-        """Wait for the flag `row` of every peer."""
+        """Waits for the flag `row` of every peer."""
         return self._bound("wait all", transfers.await_all, self._alone, ("row",), (row,))
 
     def reduce(
@@ -149,10 +150,11 @@ class ChunkedExchange:
         result: int | None = None,
         row: int = 0,
     ) -> Bound:
-        """(partials, extras, outs): the outputs [rows, columns] made of the sum of partials [W, rows, columns], which
-        lie `stride` elements apart; see `transfers.reduce_partials`. extras is never empty.
+        """(partials, extras, outs): adds up the partials [W, rows, columns], which lie `stride` elements apart, and
+        computes the outputs [rows, columns]; see `transfers.reduce_partials`. `extras` must not be empty.
 
-        result: where in the own slot it goes too, and `row` its flag; without it this ends the call.
+        result: the element of this rank's slot where the sum is stored too, with flag row `row`; None if the launch
+        ends the use of the slot.
         """
 
         def arguments() -> Arguments:
@@ -171,7 +173,7 @@ class ChunkedExchange:
         return self._bound(key, transfers.reduce_partials, arguments, ("row",), (row,), tensors, counted=True)
 
     def close(self, numels: tuple[int, ...]) -> Bound:
-        """(outs): end the call; after a failure `outs`, a tuple of contiguous outputs of `numels` elements, are NaN."""
+        """(outs): ends the call. After a failure it fills `outs`, contiguous tensors of `numels` elements, with NaN."""
 
         def arguments() -> Arguments:
             values = {"numels": numels, "BLOCK": self._block(BLOCK)}
@@ -181,7 +183,7 @@ class ChunkedExchange:
         return self._bound("close", transfers.close_slot, arguments, tensors=("outs",))
 
     def _alone(self) -> Arguments:
-        """One program of one warp."""
+        """Returns the Arguments of a launch of one program of one warp."""
         return self._arguments(1, 1, {})
 
     def _arguments(self, programs: int, num_warps: int, values: dict[str, Any]) -> Arguments:
@@ -220,10 +222,10 @@ class ChunkedExchange:
 
 @dataclass(frozen=True)
 class Operands:
-    """Of sum_i a_i @ b_i + bias, with the a_i cut into runs of rows.
+    """The operands of sum_i a_i @ b_i + bias, with the a_i cut into runs of rows.
 
-    lefts[i][place]: a run of a_i, [m, K_i] or, where its rows do not lie together, [outer, m, K_i]. rights: the b_i
-    [K_i, N]. bias: [N], or a column [m, 1] for each run, or None. pre: what makes of the sum what is sent, or None.
+    lefts[i][place]: a run of a_i, [m, K_i], or [outer, m, K_i] if its rows do not lie together. rights: the b_i
+    [K_i, N]. bias: [N], or a column [m, 1] for each run, or None. pre: prepares the sum before it is sent, or None.
     """
 
     lefts: Sequence[Sequence[torch.Tensor]]
@@ -232,9 +234,8 @@ class Operands:
     pre: Runs | None = None
 
     def multiply(self, place: int, out: torch.Tensor) -> None:
-        """out = the run `place` of the sum, by the library: every product but the first is added to it, and rounds.
-
-        With a `pre` it is what that makes of it, by one more launch.
+        """Computes the run `place` of the sum into `out`, by the library. Every product is added to the ones before it
+        and rounded. One more launch applies `pre`.
         """
         added = self.bias if self.bias is None or isinstance(self.bias, torch.Tensor) else self.bias[place]
         for runs, right in zip(self.lefts, self.rights, strict=True):
@@ -245,19 +246,18 @@ class Operands:
 
 
 class Products(Protocol):
-    """Products of which each is asked for by a number."""
+    """Products that are computed one by one, by their number."""
 
     def multiply(self, place: int, out: torch.Tensor) -> None:
-        """out = the product `place`, by the library."""
+        """Computes the product number `place` into `out`, by the library."""
         ...
 
 
 @dataclass(frozen=True)
 class PieceGroup:
-    """Pieces of a product that are multiplied as one, and the peers' pieces that come with them.
+    """Pieces of a product that are multiplied together, and the peers' pieces that are received with them.
 
-    products: which of the products, as in `Operands`, and where in the own slot it goes. transfers: to the partials, or
-    to what is gathered.
+    products: (number of the product, its place in this rank's slot). transfers: the copies of the peers' pieces.
     """
 
     products: list[tuple[int, torch.Tensor]]
@@ -266,7 +266,7 @@ class PieceGroup:
     transfers: list[Transfer]
 
     def send(self, lane: Lane, operands: Products) -> torch.cuda.Event | None:
-        """Multiply, and tell the readers; returns a mark of where the products have ended."""
+        """Multiplies, and tells the readers. Returns a mark of the end of the products."""
         for place, product in self.products:
             operands.multiply(place, product)
         done = lane.here()
@@ -274,8 +274,8 @@ class PieceGroup:
         return done
 
     def receive(self, lane: Lane, done: torch.cuda.Event | None, partials: int) -> None:
-        """Copy the peers' pieces to the tensor at this address; `done` as `send` returned it."""
-        # Not behind the telling: the wait is to have its SM before the next product takes them all.
+        """Copies the peers' pieces to the tensor at the address `partials`. done: the result of `send`."""
+        # It does not follow the publishing launch: the waiting kernel needs an SM before the next product takes all.
         lane.follow(done)
         self.wait(lane.side)
         lane.copy(self.transfers, partials)
@@ -284,10 +284,10 @@ class PieceGroup:
 def exchange_in_turns(
     lane: Lane, groups: Sequence[PieceGroup], operands: Products, target: int
 ) -> AbstractContextManager[object]:
-    """Multiply and send all groups, and receive what comes with them; returns where the own product is to be made.
+    """Multiplies and sends all groups, and receives the peers' pieces at the address `target`. Returns the stream, as a
+    context manager, on which the caller should compute the rank's own product.
 
-    In turns on two streams: a product begins while the last tiles of the one before it run. target: an address, as by
-    `receive`.
+    The groups alternate between two streams, so a product begins while the last tiles of the product before it run.
     """
     for turn, group in enumerate(groups):
         with lane.beside() if turn % 2 == 1 else HERE:
@@ -297,22 +297,24 @@ def exchange_in_turns(
 
 
 def shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The contiguous x in another shape; itself if it has that."""
+    """Returns the contiguous x in another shape, or x itself if it has that shape."""
     return x if x.shape == shape else x.view(shape)
 
 
 def for_batches(b: torch.Tensor, outer: int) -> torch.Tensor:
-    """b [K, N] as `multiply` wants it for a [outer, m, K]: where there are many of these, made once."""
+    """Returns b [K, N] as `multiply` needs it for a [outer, m, K]. A caller with many products does this only once."""
     return b if b.dim() == 3 else b.expand(outer, *b.shape)
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None = None) -> None:
-    """out = a @ b + added by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one;
-    b [K, N], or as `for_batches` makes it; added: a row [N], a column [m, 1] where a is [m, K], `out` itself, or None.
+    """Computes out = a @ b + added by the library.
 
-    Any strides, with contiguous rows in out: the product is written where it belongs. A product of two dimensions adds
-    a row as it stores its tiles; before one of three the library would write the row to all of out, and read it again.
-    So a few large ones of these are made one by one.
+    a is [m, K] and out [m, N], or both have one more leading dimension. b is [K, N], or the result of `for_batches`.
+    added: a row [N], a column [m, 1] if a is [m, K], `out` itself, or None. Strides are free, but the rows of `out` are
+    contiguous.
+
+    A product of two dimensions adds a row while it stores its tiles. For a batch of products the library would first
+    write the row to all of `out` and then read it again, so a few large products of a batch are computed one by one.
     """
     if out.numel() == 0:
         return
@@ -333,5 +335,5 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.T
 
 
 def _one_by_one(a: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether the products out = a @ b of batches are better made one by one than with their bias copied to all."""
+    """Returns whether the products of a batch should be computed one by one, because they have a bias."""
     return a.shape[0] <= BIASED_BATCHES and 2.0 * out[0].numel() * a.shape[2] >= BIASED_OPERATIONS

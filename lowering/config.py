@@ -1,4 +1,4 @@
-"""Tile shapes of the matrix-product kernels, and which one a problem gets."""
+"""Tile shapes of the matrix-product kernels, and the choice of a tile shape for a problem."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of a matrix product: `block_m` x `block_n` of the output in steps of `block_k`.
+    """A tile of a matrix product: `block_m` x `block_n` elements of the output, computed in steps of `block_k`.
 
-    group_m: block rows that run together (see `grouped`). programs_per_sm: programs of a persistent grid for each SM.
+    `group_m` is the number of block rows whose tiles run together (see `order.grouped`). `programs_per_sm` is the
+    number of programs that a persistent grid has for each SM.
     """
 
     block_m: int
@@ -23,16 +24,16 @@ class Config:
     programs_per_sm: int = 1
 
     def for_arch(self, arch: str) -> Config:
-        """The same tiles with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""
+        """Returns these tiles with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""
         return replace(self, num_stages=min(self.num_stages, 2)) if arch.startswith("gfx") else self
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch, beside the kernel's arguments."""
+        """The options that a launch takes besides the kernel's arguments."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def validate(self) -> Config:
-        """Return self; ValueError naming the field that no kernel could run with."""
+        """Returns this Config. Raises ValueError, with the name of the field, if no kernel can run with it."""
         for field in ("block_m", "block_n", "block_k"):
             size = getattr(self, field)
             if size < 16 or size & (size - 1):
@@ -45,7 +46,7 @@ class Config:
 
 
 INTERPRETER = Config(block_m=32, block_n=32, block_k=32, num_warps=4, num_stages=1, group_m=2).validate()
-"""Small tiles, so that small test problems have several tiles and chunks."""
+"""The tiles are small, so that small test problems have several tiles and chunks."""
 
 LARGE = Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4).validate()
 MIDDLE = Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4).validate()
@@ -58,23 +59,25 @@ FP32 = Config(block_m=64, block_n=128, block_k=32, num_warps=8, num_stages=3).va
 FEW_ROWS = {
     most: Config(block_m=most, block_n=64, block_k=128, num_warps=4, num_stages=6).validate() for most in (16, 32, 64)
 }
-"""By most rows, for `matmul_tile_of_few_rows`."""
+"""The tile shapes of `matmul_tile_of_few_rows`, by the largest number of rows that fits."""
 
 CONFIGS = (*FEW_ROWS.values(), INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
-"""Every tile shape that a kernel is launched with, all of them compiled by the tests."""
+"""All tile shapes that kernels are launched with. The tests compile every one."""
 
 RATES = {LARGE: 1.0, MIDDLE: 0.80, NARROW: 0.62}
-"""Speed of a GPU full of tiles, as a part of the fastest: measured on 4 H200s, where smaller tiles carry more for what
-they compute."""
+"""The speed of a GPU that is full of such tiles, relative to the fastest shape, measured on 4 H200s. Smaller tiles are
+slower because they carry more data to peers for each operation.
+"""
 
 
 def select_config(
     *, rows: int, columns: int, repeats: int, dtype: torch.dtype, interpreted: bool, num_sms: int
 ) -> Config:
-    """The tile shape for `repeats` outputs of `rows` x `columns`; equal on all ranks, as it depends on nothing else.
+    """Returns the tile shape for `repeats` outputs [rows, columns]. All arguments, and so the result, are equal on all
+    ranks.
 
-    For many rows the one that is done first, at its rate and with the last wave of tiles partly empty; flat tiles for
-    decode.
+    With many rows it is the shape that ends first, given its rate and a last wave of tiles that is partly empty. With
+    the few rows of decoding the tiles are flat.
     """
     if interpreted:
         return INTERPRETER
@@ -96,9 +99,9 @@ def select_config(
 
 
 def select_few_rows_config(*, rows: int, dtype: torch.dtype, interpreted: bool) -> Config:
-    """The tile shape for at most 64 rows, all in one tile; equal on all ranks."""
+    """Returns the tile shape for at most 64 rows, which are all in one tile. It is equal on all ranks."""
     most = min(most for most in FEW_ROWS if most >= rows)
     if interpreted:
         return replace(INTERPRETER, block_m=most)
-    # fp32 operands take twice the shared memory.
+    # fp32 operands need twice as much shared memory.
     return replace(FEW_ROWS[most], block_k=64) if dtype == torch.float32 else FEW_ROWS[most]

@@ -1,4 +1,7 @@
-"""What a plan has to know of a node beyond its sizes: what its epilogue moves."""
+"""The bytes that a node's epilogue moves, which the plan's cost model needs besides the node's sizes.
+
+`m` and `n` are the rows and columns of the product, `dtype` is that of the node. The results are equal on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from ditron_inductor.task.torch_dtypes import NAMES
 
 
 def epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
-    """What the epilogue's own kernel would read and write, all weights taken as equally wide; equal on all ranks."""
+    """Returns the bytes that an elementwise kernel for the epilogue would read and write. All weights count as equally
+    wide.
+    """
     epilogue = node.parsed if isinstance(node, WithEpilogue) else None
     if epilogue is None:
         return 0
@@ -19,13 +24,13 @@ def epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
         return m * n * dtype.itemsize * epilogue.passes(NAMES[dtype]) // node.num_weights
     if epilogue.behind is None:
         return 0
-    # After the reduction no matmul adds a bias.
+    # Behind a reduction there is no matmul that could add a bias.
     rows = m // node.world_size if node.exchange == SCATTERED_PRODUCT else m
     return rows * n * dtype.itemsize * epilogue.passes(NAMES[dtype], biases=False)
 
 
 def pair_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
-    """What an epilogue that joins two products of a gather moves, see `cost.Problem`; equal on all ranks."""
+    """Returns the bytes that an epilogue moves which combines two products of a gather (see `Problem.pair_bytes`)."""
     if not isinstance(node, SharedOperand):
         return 0
     epilogue = node.parsed
@@ -36,7 +41,7 @@ def pair_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
 
 
 def pre_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
-    """What a kernel of its own would read and write of the product before it is reduced."""
+    """Returns the bytes that an elementwise kernel would read and write to prepare the product for its reduction."""
     node = node.without_norm
     epilogue = node.parsed if isinstance(node, WithEpilogue) else None
     if epilogue is None or epilogue.pre is None:

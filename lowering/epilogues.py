@@ -1,10 +1,10 @@
-"""Epilogues as kernels: the `@triton.jit` function that is generated from a text, how a kernel's operands are arranged
-for it, and the elementwise kernel that applies it where the products were made by the library.
+"""Epilogues as kernels: the `@triton.jit` function that is generated from an epilogue's text, the order in which a
+kernel takes the operands, and the elementwise kernel that applies an epilogue to products of the library.
 
-A generated function computes the outputs of one group of products (see task/epilogue.py) for any block of elements, so
-the same one runs on a tile in registers and in the elementwise kernel. So does that of what is computed before a
-reduction. Triton wants the source of what it compiles; it
-finds it in Python's cache of source lines, where `generated` leaves it under a name that follows from the text.
+A generated function computes the outputs of one group of products (see task/epilogue.py) for any block of elements. So
+the same function runs on a tile in registers and in the elementwise kernel. The function that prepares a product for a
+reduction is generated in the same way. Triton reads the source of what it compiles; `generated` leaves the source in
+Python's cache of source lines, under a name that follows from the text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ditron_inductor.task.torch_dtypes import NAMES, TORCH_DTYPES
 PARAMETERS = "GROUP: tl.constexpr, mm, x, rows, columns, places, in_rows, in_columns, inside"
 TRITON_DTYPES = {dtype.short: f"tl.{dtype.name}" for dtype in ACTIVATIONS}
 PACKED_BITS = 8
-"""Of one number in the compile-time integers that stand for lists."""
+"""The bits of one number in the compile-time integers that stand for lists (see `packed`)."""
 BLOCK = 2048
 WARPS = 8
 INT32 = 1 << 31
@@ -56,18 +56,17 @@ INT32 = 1 << 31
 
 @functools.cache
 def generated(source: str) -> Any:
-    """The epilogue of this text as a `@triton.jit` function of PARAMETERS.
+    """Returns the epilogue with this text as a `@triton.jit` function of PARAMETERS.
 
-    It returns the outputs of group GROUP, in fp32, as a tuple. mm: the group's products, rounded, in fp32. x: pointers
-    to all extra tensors. rows, columns: of the elements in the outputs, places: rows * N + columns, and whether each of
-    them is inside; all broadcast to the products' shape.
+    The function returns the outputs of group GROUP, fp32, as a tuple. mm: the group's products, rounded, in fp32. x:
+    pointers to all extra tensors. The other parameters are the fields of `Elements`.
     """
-    # A name of its own: a compiled kernel that calls two of them tells them apart by their names.
+    # The name is unique, because a compiled kernel tells apart the functions that it calls by their names.
     function = f"epilogue_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     code = _source(parse(source), function)
     name = f"<ditron {function}>"
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    namespace: dict[str, Any] = {one: getattr(pointwise, one) for one in FUNCTIONS}
+    namespace: dict[str, Any] = {function_name: getattr(pointwise, function_name) for function_name in FUNCTIONS}
     namespace |= {"tl": tl, "__name__": __name__}
     exec(compile(code, name, "exec"), namespace)
     return triton.jit(namespace[function])
@@ -89,7 +88,9 @@ def _source(epilogue: Epilogue, name: str) -> str:
 
 
 def _line(expression: Expression, group: OutputGroup, names: dict[Expression, str], body: list[str]) -> str:
-    """The name of the value of `expression`, after the lines of `body`; equal parts are computed once."""
+    """Appends to `body` the lines that compute `expression`, and returns the name of the result. `names` has what has
+    been computed already.
+    """
     if expression in names:
         return names[expression]
 
@@ -117,9 +118,11 @@ def _line(expression: Expression, group: OutputGroup, names: dict[Expression, st
 
 
 class Groups(NamedTuple):
-    """Of products that are computed together, known at compile time. Group g: NUM_TOGETHER[g] weights, 1 or 2, from
-    weight FIRST_WEIGHTS[g] on, are multiplied in one tile, which makes NUM_OUTS[g] outputs, from FIRST_OUTS[g] on; each
-    is an integer that has 8 bits for each g, see `unpacked`.
+    """The groups of products that are computed together, known at compile time.
+
+    In group g the weights from FIRST_WEIGHTS[g] on, NUM_TOGETHER[g] in number (1 or 2), are multiplied in one tile,
+    from which the outputs from FIRST_OUTS[g] on are computed, NUM_OUTS[g] in number. Each of these lists is one integer
+    with 8 bits for each g (see `unpacked`).
     """
 
     NUM_GROUPS: Any
@@ -131,11 +134,16 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """How a kernel sees the operands of an epilogue: weights and outputs ordered by group.
+    """The order in which a kernel takes the operands of an epilogue: weights and outputs are ordered by group.
 
-    groups: see Epilogue.groups. weights, outputs: the node's indices in the kernel's order. sources: by output in the
-    node's order, a product of its size. dtypes: likewise, "" for the node's. pre: the function of what is reduced, None
-    where that is the product; pre_in_slices: it reads as many elements as that has.
+    Attributes:
+        function: the generated function, None without an epilogue.
+        groups: see `Epilogue.groups`.
+        weights, outputs: the node's indices of the weights and outputs, in the kernel's order.
+        sources: for each output, in the node's order, the index of a product that has its size.
+        dtypes: for each output, in the node's order, the short name of its dtype, "" for the node's dtype.
+        pre: the generated function that prepares the product for its reduction, None if the product itself is reduced.
+        pre_in_slices: whether `pre` reads an extra tensor of the product's size.
     """
 
     function: Any
@@ -149,17 +157,17 @@ class Arrangement:
 
     @property
     def together(self) -> int:
-        """Most products in one tile."""
+        """The largest number of products in one tile."""
         return max(len(group.products) for group in self.groups)
 
     @property
     def first_weights(self) -> list[int]:
-        """By group, in the kernel's order."""
+        """The first weight of each group, in the kernel's order."""
         return [sum(len(group.products) for group in self.groups[:i]) for i in range(len(self.groups))]
 
     @property
     def packed_groups(self) -> Groups:
-        """As a kernel of several products takes them."""
+        """The groups as kernels take them."""
         outputs = [len(group.outputs) for group in self.groups]
         return Groups(
             NUM_GROUPS=len(self.groups),
@@ -170,13 +178,11 @@ class Arrangement:
         )
 
     def new_outputs_of_sum(self, like: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
-        """Memory for the outputs, of `shape` each, of a node with the dtype of `like`."""
-        return [
-            like.new_empty(shape, dtype=TORCH_DTYPES.get(dtype, like.dtype)) for dtype in self.dtypes
-        ]
+        """Allocates the outputs, of `shape` each, of a node with the dtype of `like`."""
+        return [like.new_empty(shape, dtype=TORCH_DTYPES.get(dtype, like.dtype)) for dtype in self.dtypes]
 
     def new_outputs(self, shard: torch.Tensor, rows: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for the outputs of `rows` rows, in the node's order."""
+        """Allocates the outputs, with `rows` rows each, in the node's order."""
         return [
             shard.new_empty(rows, weights[source].shape[1], dtype=TORCH_DTYPES.get(dtype, shard.dtype))
             for source, dtype in zip(self.sources, self.dtypes, strict=True)
@@ -184,13 +190,13 @@ class Arrangement:
 
 
 def packed(numbers: Sequence[int]) -> int:
-    """The numbers as one integer, the first one lowest."""
+    """Returns the numbers as one integer, with the first number in the lowest bits."""
     assert all(number < 1 << PACKED_BITS for number in numbers)
     return sum(number << (PACKED_BITS * i) for i, number in enumerate(numbers))
 
 
 def arrange(epilogue: Epilogue | None, num_weights: int) -> Arrangement:
-    """For a node with so many weights; without an epilogue each product is its own output."""
+    """Returns the Arrangement of an epilogue. Without an epilogue every product is an output."""
     if epilogue is None:
         order = tuple(range(num_weights))
         groups = tuple(OutputGroup((index,), (index,)) for index in order)
@@ -212,18 +218,18 @@ def arrange(epilogue: Epilogue | None, num_weights: int) -> Arrangement:
 
 
 PLAIN_SUM = arrange(None, 1)
-"""That of a reduction without an epilogue."""
+"""The Arrangement of a reduction without an epilogue."""
 
 
 @triton.constexpr_function
 def unpacked(numbers, i):
-    """Number i of what `packed` made."""
+    """Returns the i-th number of a result of `packed`."""
     return (numbers >> (8 * i)) & 255
 
 
 class Elements(NamedTuple):
-    """Which elements of outputs [.., N] a block of values is of: rows and columns, places: rows * N + columns, and
-    whether each of them is inside; all broadcast to the block's shape.
+    """The elements of outputs [.., N] to which a block of values belongs: their rows and columns, their places rows * N
+    + columns, and whether the row, the column and both are inside. All of them broadcast to the block's shape.
     """
 
     rows: Any
@@ -236,14 +242,15 @@ class Elements(NamedTuple):
 
 @triton.jit
 def elements_of(rows, columns, M, N):
-    """The Elements of a tile, rows [BLOCK_M] and columns [BLOCK_N] of a tensor [M, N]."""
+    """Returns the Elements of a tile with rows [BLOCK_M] and columns [BLOCK_N] of a tensor [M, N]."""
     in_rows, in_columns = (rows < M)[:, None], (columns < N)[None, :]
     return elements_at(rows.to(tl.int64), columns, in_rows, in_columns, N)
 
 
 @triton.jit
 def elements_at(rows, columns, in_rows, in_columns, N):
-    """The Elements of a tile of rows [BLOCK_M] and columns [BLOCK_N], those inside being [BLOCK_M, 1] and [1, BLOCK_N].
+    """Returns the Elements of a tile with rows [BLOCK_M] and columns [BLOCK_N]. in_rows [BLOCK_M, 1] and in_columns [1,
+    BLOCK_N] say which of them are inside.
     """
     places = rows[:, None] * N + columns[None, :]
     return Elements(rows[:, None], columns[None, :], places, in_rows, in_columns, in_rows & in_columns)
@@ -251,9 +258,8 @@ def elements_at(rows, columns, in_rows, in_columns, N):
 
 @triton.jit
 def prepared(acc, x, elements, DTYPE: tl.constexpr, PRE: tl.constexpr):
-    """A tile of what is reduced, made of a tile of the product by PRE; that itself, if PRE is None.
-
-    elements: of the tile in the product [.., N] of DTYPE.
+    """Returns PRE of a tile `acc` of the product, or `acc` itself if PRE is None. elements: those of the tile in the
+    product [.., N] of DTYPE.
     """
     result = acc
     if PRE is not None:
@@ -271,9 +277,8 @@ def store_outputs(
     GROUP: tl.constexpr, NUM_PRODUCTS: tl.constexpr, FIRST_OUT: tl.constexpr, NUM_OUTS: tl.constexpr,
     DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Stores these elements of the outputs of group GROUP, from FIRST_OUT on, made of accumulators; NaN unless `ok`.
-
-    DTYPE: of the products.
+    """Stores these elements of the outputs of group GROUP, which begin with output FIRST_OUT, computed from the
+    accumulators of the group's products; stores NaN if ok is 0. DTYPE: the dtype of the products.
     """
     results = accs
     if EPILOGUE is not None:
@@ -292,14 +297,14 @@ def store_outputs(
 
 @triton.jit
 def store_sum(total, ok, x, outs, elements, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr):
-    """`store_outputs` of a tile of a reduced sum, fp32: all of a tuple of outputs."""
+    """Does `store_outputs` for a tile `total`, fp32, of a reduced sum. All of `outs` are stored."""
     NUM_OUTS: tl.constexpr = len(outs)
     store_outputs((total,), ok, x, outs, elements, 0, 1, 0, NUM_OUTS, DTYPE, EPILOGUE)
 
 
 @triton.jit
 def store_flat_sum(total, ok, x, outs, places, inside, N, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr):
-    """`store_sum` of elements of a reduced sum [.., N] that follow each other."""
+    """Does `store_sum` for consecutive elements of a reduced sum [.., N]."""
     store_sum(total, ok, x, outs, Elements(places // N, places % N, places, inside, inside, inside), DTYPE, EPILOGUE)
 
 
@@ -309,7 +314,9 @@ def apply_epilogue_kernel(
     GROUP: tl.constexpr, EPILOGUE: tl.constexpr, NUM_PRODUCTS: tl.constexpr, NUM_OUTS: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """outs = EPILOGUE of group GROUP of the products mm, all of them contiguous [numel / N, N]. WIDE: 64-bit places."""
+    """Computes outs = EPILOGUE(mm) for group GROUP. All of `mm` and `outs` are contiguous [numel / N, N]. WIDE: places
+    need 64 bits.
+    """
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
@@ -324,24 +331,24 @@ def apply_epilogue_kernel(
 
 
 class Elementwise:
-    """Launches of the elementwise kernel for an epilogue, one for each group. Each number of elements has its own
-    launcher.
+    """Applies an epilogue by the elementwise kernel, with one launch for each group. Each number of elements has a
+    launcher of its own.
     """
 
     def __init__(self, epilogue: Epilogue, device: torch.device) -> None:
         self._groups = epilogue.groups()
         self._function = generated(epilogue.text()) if self._groups else None
         self._device = device
-        # By group and number of elements.
+        # The key is (group, number of elements).
         self._launchers: dict[tuple[int, int], Launcher] = {}
 
     def __call__(
         self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
-        """outs = what the epilogue makes of mm, all of them contiguous [.., N], on the current stream; an output may be
+        """Computes the epilogue of `mm` into `outs` on the current stream. All are contiguous [.., N]. An output may be
         one of the products.
         """
-        # Never empty: without any it gets what it does not look at.
+        # This tuple must not be empty. An epilogue without extras does not read this tensor.
         x = tuple(extra.contiguous() for extra in extras) or (mm[0],)
         for number, group in enumerate(self._groups):
             tensors = {
@@ -360,10 +367,11 @@ class Elementwise:
 
 
 class Finisher:
-    """Makes the outputs of a node from what the library computes: products, some with their bias, and one launch for
-    each group that has more of an epilogue. Its calls have operands of one form.
+    """Computes the outputs of a node from products of the library. The library adds a bias where the epilogue does no
+    more than that; for each other group there is one elementwise launch. All calls have operands of one form.
 
-    biases: the extra tensor that the library adds to a product, by the product's index. It rounds the sum only.
+    biases: the index of the extra tensor that the library adds to a product, by the product's index. The library rounds
+    only once, after the sum.
     """
 
     def __init__(
@@ -375,9 +383,9 @@ class Finisher:
         reduced: bool = False,
         apart: bool = False,
     ) -> None:
-        """like: any tensor of the node's dtype and device. reduced: the product is a sum that no library adds to.
-        apart: the library's products are batches, to which it adds a bias in passes of its own: it does so only where
-        nothing else is left to compute.
+        """like: any tensor with the node's dtype and device. reduced: the product is a reduced sum, so no matmul adds a
+        bias. apart: the library's products are batches, for which adding a bias takes passes of its own, so it adds a
+        bias only if nothing else is left to compute.
         """
         folded, self.biases = (epilogue, {}) if reduced else epilogue.folded(NAMES[like.dtype])
         unfit = any(extras[row].dtype != like.dtype or not extras[row].is_contiguous() for row in self.biases.values())
@@ -385,7 +393,7 @@ class Finisher:
             folded, self.biases = epilogue, {}
         outputs = folded.outputs
         self._outputs = outputs
-        # What is left to compute: an output that is a product stays where it is.
+        # The outputs that are left to compute. An output that is a product is already there.
         self._made = [index for index, output in enumerate(outputs) if not isinstance(output, ProductTerm)]
         self._rest = Epilogue(tuple(outputs[index] for index in self._made))
         self._dtypes = epilogue_torch.out_dtypes(self._rest, like.dtype)
@@ -394,7 +402,7 @@ class Finisher:
     def multiply(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The outputs, in the node's order, of rows @ weight for every weight."""
+        """Returns the outputs, in the node's order, for the products rows @ weight."""
         mm = [
             torch.addmm(extras[self.biases[i]].view(-1), rows, weight) if i in self.biases else rows @ weight
             for i, weight in enumerate(weights)
@@ -407,8 +415,10 @@ class Finisher:
         extras: Sequence[torch.Tensor],
         made: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """The outputs, in the node's order. mm: contiguous, by weight, those with a bias after it; a plain output is
-        one of them. made: those of `new_outputs`, if `make` has made all of their rows.
+        """Returns the outputs, in the node's order. An output that is a product is one of `mm`.
+
+        mm: the products, contiguous, by weight, with `biases` added. made: the result of `new_outputs`, if `make` has
+        computed all of its rows already.
         """
         if made is None:
             made = self.new_outputs(mm)
@@ -419,27 +429,28 @@ class Finisher:
         return outputs
 
     def finish_sum(self, total: torch.Tensor, extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs made of a reduced sum [.., N], contiguous, each in its shape."""
+        """Returns the outputs that are computed from a reduced sum [.., N], contiguous, each in its shape."""
         if total.dim() == 2:
             return self.finish([total], extras)
         outputs = self.finish([total.view(-1, total.shape[-1]) if total.numel() else total.flatten(0, -2)], extras)
         return [output.view(total.shape) for output in outputs]
 
     def makes_runs(self, whole: Sequence[int]) -> bool:
-        """Whether `make` may be given runs of rows: it computes something, and from nothing that is cut like these.
-        whole: products that are not made in runs.
+        """Returns whether `make` has anything to compute and may be called for runs of rows one by one. It may not if
+        an extra tensor has a value for each row, or if a product that it needs is in `whole`, those that are not
+        computed in runs.
         """
         kinds = {extra.kind for extra in self._rest.extras()}
         late = any(index in whole for group in self._rest.groups() for index in group.products)
         return bool(self._made) and kinds <= {"scalar", "row"} and not late
 
     def new_outputs(self, mm: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for the outputs that are no products."""
+        """Allocates the outputs that are not products."""
         sources = [mm[min(products(output))] for output in self._rest.outputs]
-        return [torch.empty_like(one, dtype=dtype) for one, dtype in zip(sources, self._dtypes, strict=True)]
+        return [torch.empty_like(source, dtype=dtype) for source, dtype in zip(sources, self._dtypes, strict=True)]
 
     def make(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        """Compute the outputs that are no products, or runs of their rows, from the same rows of the products."""
+        """Computes the outputs that are not products, or a run of their rows from the same rows of the products."""
         if self._made and mm[0].is_cuda:
             self._elementwise(mm, extras, outs)
         elif self._made:
@@ -448,13 +459,13 @@ class Finisher:
 
 
 def finisher_of_sum(node: WithEpilogue, like: torch.Tensor) -> Finisher | None:
-    """What makes the outputs of a reduction of its sum; None where that is the output."""
+    """Returns what computes the outputs of a reduction from its sum; None if the sum is the output."""
     behind = None if node.parsed is None else node.parsed.behind
     return None if behind is None else Finisher(behind, like, (), reduced=True)
 
 
 class Preparer:
-    """Makes what a node reduces of what the library multiplies, in its place."""
+    """Prepares a product of the library for its reduction, in place."""
 
     def __init__(self, pre: Expression, device: torch.device) -> None:
         self._pre = Epilogue((pre,))
@@ -462,7 +473,9 @@ class Preparer:
         self._elementwise = Elementwise(self._pre, device)
 
     def prepare(self, product: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The product [.., N], contiguous, which it overwrites. extras: those of the node, as these rows have them."""
+        """Overwrites the product [.., N], contiguous, and returns it. extras: the parts of the node's extra tensors
+        that belong to these rows.
+        """
         if product.is_cuda:
             self._elementwise((product,), extras, (product,))
         elif product.numel() > 0:
@@ -473,9 +486,8 @@ class Preparer:
     def runs(
         self, extras: Sequence[torch.Tensor], rows: int, columns: int, cut: Callable[[torch.Tensor], Sequence[Any]]
     ) -> Runs:
-        """The same for runs of the rows of a product [rows, columns]. cut: a tensor [rows, ..] into those of all runs.
-
-        To be made before anything runs beside the current stream.
+        """Returns a preparer of runs of the rows of a product [rows, columns]. cut: a function that cuts a tensor
+        [rows, ..] into the runs. It has to be called before anything runs beside the current stream, since it copies.
         """
         parts: list[Sequence[torch.Tensor] | torch.Tensor] = list(extras)
         for index, kind in self._kinds.items():
@@ -487,19 +499,21 @@ class Preparer:
 
 @dataclass(frozen=True)
 class Runs:
-    """A preparer of the runs of a product. extras: a tensor for all of them, or one for each."""
+    """A preparer of the runs of a product. extras: for each extra tensor, either one tensor for all runs or a sequence
+    with one for each run.
+    """
 
     preparer: Preparer
     extras: Sequence[Sequence[torch.Tensor] | torch.Tensor]
 
     def prepare(self, place: int, product: torch.Tensor) -> None:
-        """Makes what is reduced of the run `place`, in its place."""
-        extras = [one if isinstance(one, torch.Tensor) else one[place] for one in self.extras]
+        """Overwrites `product`, the run number `place`."""
+        extras = [extra if isinstance(extra, torch.Tensor) else extra[place] for extra in self.extras]
         self.preparer.prepare(product, extras)
 
 
 def preparer_of(node: WithEpilogue, device: torch.device) -> Preparer | None:
-    """What makes what a node reduces; None where that is the product."""
+    """Returns what prepares the product of a node for its reduction; None if the product itself is reduced."""
     pre = None if node.parsed is None else node.parsed.pre
     return None if pre is None else Preparer(pre, device)
 
@@ -522,7 +536,7 @@ def _arguments(numel: int, columns: int, number: int, group: OutputGroup, functi
 def finished(
     reduce: Callable[..., torch.Tensor], node: WithEpilogue, like: torch.Tensor
 ) -> Callable[..., list[torch.Tensor]]:
-    """The outputs of a reduction: its sum, or what is made of that."""
+    """Returns a function that runs a reduction by `reduce`, a function of task/reference.py, and then its epilogue."""
     preparer, finisher = preparer_of(node, like.device), finisher_of_sum(node, like)
 
     def library(

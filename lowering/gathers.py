@@ -1,6 +1,4 @@
-"""What `tile` kernels share that push their operand before they multiply: pieces of the send queue, where shards
-lie.
-"""
+"""The send queue of the `tile` kernels that push their operand to the peers before they multiply."""
 
 from __future__ import annotations
 
@@ -15,23 +13,23 @@ from ditron_inductor.core.trace import SEND, event, now
 from ditron_inductor.lowering.host.launch import Launch
 
 SEND_BLOCK = 8192
-"""Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
+"""The elements that a program copies in one step. SEND_STEPS such steps copy one piece of the send queue."""
 SEND_STEPS = 8
 SENDERS = 16
-"""Programs that start on the send queue: enough to fill the links, few enough not to be missed by the matmul."""
+"""The number of programs that begin with the send queue: enough to fill the links, and too few to slow the matmul."""
 INTERPRETED_SEND_BLOCK = 512
 
 
 def send_queue(launch: Launch) -> dict[str, int]:
-    """What a kernel's HOW has of the send queue."""
+    """Returns the fields of a kernel's HOW that describe the send queue."""
     if launch.interpreted:
         return {"SEND_BLOCK": INTERPRETED_SEND_BLOCK, "SEND_STEPS": 1}
     return {"SEND_BLOCK": SEND_BLOCK, "SEND_STEPS": SEND_STEPS}
 
 
 class QueuedPiece(NamedTuple):
-    """Of the send queue: the peer that gets it, its chunk, and pointers to its `count` elements, here and in the peer's
-    slot.
+    """A piece of the send queue: the rank `target` that gets it, the number of its chunk, and pointers to its `count`
+    elements, `source` on this rank and `place` in the slot of the target.
     """
 
     target: Any
@@ -43,7 +41,7 @@ class QueuedPiece(NamedTuple):
 
 @triton.jit
 def push_piece(use, counters, piece, pieces, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Push a QueuedPiece, one of `pieces` of its chunk, when the credits of all peers have come.
+    """Pushes a QueuedPiece, one of the `pieces` of its chunk, after the credits of all peers have come.
 
     Returns the next ticket of the send queue.
     """
@@ -60,16 +58,18 @@ def push_piece(use, counters, piece, pieces, HOW: tl.constexpr, TRACE: tl.conste
 
 @triton.jit
 def sent_piece(use, counters, target, chunk, pieces):
-    """Count a piece that was sent; the last one of a chunk publishes it."""
-    # A piece without its credit does not come here, so its chunk is never published.
+    """Counts a piece that was sent. The last piece of a chunk publishes the chunk."""
+    # Nobody calls this for a piece without its credits, so a chunk that lacks a piece is never published.
     if arrive(counters + chunk * MAX_WORLD + target, pieces):
-        # Every piece of the chunk lies in the target's slot: its tiles of this chunk may start.
+        # Every piece of the chunk lies in the target's slot, so the target's tiles of this chunk may start.
         publish(use, target, chunk)
 
 
 @triton.jit
 def shard_of(use, shard, source, slot_stride):
-    """Pointer to the rows of `source`: the own shard where it is, a peer's in this rank's slot."""
+    """Returns a pointer to the rows of rank `source`: those of this rank itself are in `shard`, those of a peer in this
+    rank's slot.
+    """
     received = data(use, use.rank, shard.dtype.element_ty) + source.to(tl.int64) * slot_stride
-    # The hint is true of both only where descriptors are used, which is the only place that needs it.
+    # The alignment hint of `data` is true of `shard` too where descriptors are used. Nothing else needs it.
     return tl.where(source == use.rank, shard, received)

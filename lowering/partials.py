@@ -1,14 +1,16 @@
-"""Tiles of products on their way to peers: what kernels share that multiply before they send.
+"""How tiles of products get to peers, for the kernels that multiply before they send.
 
-A partial tile lies in its owner's slot as one contiguous [BLOCK_M, BLOCK_N] block: stores to a peer are coalesced and
-need no masks, whatever the shape of the problem. Block (source, tile) is `source * tiles_per_owner + tile`. The owner's
-own partial stays in the outbox of the program that computed it, which adds it up.
+A partial tile lies in its owner's slot as one contiguous [BLOCK_M, BLOCK_N] block, so stores to a peer are coalesced
+and need no masks, whatever the shape of the problem. The block of (source, tile) has the number `source *
+tiles_per_owner + tile`. The owner's own partial tile stays in the outbox of the program that computed it, and this
+program adds the tiles up.
 
-A program puts a finished tile into its *outbox*, a block of its own at the end of the slot, and the K loop of its next
-tile carries it to the owner, see core/matmul.py. Then it publishes the tile.
+A program puts a finished tile into its *outbox*, a block of its own at the end of the slot. The K loop of its next tile
+carries it to the owner (see core/matmul.py). Then the program publishes the tile.
 
-Signals: flag row `tile // chunk_tiles` of an owner, one word for each source. With one tile in a chunk, as long as the
-rows suffice, a program publishes its tile itself; else tiles are counted and the last one of a chunk publishes it.
+Signals: an owner has the flag rows `tile // chunk_tiles`, with one word for each source. If there are enough rows, a
+chunk is one tile, and a program publishes its tile itself. Otherwise tiles are counted, and the last tile of a chunk
+publishes the chunk.
 """
 
 from __future__ import annotations
@@ -26,28 +28,28 @@ from ditron_inductor.lowering.epilogues import elements_at, prepared
 
 @triton.jit
 def slice_offsets(slice_, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Element offsets [ROWS, BLOCK_N] of rows slice_ * ROWS, .. in a block."""
+    """Returns the element offsets [ROWS, BLOCK_N], within a block, of the ROWS rows from slice_ * ROWS on."""
     return (slice_ * ROWS + tl.arange(0, ROWS))[:, None] * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)[None, :]
 
 
 @triton.jit
 def block_offsets(block, TILES: tl.constexpr):
-    """Element offsets [BLOCK_M, BLOCK_N] of the `block`-th block of a slot."""
+    """Returns the element offsets [BLOCK_M, BLOCK_N] of the `block`-th block of a slot."""
     return block.to(tl.int64) * (TILES.BLOCK_M * TILES.BLOCK_N) + slice_offsets(0, TILES.BLOCK_M, TILES)
 
 
 @triton.jit
 def put_in_outbox(outbox, tile, TILES: tl.constexpr):
-    """Store a tile of values [BLOCK_M, BLOCK_N] into the program's outbox, for all its threads to load afterwards."""
-    # What was in it has been read by all threads.
+    """Stores a tile of values [BLOCK_M, BLOCK_N] in the program's outbox. All its threads may load them afterwards."""
+    # All threads have to have read the previous content.
     tl.debug_barrier()
     tl.store(outbox + block_offsets(tl.full((), 0, tl.int32), TILES), tile)
     tl.debug_barrier()
 
 
 class Owned(NamedTuple):
-    """Where a tile of a product [.., N] lies: its first row among the `rows` of its owner, and its first column; with
-    `block` of `interleaved_row`.
+    """The place of a tile in a product [.., N]: its `first` row among the `rows` rows of its owner, and its first
+    column. `block` is the argument of `interleaved_row`.
     """
 
     first: Any
@@ -60,7 +62,9 @@ class Owned(NamedTuple):
 
 @triton.jit
 def owned_elements(tile, offs_m, HOW: tl.constexpr):
-    """The Elements of rows `offs_m`, among those of the owner, of an Owned tile, in the product."""
+    """Returns the Elements, in the product, of the rows `offs_m` of an Owned tile. These rows count among those of the
+    owner.
+    """
     TILES: tl.constexpr = HOW.TILES
     offs_n = tile.column + tl.arange(0, TILES.BLOCK_N)
     inner_m = tl.minimum(offs_m, tile.rows - 1)
@@ -70,10 +74,11 @@ def owned_elements(tile, offs_m, HOW: tl.constexpr):
 
 @triton.jit
 def put_prepared(outbox, acc, x, tile, PRE: tl.constexpr, SLICE: tl.constexpr, HOW: tl.constexpr):
-    """`put_in_outbox` of what PRE makes of a tile of the product, rounded as the outbox is; of the tile if it is None.
+    """Applies PRE, if there is one, to a tile of the product, rounds it to the dtype of the outbox, and does
+    `put_in_outbox`.
 
-    tile: which one, an Owned. x: what PRE reads besides. SLICE: rows at a time, where that takes as many registers as
-    the tile itself (PRE_IN_SLICES).
+    acc: the tile, fp32. tile: its place, an Owned. x: the extra tensors that PRE reads. SLICE: the rows that are
+    computed at once if PRE needs as many registers as the tile itself (PRE_IN_SLICES).
     """
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
@@ -94,7 +99,9 @@ def put_prepared(outbox, acc, x, tile, PRE: tl.constexpr, SLICE: tl.constexpr, H
 
 
 class Chunks(NamedTuple):
-    """How the tiles that a rank sends to another one share flags: counters, tiles, and how many have one flag."""
+    """How the tiles that a rank sends to another rank share flags: the counters, the number of tiles, and the number of
+    tiles that have one flag.
+    """
 
     counters: Any
     tiles: Any
@@ -103,9 +110,10 @@ class Chunks(NamedTuple):
 
 @triton.jit
 def completes(chunks, place, tile, HOW: tl.constexpr):
-    """Whether all tiles of the chunk of `tile` have been carried, with this one; they are counted at `place`.
+    """Counts `tile`, which has been carried, at `place` of the counters. Returns whether it was the last tile of its
+    chunk.
 
-    A tile that lacked its credit must not come here, so that its chunk is never published.
+    It must not be called for a tile without its credits, so that the chunk of such a tile is never published.
     """
     if HOW.COUNTED:
         first = tile // chunks.chunk_tiles * chunks.chunk_tiles
@@ -116,16 +124,18 @@ def completes(chunks, place, tile, HOW: tl.constexpr):
 
 @triton.jit
 def publish_partial(use, chunks, owner, tile, HOW: tl.constexpr):
-    """Tell `owner` that partial tile `tile`, carried there by this program, is in its slot."""
+    """Tells `owner` that the partial tile `tile`, which this program carried there, is in its slot."""
     chunk = tile // chunks.chunk_tiles
     if completes(chunks, chunk * MAX_WORLD + owner, tile, HOW):
-        # All tiles of the chunk lie in the owner's slot: it may add them up.
+        # All tiles of the chunk lie in the owner's slot, so the owner may add them up.
         publish(use, owner, chunk)
 
 
 @triton.jit
 def publish_to_all(use, chunks, row, tile, HOW: tl.constexpr):
-    """Tell all peers that tile `tile`, carried there by this program, is in their slots. row: of the first chunk."""
+    """Tells all peers that the tile `tile`, which this program carried to them, is in their slots. row: the flag row of
+    the first chunk.
+    """
     chunk = row + tile // chunks.chunk_tiles
     if completes(chunks, chunk * MAX_WORLD, tile, HOW):
         publish_all(use, chunk, HOW.WORLD)
@@ -133,18 +143,21 @@ def publish_to_all(use, chunks, row, tile, HOW: tl.constexpr):
 
 @triton.jit
 def received_block(own, block, ok, TILES: tl.constexpr):
-    """The block of a tile in the own slot, at `own`; NaN if ok is 0. The caller has waited for the tile's flag."""
+    """Loads the `block`-th block of this rank's slot, whose data begins at `own`; returns NaN if ok is 0. The caller
+    has waited for the tile's flag.
+    """
     offsets = block_offsets(block, TILES)
     return tl.load(own + offsets, mask=(offsets >= 0) & (ok != 0), other=float("nan"))
 
 
 @triton.jit
 def reduced_slice(use, own, tile, tiles_per_owner, slice_, ok, ROWS: tl.constexpr, HOW: tl.constexpr):
-    """Rows slice_ * ROWS, .. of the sum over all ranks of own tile `tile`, [ROWS, BLOCK_N] in fp32; NaN if ok is 0.
+    """Returns the sum over all ranks of the rows from slice_ * ROWS on of this rank's tile `tile`, fp32 [ROWS,
+    BLOCK_N]; NaN if ok is 0.
 
-    own: pointer to the own partial, as a block. Added in rank order 0..W-1 whatever the order of arrival, so equal
-    inputs give equal bits. A slice at a time, so that all loads of it are under way together. The caller has waited for
-    every peer's flag of the tile.
+    own: pointer to this rank's own partial tile, a block. Partial tiles are added in rank order 0..W-1, whatever the
+    order of arrival, so equal inputs give equal bits. A slice is small enough that all its loads are under way at once.
+    The caller has waited for every peer's flag of the tile.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES

@@ -1,7 +1,7 @@
-"""Binds the ops of the Task level to what runs them, once.
+"""Binds the ops of the Task level to their implementations, once.
 
-`KINDS` is the list of the node kinds with kernels of ours: a new kind of matmuls is one line here. The first call of a
-node with operands of one form goes through host/prepare.py; later calls look up what that kept (host/prepared.py).
+`KINDS` lists the node kinds that multiply matrices or normalise; a new kind is one line here. The first call of a node
+with operands of a given form goes through host/prepare.py. Later calls look up what it kept (host/prepared.py).
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ KINDS: tuple[Lowering, ...] = (
 )
 Prepare = Callable[[Hashable, Any, Sequence[torch.Tensor]], Callable[..., Any]]
 calls = PreparedCalls()
-"""Those of this process."""
+"""The prepared calls of this process."""
 
 
 def lookup(
     kind: str, text: str, operands: Sequence[torch.Tensor]
 ) -> tuple[Hashable, Any, Callable[..., Any] | None]:
-    """The key of a call of a kind, its node, and what runs it if that is known."""
-    # With the operands' forms the node is all that a call depends on, but for the precision of fp32.
-    key = kind, text, is_tf32_allowed(), *[form(one) for one in operands]
+    """Returns the key of a call, its node, and the function that runs it, or None if the call is not prepared yet."""
+    # A call depends on the node, the forms of the operands, and the precision of fp32 products; on nothing else.
+    key = kind, text, is_tf32_allowed(), *[form(operand) for operand in operands]
     return key, schema.parsed(kind, text), calls.find(key)
 
 
 def implementation(kind: str, prepare: Prepare) -> Callable[..., list[torch.Tensor]]:
-    """The op of a kind. prepare: a function of the key of a call, the node and the operands, which returns what runs
-    this call and later ones of the same key, as a function of what `split` makes of the operands.
+    """Returns the implementation of the op of a kind.
+
+    prepare: a function of the key of a call, its node and its operands. It returns the function that runs this call and
+    later calls with the same key, and that takes the operands as `node.split` returns them.
     """
 
     def op(operands: Sequence[torch.Tensor], text: str, token: torch.Tensor | None) -> list[torch.Tensor]:
@@ -89,7 +91,7 @@ def _after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def implementations() -> Mapping[str, Callable[..., Any]]:
-    """What the ops run, by name."""
+    """Returns the implementations of all ops, by name."""
     preparing: dict[str, Prepare] = {
         **{lowering.node.kind: functools.partial(prepare_matmul, lowering, calls) for lowering in KINDS},
         FlashDecode.kind: functools.partial(flash_decode.prepare, calls),
@@ -97,7 +99,7 @@ def implementations() -> Mapping[str, Callable[..., Any]]:
         AttentionReduceScatter.kind: functools.partial(attention.prepare_backward, calls),
     }
     return {
-        **{kind: implementation(kind, one) for kind, one in preparing.items()},
+        **{kind: implementation(kind, prepare) for kind, prepare in preparing.items()},
         Projections.kind: _projections,
         "after": _after,
         "after_": schema.do_nothing,
@@ -110,7 +112,7 @@ def implementations() -> Mapping[str, Callable[..., Any]]:
 
 @functools.cache
 def register() -> None:
-    """Bind the implementations, once; further calls do nothing."""
+    """Binds the implementations. Only the first call does anything."""
     library: Any = schema.define()
-    for name, one in implementations().items():
-        library.impl(name, one, "CompositeExplicitAutograd")
+    for name, function in implementations().items():
+        library.impl(name, function, "CompositeExplicitAutograd")

@@ -1,17 +1,17 @@
 """How the `chunked` strategies cut their work: which rows move as one piece, and which pieces one product takes.
 
-Small pieces start the first product early and end the last transfer soon; large ones fill the GPU and cost fewer
-launches. For a gather and an all-reduce a model of one rank decides, with all ranks in step: products one after another
-on one stream, transfers on another, each no earlier than what it needs. The products of a gather take turns on two
-streams, so that only the tiles count and not the waves: at least half a wave, since two of them share the GPU. For a
-reduce-scatter it is a rule, see `scatter_schedule`.
+With small pieces the first product begins early and the last transfer ends soon. Large pieces fill the GPU and need
+fewer launches. For a gather and an all-reduce a model decides, which simulates one rank and takes all ranks to be in
+step. Products run one after another on one stream, transfers on another stream, and each starts when its input is
+there. The products of a gather alternate between two streams, so a wave of tiles need not be full: a product counts by
+its tiles, and as half a wave at least. For a reduce-scatter there is a rule (see `scatter_schedule`).
 
     product  = waves of tiles over the SMs * time of a tile + LAUNCH_US       (the best of a few tile shapes)
-    transfer = bytes / LINK + COPY_US
+    transfer = bytes / LINK_BYTES_US + COPY_US
 
-Its numbers are an H200's. Other GPUs have other numbers in about the same proportion, and only proportions matter.
-Schedules are pure functions of sizes. Where peers have to agree (`parts` of a reduction, since flags and slots are laid
-out by them) all the arguments are sizes that they share; the grouping of products is each rank's own business.
+The numbers are those of an H200. Only their proportions matter, which are about the same on other GPUs.
+Schedules are pure functions of sizes. The `parts` of a reduction decide where flags and slots lie, so the peers must
+agree on them, and all arguments are sizes that the ranks share. Each rank groups its products as it likes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 FLOPS_PER_SM_US = {2: 6.0e6, 4: 2.4e6}
-"""By size of an element: of one SM in a microsecond, in the largest tile shape."""
+"""The operations that one SM does in a microsecond with the largest tile shape, by the bytes of an element."""
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 256, 0.85), (64, 128, 0.75), (64, 64, 0.5))
-"""(rows, columns, speed) of the tile shapes that a library has."""
+"""(rows, columns, relative speed) of the tile shapes that a matmul library has."""
 
 LINK_BYTES_US = 300e3
 MEMORY_BYTES_US = 3.5e6
 LAUNCH_US = 4.0
-"""From the end of a product to the start of the next one."""
+"""The time from the end of a product to the start of the next one."""
 COPY_US = 4.0
-"""From the end of a transfer, or a signal, to the start of the next one."""
+"""The time from the end of a transfer, or from a signal, to the start of the next transfer."""
 READY_US = 10.0
-"""From the start of a call until a peer's data can be copied."""
+"""The time from the start of a call until a peer's data can be copied."""
 PARTS = (1, 2, 4)
 LEAST_ROWS = 256
-"""Nobody wants pieces of fewer rows."""
+"""A shard is not cut into pieces of fewer rows."""
 
 
 def product_us(
     rows: int, columns: Sequence[int], k: int, itemsize: int, num_sms: int, *, overlapped: bool = False
 ) -> float:
-    """Predicted time of the products of [rows, k] with weights [k, columns[i]]; overlapped: with others in turns."""
+    """Returns the predicted time, in microseconds, of the products of [rows, k] with weights [k, columns[i]].
+
+    overlapped: products alternate between two streams.
+    """
     if rows == 0:
         return 0.0
     rate = FLOPS_PER_SM_US.get(itemsize, FLOPS_PER_SM_US[2])
@@ -63,13 +66,13 @@ def product_us(
 
 
 def transfer_us(nbytes: float) -> float:
-    """Predicted time of one copy from a peer."""
+    """Returns the predicted time, in microseconds, of one copy of `nbytes` bytes from a peer."""
     return nbytes / LINK_BYTES_US + COPY_US
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `first` to `last` of the shard of rank + `step`."""
+    """The rows from `first` up to, but without, `last` of the shard of rank + `step`."""
 
     step: int
     first: int
@@ -77,22 +80,28 @@ class Piece:
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:
-    """`rows` as at most `parts` runs (first, last) of equal length, the last one shorter; none of them empty."""
+    """Returns `rows` rows as at most `parts` runs (first, last), without `last`. All are equally long except the last
+    run, which may be shorter. No run is empty.
+    """
     length = -(-rows // parts)
     return [(first, min(first + length, rows)) for first in range(0, rows, length)] if rows else []
 
 
 WHOLE_GAIN = 0.97
-"""What making products with wide weights whole has to take of the time without: the model is no better than that."""
+"""Whole products with wide weights must be predicted to take at most this fraction of the time of products in groups,
+because the model has an error. For narrow weights, any gain is enough.
+"""
 NARROW = 0.5
-"""Weights of at most so much of the widest one's columns: of theirs fewer launches are gain enough."""
+"""A weight is narrow if it has at most this fraction of the columns of the widest weight."""
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """What is copied and multiplied after the own shard: `groups` in order, each for one product (or for two, where its
-    rows lie at both ends of the output) with every weight but those in `whole`, by number: these are multiplied once,
-    with all rows, when the last of them are there.
+    """The pieces that are copied and multiplied after the rank's own shard.
+
+    The `groups` are in the order of time. Each is one product for every weight, or two products if its rows lie at both
+    ends of the output. The weights whose indices are in `whole` are multiplied only once, with all rows, after the last
+    rows have arrived.
     """
 
     groups: tuple[tuple[Piece, ...], ...]
@@ -111,11 +120,11 @@ def gather_schedule(
     *,
     apart: bool = False,
 ) -> Gathering:
-    """See Gathering. rows: of a shard; columns: of each weight. apart: the rows of a shard do not lie together, so the
-    shards are multiplied one by one.
+    """Returns the fastest Gathering of shards of `rows` rows for weights with these `columns`, by the model.
 
-    Narrow weights, such as those of keys and values, have few tiles in a group of rows. While the products with wide
-    ones hide the transfer, theirs can wait until they fill the GPU.
+    apart: the rows of a shard do not lie together, so shards are multiplied one by one. Narrow weights, such as those
+    of keys and values, have few tiles in a group of rows. While the products with wide weights hide the transfer, the
+    narrow products can wait until they fill the GPU.
     """
     widest_first = sorted(range(len(columns)), key=lambda i: -columns[i])
     ways: list[tuple[float, Gathering]] = []
@@ -126,12 +135,12 @@ def gather_schedule(
         at_once = tuple(columns[i] for i in whole)
         us += product_us(world_size * rows, at_once, k, itemsize, num_sms, overlapped=True)
         if whole:
-            # The own rows are put beside the others, on the way into the slot or by a copy.
+            # The rank's own rows are put beside the others, on their way into the slot or by a copy.
             us += (2 if apart else 1) * rows * k * itemsize / MEMORY_BYTES_US + (LAUNCH_US if apart else 0.0)
             is_narrow = max(at_once) <= NARROW * max(columns)
             us = us if is_narrow else us / WHOLE_GAIN
         ways.append((us, Gathering(groups, whole)))
-    # Of two that are as fast the one with fewer launches.
+    # If two ways are equally fast, take the one with fewer launches.
     return min(reversed(ways), key=lambda way: way[0])[1]
 
 
@@ -146,7 +155,7 @@ def _in_groups(
     *,
     apart: bool,
 ) -> tuple[float, tuple[tuple[Piece, ...], ...]]:
-    """The best groups for products with all these columns, and when the last product ends, in microseconds."""
+    """Returns (when the last product ends, in microseconds; the best groups) for weights with these columns."""
 
     def cost(group: Sequence[Piece]) -> float:
         lengths = [last - first for first, last in runs(group, rank, world_size, rows)]
@@ -161,7 +170,7 @@ def _in_groups(
         arrivals = list(
             itertools.accumulate((transfer_us((p.last - p.first) * k * itemsize) for p in pieces), initial=READY_US)
         )[1:]
-        # ends[i]: the earliest end of the first i pieces, and the group that it takes for the last of them.
+        # ends[i]: the earliest end of the products of the first i pieces, and the first piece of their last group.
         ends: list[tuple[float, int]] = [(own, 0)]
         for end in range(1, len(pieces) + 1):
             begins = range(end - 1 if apart else 0, end)
@@ -181,7 +190,9 @@ def _in_groups(
 
 
 def runs(group: Sequence[Piece], rank: int, world_size: int, rows: int) -> list[tuple[int, int]]:
-    """The rows (first, last) of the gathered tensor that `group` holds, what lies together as one run."""
+    """Returns the rows of the gathered tensor that are in `group`, as runs (first, last) without `last`, as few as
+    possible.
+    """
     found: list[tuple[int, int]] = []
     for piece in sorted(group, key=lambda piece: (rank + piece.step) % world_size * rows + piece.first):
         base = (rank + piece.step) % world_size * rows
@@ -193,8 +204,8 @@ def runs(group: Sequence[Piece], rank: int, world_size: int, rows: int) -> list[
 
 
 def joined(products: Iterable[tuple[int, int, int]], columns: int) -> list[tuple[int, int, int]]:
-    """Products (first row, last row, element of the slot) of `columns` columns; those that follow each other in both as
-    one.
+    """Joins products (first row, last row, element of the slot) with `columns` columns that follow each other both in
+    their rows and in the slot.
     """
     found: list[tuple[int, int, int]] = []
     for begin, end, place in products:
@@ -206,8 +217,8 @@ def joined(products: Iterable[tuple[int, int, int]], columns: int) -> list[tuple
 
 
 def partition(runs: Iterable[tuple[int, int]]) -> tuple[list[int], dict[int, int]]:
-    """Runs of rows (first, last) that cover a tensor, each row once, in any order: lengths of those that are not empty,
-    in the tensor's order, and the place of each among them by its first row.
+    """Returns (the lengths of the runs that are not empty, in the tensor's order; the index of each of them, by its
+    first row). The runs (first, last) come in any order and have every row of the tensor once.
     """
     in_order = sorted(run for run in runs if run[0] < run[1])
     assert all(before[1] == after[0] for before, after in itertools.pairwise(in_order)), in_order
@@ -216,10 +227,11 @@ def partition(runs: Iterable[tuple[int, int]]) -> tuple[list[int], dict[int, int
 
 @dataclass(frozen=True)
 class Reduction:
-    """How partial products are cut. parts: of every owner's rows, equal on all ranks.
+    """How partial products are cut.
 
-    groups: (first, count) of consecutive pieces that one product makes; pieces are numbered by owner, rank + 1 first,
-    then by part. The own rows are one more product, the last.
+    The rows of every owner are cut into `parts` pieces, on all ranks alike. Pieces are numbered by owner, rank + 1
+    first, and then by part. Each of `groups` is (first, count) of consecutive pieces that one product computes. The
+    rank's own rows are one more product, the last.
     """
 
     parts: int
@@ -227,11 +239,12 @@ class Reduction:
 
 
 def scatter_schedule(world_size: int, rows: int, columns: int, num_sms: int, most_parts: int = 2) -> Reduction:
-    """The cut of a reduce-scatter with `rows` output rows on each rank. All arguments are equal on all ranks.
+    """Returns the cut of a reduce-scatter with `rows` output rows on each rank. All arguments are equal on all ranks.
 
-    One product for each owner, in turns on two streams, so that what an owner waits for leaves as early as can be: to
-    join products for fewer launches cost up to 20 % on 4 H200s. But products of less than half a wave are joined, if
-    two turns are left. With one peer its rows are cut, or the own product would not hide their transfer.
+    There is one product for each owner, and products alternate between two streams, so the rows that an owner waits for
+    leave as early as possible. (On 4 H200s joined products, which need fewer launches, were up to 20 % slower.)
+    Products of less than half a wave of tiles are joined, but only as far as two groups are left. With a single peer
+    the peer's rows are cut, because otherwise the rank's own product would not hide their whole transfer.
     """
     parts = 2 if world_size == 2 and most_parts >= 2 and rows >= 2 * LEAST_ROWS else 1
     pieces = (world_size - 1) * parts
@@ -247,9 +260,9 @@ RESULT_PARTS = (1, 2, 4, 8)
 
 @functools.lru_cache(maxsize=1024)
 def all_reduce_parts(world_size: int, rows: int, columns: int, k: int, itemsize: int, num_sms: int) -> int:
-    """In how many parts an all-reduce of [rows, columns] runs. All arguments are equal on all ranks.
+    """Returns into how many parts an all-reduce of [rows, columns] is cut. All arguments are equal on all ranks.
 
-    A part is a reduce-scatter whose results go to everybody while the next part is computed.
+    Each part is a reduce-scatter, and its results go to all ranks while the next part is computed.
     """
     best: tuple[float, int] | None = None
     for parts in RESULT_PARTS:

@@ -1,4 +1,4 @@
-"""What `tile` kernels of a sum of products have in common: their structures, how a call is laid out, and launched.
+"""The structures, the layout and the launch that all `tile` kernels of a sum of products share.
 
     sum_i a_i @ b_i + bias,    a_i [M, K_i], b_i [K_i, N], bias [N]
 """
@@ -22,14 +22,14 @@ from ditron_inductor.lowering.host.launcher import Arguments
 
 
 class Ends(NamedTuple):
-    """Pointers to the bias [N], or anything, and to the output."""
+    """Pointers to the bias [N], or to anything if there is none, and to the output."""
 
     bias: Any
     out: Any
 
 
 class Sizes(NamedTuple):
-    """Rows and columns as in Geometry, `block` of `interleaved_row`, and the Terms of the sum."""
+    """The rows M and columns N of a Geometry, the argument `block` of `interleaved_row`, and the Terms of the sum."""
 
     M: Any
     N: Any
@@ -38,10 +38,13 @@ class Sizes(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is known at compile time: ranks, Tiles, dimensions of the bias, 0 if there is none, whether several tiles
-    share a flag; of a reduction a mean or a sum, and PRE_IN_SLICES of an Arrangement. And of a reduce-scatter whether
-    the rows of owners are interleaved, and whether tiles are published in the middle of a product; of few rows that are
-    gathered the columns that are copied at once.
+    """Values that are known at compile time.
+
+    WORLD is the number of ranks. TILES: see `matmul.Tiles`. HAS_BIAS is the number of dimensions of the bias, 0 without
+    one. COUNTED: several tiles share a flag. AVERAGE: a reduction takes the mean and not the sum. PRE_IN_SLICES: see
+    `Arrangement`. INTERLEAVED: the rows of the owners of a reduce-scatter are interleaved. EARLY: a reduce-scatter
+    publishes tiles in the middle of a product. COPY_COLUMNS: the columns that are copied at once when few rows are
+    gathered.
     """
 
     WORLD: Any
@@ -57,8 +60,11 @@ class How(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: rows and columns of what one rank makes for another, the tile shape, tiles of that,
-    how many of them share a flag, programs, the slot's bytes; and the epilogue.
+    """The layout of a call, from sizes that all ranks share.
+
+    One rank computes M rows and N columns for another rank, in `tiles` tiles of shape `config`, of which `chunk_tiles`
+    share a flag. The launch has `programs` programs and a slot of at least `nbytes` bytes. `arrangement` is the
+    epilogue.
     """
 
     M: int
@@ -84,8 +90,10 @@ def carrying(
     flags: int = MAX_CHUNKS.value,
     arrangement: Arrangement = PLAIN_SUM,
 ) -> Geometry:
-    """The Geometry of a kernel that carries finished tiles, `computed` on each rank, from `boxes` outboxes of a program
-    to `places` in a slot; `tiles` of them for one rank share at most `flags` flags.
+    """Returns the Geometry of a kernel whose K loops carry finished tiles to peers.
+
+    Each rank computes `computed` tiles. `tiles` of them are for one peer and share at most `flags` flags. The slot has
+    room for `places` received tiles and for `boxes` outboxes of each program.
     """
     programs = launch.programs(computed, config)
     return Geometry(
@@ -100,7 +108,9 @@ def carrying(
 
 
 def few_or_many(fits: Callable[[Launch, int, int], bool], few: Tile, many: Tile) -> Tile:
-    """The strategy `few` for products [M, N] of so few rows that they fit, `many` for others; equal on all ranks."""
+    """Returns the strategy that runs `few` for products of M rows and N columns if fits(launch, M, N), and otherwise
+    `many`. The choice is equal on all ranks.
+    """
 
     def geometry(node: Any, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
         chosen = few if fits(launch, math.prod(a.shape[:-1]), columns) else many
@@ -115,7 +125,7 @@ def few_or_many(fits: Callable[[Launch, int, int], bool], few: Tile, many: Tile)
 
 
 class SumCall:
-    """A call with operands a_i, b_i and a bias, as a kernel takes them: the longest K first."""
+    """A call with operands a_i, b_i and a bias, in the order in which a kernel takes them: the longest K first."""
 
     def __init__(
         self,
@@ -134,11 +144,11 @@ class SumCall:
         return terms_of(self.lefts, self.rights)
 
     def sizes_with(self, block: int) -> Sizes:
-        """The Sizes of a kernel with this `block` of `interleaved_row`."""
+        """Returns the Sizes of a kernel with this argument `block` of `interleaved_row`."""
         return Sizes(self.sizes.M, self.sizes.N, block, self.terms)
 
     def how(self, *, few_rows: bool = False) -> How:
-        """few_rows: for a kernel that computes all rows in one tile."""
+        """Returns the How of a kernel. few_rows: the kernel computes all rows in one tile."""
         tile = self.launch.tile_of_few_rows if few_rows else self.launch.tile_of_sum
         return How(
             WORLD=self.node.world_size,
@@ -150,12 +160,12 @@ class SumCall:
         )
 
     def arguments(self, **values: Any) -> Arguments:
-        """With what every kernel takes besides these values."""
+        """Returns the Arguments of a launch: `values`, and what every kernel takes besides."""
         values |= {"rank": self.launch.rank, **self.sizes.config.options}
         return Arguments(self.sizes.programs, values)
 
     def run(self, kernel: Any, arguments: Callable[[], Arguments], out: torch.Tensor) -> torch.Tensor:
-        """Launch a kernel with Ends; returns out."""
+        """Launches a kernel that has a parameter `ends`, and returns `out`."""
         ends = Ends(out if self.bias is None else self.bias.contiguous(), out)
         tensors = {"lefts": self.lefts, "rights": self.rights, "ends": ends}
         self.launch.run(kernel, self.sizes.nbytes, arguments, tensors)
@@ -169,8 +179,8 @@ class SumCall:
         outs: Sequence[torch.Tensor],
         **others: Any,
     ) -> None:
-        """Launch a kernel of a reduction, with the functions of its epilogue. extras: as that reads them; others: more
-        tensors.
+        """Launches a kernel of a reduction with the functions of its epilogue. extras: the tensors that the epilogue
+        reads. others: further tensors of the kernel, by name.
         """
         arrangement = self.sizes.arrangement
 
@@ -182,7 +192,7 @@ class SumCall:
             "lefts": self.lefts,
             "rights": self.rights,
             "bias": outs[0] if self.bias is None else self.bias.contiguous(),
-            # Never empty: without any it gets what it does not look at.
+            # This tuple must not be empty. An epilogue without extras does not read this tensor.
             "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
             "outs": tuple(outs),
             **others,

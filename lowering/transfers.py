@@ -1,19 +1,22 @@
-"""What the `chunked` strategies share: the signals around library products and copies, and the reduction at the end.
+"""The kernels that all `chunked` strategies share: signals around library products and copies, and the final reduction.
 
-Problem. Library products and the copy engine know nothing of flags, so small kernels on the same streams do the waiting
-and the telling, one launch each.
-Algorithm. *Pull*: a rank writes into its own slot only, and its peers copy from there. Nobody writes a peer's data, so
-nothing that fails here can destroy what a peer is to read, with one exception, which is told (see below).
-Signal protocol. As everywhere (docs/protocol.md), with these parts:
-* `stage` and `open_slot` begin a use of the slot: they wait for the credits of all peers for its previous use, and give
-  those of the use that ended last.
-* `publish_pieces` tells peers that pieces in this rank's slot are complete: flag row = the piece's row, one word each.
-* `await_pieces` and `await_all` wait for such flags on the side stream; the copies behind them read what they cover.
-* `reduce_partials` and `close_slot` end the use: all copies have ended by then.
-A product writes into the slot whatever happens, as the host has queued it before anything is known. Where `open_slot`
-fails to get a credit, it therefore *revokes* the slot first: a word for every peer, of this epoch, in a row of its own.
-A peer that still copies looks at that word when its copies have ended, and takes what it has for lost.
-Limits. Waiting kernels are one program of one warp, so that the products beside them keep their SMs.
+Problem. Library products and the copy engines know nothing of flags. So small kernels on the same streams wait and
+publish, one launch each.
+
+Algorithm. *Pull*: a rank writes into its own slot only, and its peers copy from there. Nobody writes into a peer's
+data, so a failure here cannot destroy what a peer is going to read, with one exception (see revoking below).
+
+Signal protocol. It is that of docs/protocol.md, in these parts:
+* `stage` and `open_slot` begin a use of the slot. They wait for the credits of all peers for the slot's previous use,
+  and give the credits of the use that ended last.
+* `publish_pieces` tells peers that pieces in this rank's slot are complete, with one word in the piece's flag row.
+* `await_pieces` and `await_all` wait for such flags on the side stream. The copies behind them read these pieces.
+* `reduce_partials` and `close_slot` end the use. All copies have ended by then.
+A product writes into the slot in any case, because the host has queued it before the credits are known. So if
+`open_slot` fails to get a credit, it *revokes* the slot first: it gives every peer a word of this epoch, in a flag row
+of its own. A peer that still copies looks at that word after its copies, and takes the copied data as lost.
+
+Limits. A waiting kernel is one program of one warp, so the products beside it keep their SMs.
 """
 
 from __future__ import annotations
@@ -47,12 +50,12 @@ from ditron_inductor.lowering.epilogues import store_flat_sum
 
 PIECE_ROWS = tl.constexpr(0)
 RESULT_ROWS = tl.constexpr(16)
-"""First flag rows of the pieces of a slot, and of an all-reduce's results."""
+"""The first flag rows of the pieces of a slot and of the results of an all-reduce."""
 
 
 class Partials(NamedTuple):
-    """Elements of each, and of their rows; from one partial to the next one; and in front of the sum in the own slot,
-    where it goes there.
+    """Sizes of the partial tensors, in elements: `numel` of each, N of a row, the `stride` from one partial to the next
+    one, and the place `result` of the sum in this rank's slot, if it goes there.
     """
 
     numel: Any
@@ -62,8 +65,8 @@ class Partials(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is known of a reduction at compile time: ranks, a mean or a sum, whether it is shared, elements of a
-    step.
+    """Values of a reduction that are known at compile time: the number of ranks, whether it takes the mean, whether it
+    shares its result with the peers, and the elements of a step.
     """
 
     WORLD: Any
@@ -74,15 +77,17 @@ class How(NamedTuple):
 
 @triton.jit
 def sound(use, WORLD: tl.constexpr):
-    """1 unless a wait has failed, or a peer has revoked what the copies of this use, ended by now, have read."""
+    """Returns 1, or 0 if a wait has failed or a peer has revoked the data that this use has copied. The copies have
+    ended.
+    """
     ok = healthy(use)
     sources = tl.arange(0, MAX_WORLD)
     others = (sources < WORLD) & (sources != use.rank)
     nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
-    # Acquire: the copies before this launch have read what stood in the source's slot before this word did.
+    # Acquire. If no word is there, the copies before this launch have read the source's slot before it was overwritten.
     addresses = flag(use, use.rank, REVOKED_ROW, 0) + sources
     seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
-    # 0 until a first failure, however many epochs ago the group began.
+    # The word is 0 until the first failure. An old epoch is no failure of this use.
     revoked = others & (seen != 0) & (behind(seen, use.epoch + 1) == 0)
     if tl.sum(revoked.to(tl.int32), axis=0) != 0:
         source = tl.min(tl.where(revoked, sources, MAX_WORLD), axis=0)
@@ -97,14 +102,14 @@ def stage(
     shards, copies, pointers, numel, rank, slot, site,
     WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Copy shards, a tuple of [numel], contiguous, one behind the other to the start of the own slot, then publish
-    row PIECE_ROWS to all peers.
+    """Copies `shards`, a tuple of contiguous [numel] tensors, one behind the other to the start of this rank's slot,
+    and then publishes flag row PIECE_ROWS to all peers.
 
-    COPY: copy them to `copies`, another such tuple, too, whatever happens.
+    COPY: it copies them to the tuple `copies` of such tensors too, even after a failure.
     """
     use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
-    # It waits for nothing before that, so peers always get theirs.
+    # This program has not waited for anything yet, so the peers get their credits in any case.
     if tl.program_id(0) == 0:
         settle(credits_due(use, alive), use, WORLD)
     ok = alive & timed_credits(use, tl.program_id(0), WORLD, TRACE)
@@ -118,7 +123,7 @@ def stage(
         first += step
         inside = offsets < numel
         values = ()
-        # All loads before the first store, which they could not pass.
+        # All loads come before the first store, because a load cannot be moved before a store.
         for index in tl.static_range(NUM):
             values = values + (tl.load(shards[index] + offsets, mask=inside),)  # type: ignore[assignment]
         place = mine + offsets
@@ -136,13 +141,14 @@ def stage(
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
-    """Begin a use in which products write straight into the own slot: wait for all credits, or revoke the slot."""
+    """Begins a use in which products write into this rank's slot: it waits for all credits, or revokes the slot."""
     use = use_of(Words(table, ctl, rank, slot, site))
     alive = healthy(use)
     settle(credits_due(use, alive), use, WORLD)
     ok = timed_credits(use, 0, WORLD, TRACE)
     if ok == 0:
-        # The products behind this launch overwrite what a peer may be reading. It sees the word before it uses that.
+        # The products behind this launch overwrite data that a peer may be reading. The peer sees the word before it
+        # uses the data.
         publish_all(use, REVOKED_ROW, WORLD)
     elif alive != 0:
         tl.store(slot_ctl(use) + OPENED, use.epoch)
@@ -152,10 +158,10 @@ def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr, TRACE: tl.const
 def publish_pieces(
     table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0
 ):
-    """Tell their readers that pieces `first`, .., `first + count - 1` in the own slot are complete.
+    """Tells their readers that the pieces `first`, .., `first + count - 1` in this rank's slot are complete.
 
-    Piece i is row `row + i % parts` of rank + 1 + i // parts. The products before this launch wrote it, so its end was
-    theirs too. Not if the slot was not free for them, or the workspace poisoned, when the use began.
+    Piece i is for rank + 1 + i // parts, in its flag row `row + i % parts`. Products before this launch wrote it. If
+    the use began without its credits, or in a poisoned workspace, nothing is published.
     """
     use = use_of(Words(table, ctl, rank, slot, site))
     began = now(TRACE)
@@ -167,22 +173,22 @@ def publish_pieces(
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
 def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
-    """Wait until pieces `first`, .., `first + count - 1` are complete in their sources' slots.
+    """Waits until the pieces `first`, .., `first + count - 1` are complete in the slots of their sources.
 
-    Piece i is row `row + i % parts` of rank - 1 - i // parts. A failure poisons the workspace; what the copies behind
-    this launch read then is not used.
+    Piece i comes from rank - 1 - i // parts, with flag row `row + i % parts`. A failure poisons the workspace, and the
+    data that the copies behind this launch read is not used.
     """
     use = use_of(Words(table, ctl, rank, slot, site))
     began = now(TRACE)
     for i in range(first, first + count):
-        # Acquire: what the source wrote before it published, for everything behind this launch on its stream.
+        # Acquire: everything behind this launch on its stream sees what the source wrote before it published.
         wait(use, row + i % parts, (rank + WORLD - 1 - i // parts) % WORLD)
     event(use, began, first, (rank + WORLD - 1 - first // parts) % WORLD, WAIT, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
 def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
-    """Wait until every peer has published row `row`. As `await_pieces`."""
+    """Waits, like `await_pieces`, until every peer has published flag row `row`."""
     use = use_of(Words(table, ctl, rank, slot, site))
     timed_wait_all(use, row, WORLD, TRACE)
 
@@ -192,13 +198,13 @@ def reduce_partials(
     partials, extras, outs, pointers, sizes, rank, slot, site, row, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """The sum over sources 0..W-1 of partials[source, i] or what EPILOGUE makes of it; NaN
-    after a failure.
+    """Stores EPILOGUE of sum_{source = 0..W-1} partials[source, i] in `outs`, or the sum itself if there is no
+    epilogue; NaN after a failure.
 
-    Added in rank order, in fp32, and rounded once. outs: a tuple of [numel / N, N] contiguous; extras: a tuple
-    of pointers for the epilogue. SHARE: store the sum in the own slot too, and publish row
-    `row` to all peers; else this ends the use of the slot. Every copy of this use has ended, or SHARE, and later ones
-    are of results only.
+    Partial results are added in rank order, in fp32, and the sum is rounded once. outs: a tuple of contiguous
+    [numel / N, N] tensors. extras: a tuple of pointers for the epilogue. SHARE: the sum is stored in this rank's slot
+    too, and flag row `row` is published to all peers; without SHARE this ends the use of the slot. Every copy of
+    partial results has ended before.
     """
     BLOCK: tl.constexpr = HOW.BLOCK
     WORLD: tl.constexpr = HOW.WORLD
@@ -227,7 +233,7 @@ def reduce_partials(
             tl.store(mine + offsets, total.to(dtype), mask=inside & (ok != 0))
     if HOW.SHARE:
         if ok != 0:
-            # A program that has found a failure does not arrive, so rows that were not added up are never published.
+            # A program that has found a failure does not arrive, so the row is not published if a sum is missing.
             if arrive(pointers.counters, tl.num_programs(0)):
                 publish_all(use, row, HOW.WORLD)
     else:
@@ -240,7 +246,7 @@ def close_slot(
     outs, numels, table, ctl, rank, slot, site,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """End the use of the slot: fill outs, a tuple of [numels[i]], with NaN after a failure."""
+    """Ends the use of the slot. After a failure it fills `outs`, a tuple of [numels[i]] tensors, with NaN."""
     use = use_of(Words(table, ctl, rank, slot, site))
     began = now(TRACE)
     if sound(use, WORLD) == 0:
