@@ -1,4 +1,4 @@
-"""A strategy that was chosen for a call, and its note for `explain`."""
+"""The strategy that was chosen for a call, with the note of it for `explain`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from ditron_inductor.task.plan import Choice, PlanRequest, decisions
 from ditron_inductor.task.watch import watch
 
 Runner = Callable[..., Any]
-"""A function of the operands of a call."""
+"""A function of the operands of a call, which runs it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """A strategy.
-
-    run: a function of the operands. choice: the group's name, the request and its choice, for `decisions`, or None
-    where there is nothing to choose.
+    """What runs a call. `choice` is (the group's name, the request, its choice) for `plan.decisions`, or None if there
+    was nothing to choose.
     """
 
-    run: Callable[..., Any]
+    run: Runner
     choice: tuple[str, PlanRequest, Choice] | None = None
 
-    def noted(self) -> Callable[..., Any]:
-        """What to run, noted as the site's last choice."""
+    def noted(self) -> Runner:
+        """Notes the choice as the site's last one, and returns what runs the call."""
         if self.choice is not None:
             decisions.note(*self.choice)
             if watch.observer is not None:

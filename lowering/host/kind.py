@@ -1,4 +1,4 @@
-"""What a node kind declares of its kernels, in the op.py of the folder that is named after the kind."""
+"""The declaration of a node kind's kernels, which stands in the op.py of the folder that is named after the kind."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ import torch
 from ditron_inductor.task.node import Node
 
 Runner = Callable[..., Any]
-"""A function of (node, launch, its own geometry, what `split` makes of the operands)."""
+"""A function of (node, launch, the strategy's geometry, *node.split(operands)), which runs a call."""
 Library = Callable[[Any, Sequence[torch.Tensor]], Callable[..., Any]]
-"""A function of a node and the operands of a call, which returns what runs such calls by the library: a function of
-what `split` makes of the operands."""
+"""A function of (node, operands of a call). It returns a function of node.split(operands) that runs such calls by the
+library.
+"""
 
 
 def bound(reference: Callable[..., Any], node: Node) -> Callable[..., Any]:
-    """A function of task/reference.py for a node, whose fields are its keyword arguments; those with a default stay."""
-    keywords = [one for one in inspect.signature(reference).parameters.values() if one.kind is one.KEYWORD_ONLY]
-    wanted = [one.name for one in keywords if one.default is one.empty]
+    """Returns a function of task/reference.py with its keyword arguments bound to the fields of a node. Arguments that
+    have a default are left alone.
+    """
+    parameters = inspect.signature(reference).parameters.values()
+    wanted = [param.name for param in parameters if param.kind is param.KEYWORD_ONLY and param.default is param.empty]
     return functools.partial(reference, **{name: getattr(node, name) for name in wanted})
 
 
 def by_reference(reference: Callable[..., Any]) -> Library:
-    """The library's matmuls and collectives by a function of task/reference.py."""
+    """Returns the Library that calls a function of task/reference.py."""
     return lambda node, operands: bound(reference, node)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The strategy `tile`: geometry lays out a call, as a function of (node, launch, communicated tensor, n)."""
+    """The strategy `tile`. `geometry` lays out a call; it is a function of (node, launch, communicated tensor, n)."""
 
     geometry: Callable[..., Any]
     run: Runner
@@ -43,9 +46,12 @@ class Tile:
 class Chunked:
     """The strategy `chunked`.
 
-    obstacle: a function of (node, shape of the communicated tensor): why no such call can run, empty where it can.
-    geometry: a function of (node, launch, communicated tensor, n, k). in_band: whether with such a geometry, or None, a
-    call ends with a norm kernel that sends in band.
+    Attributes:
+        obstacle: a function of (node, shape of the communicated tensor). It returns why such a call cannot run, or ''.
+        geometry: lays out a call; a function of (node, launch, communicated tensor, n, k).
+        run: runs a call.
+        in_band: a function of the geometry, or of None if there is an obstacle. It returns whether a call ends with a
+            norm kernel that sends in band.
     """
 
     obstacle: Callable[..., str]
@@ -56,7 +62,7 @@ class Chunked:
 
 @dataclass(frozen=True)
 class Lowering:
-    """How a node kind of matmuls, or of a norm, runs: its declaration, and those of the strategies that it has."""
+    """How a node kind that multiplies or normalises runs: by which strategies. None is a strategy that it lacks."""
 
     node: type[Node]
     library: Library

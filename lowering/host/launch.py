@@ -1,4 +1,4 @@
-"""What every `tile` launch needs besides its kernel: a workspace, a tile shape, a grid, and operands as rows."""
+"""What every `tile` launch needs besides its kernel: a workspace, a tile shape, a grid, and operands as rows [M, K]."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from ditron_inductor.lowering.host.tracing import PARAMETER, TraceBuffer, clock_
 
 NUMBERS = ("slot", "site")
 WORDS = ("pointers",)
-"""Parameters of every kernel of the protocol: what `Launch.run` passes by itself; see core.signals.Pointers. Numbers
-that a kernel must not specialise on cannot stand in a structure: Triton specialises on its members whatever it is told.
+"""The parameters that every kernel of the protocol has and that `Launch.run` passes by itself; see signals.Pointers.
+Kernels must not specialise on the NUMBERS, so these cannot be fields of a structure: Triton specialises on every field.
 """
 
 INTERPRETED_CHUNKS = 4
-"""Flags that a launch of the interpreter gets along with, so that small problems have tiles that share one."""
+"""The most flags that a launch in the interpreter uses. They are few, so that tiles of small problems share flags."""
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 def round_up(a: int, b: int) -> int:
-    """The smallest multiple of b that is at least a."""
+    """Returns the smallest multiple of b that is at least a."""
     return ceil_div(a, b) * b
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x [.., K] as rows [M, K] with contiguous K; a view where its strides allow, else a copy."""
+    """Returns x [.., K] as rows [M, K] with contiguous K; a view if the strides of x allow it, and otherwise a copy."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x
-    # Not -1: a rank with an empty slice of K has rows of no length.
+    # M is computed, because reshape cannot infer it from -1 if K is 0, as on a rank with an empty slice of K.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -50,9 +50,9 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 def longest_first(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """(a_i [.., K_i] as rows, b_i) in the order in which a kernel adds up the products a_i @ b_i: the longest K first.
+    """Returns (the a_i [.., K_i] as rows, the b_i) in the order in which a kernel adds up the products a_i @ b_i.
 
-    The first K loop is the one that carries finished tiles to peers.
+    The longest K comes first, because the first K loop carries finished tiles to peers.
     """
     if len(a) == 1:
         return (rows_of(a[0]),), (b[0],)
@@ -61,7 +61,7 @@ def longest_first(
 
 
 def terms_of(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Terms:
-    """The sizes that a kernel takes with the operands of `longest_first`."""
+    """Returns the sizes that a kernel takes with the results of `longest_first`."""
     return Terms(
         depths=tuple(right.shape[0] for right in rights),
         strides_am=tuple(left.stride(0) for left in lefts),
@@ -71,7 +71,7 @@ def terms_of(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> T
 
 
 def widths_of(weights: Sequence[torch.Tensor]) -> Widths:
-    """The sizes that a kernel takes with weights [K, N_i] whose products it does not add up."""
+    """Returns the sizes that a kernel takes with weights [K, N_i] whose products it does not add up."""
     return Widths(
         columns=tuple(weight.shape[1] for weight in weights),
         strides_bk=tuple(weight.stride(0) for weight in weights),
@@ -80,23 +80,25 @@ def widths_of(weights: Sequence[torch.Tensor]) -> Widths:
 
 
 def is_tf32_allowed() -> bool:
-    """For products of fp32, by torch.set_float32_matmul_precision or torch.backends.cuda.matmul.fp32_precision.
-
-    Once the second one was set, torch.get_float32_matmul_precision raises.
+    """Returns whether torch allows TF32 in products of fp32, by torch.set_float32_matmul_precision or by
+    torch.backends.cuda.matmul.fp32_precision. It reads torch's setting directly, because
+    torch.get_float32_matmul_precision raises once the second of these was set.
     """
     allowed: bool = torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
     return allowed
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """`input_precision` of `tl.dot` for operands of `dtype`: fp32 obeys torch's settings."""
+    """Returns `input_precision` of `tl.dot` for operands of `dtype`. Products of fp32 obey torch's settings."""
     exact = dtype != torch.float32 or not is_tf32_allowed()
-    # AMD GPUs have no tf32, and the compiler refuses the word even where it would not matter.
+    # AMD GPUs have no TF32, and the compiler refuses the word even for other dtypes.
     return "ieee" if exact or torch.version.hip is not None else "tf32"
 
 
 def is_block_loadable(x: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can describe x [R, C] or its transpose: one dimension contiguous, all aligned."""
+    """Returns whether a tensor descriptor can describe x [R, C] or its transpose: one dimension has to be contiguous,
+    and the address and the other stride have to be multiples of 16 bytes.
+    """
     if x.numel() == 0 or x.data_ptr() % 16 != 0 or 1 not in x.stride():
         return False
     pitch = x.stride(1) if x.stride(0) == 1 else x.stride(0)
@@ -105,8 +107,10 @@ def is_block_loadable(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """The calls of one site with operands of one form: their workspace, and the site's name, which peers see when
-    something goes wrong. launchers: of its kernels, by identity and clock of their time stamps.
+    """The calls of one site with operands of one form.
+
+    `site_text` names the site, the sizes and the dtype, for error messages on all ranks. `launchers` has the launcher
+    of each kernel, by (id of the kernel, clock of its time stamps).
     """
 
     workspace: Workspace
@@ -123,11 +127,15 @@ class Launch:
 
     @property
     def num_sms(self) -> int:
-        """Of the group's smallest device: tile shapes follow from it, and slots are laid out by tile shapes."""
+        """The number of SMs of the group's smallest device. It is equal on all ranks, as tile shapes and so the layout
+        of slots have to be.
+        """
         return self.workspace.capabilities.num_sms
 
     def config(self, *, rows: int, columns: int, repeats: int, dtype: torch.dtype) -> Config:
-        """Tile shape for `repeats` outputs of `rows` x `columns`; group_m is what one group really has."""
+        """Returns the tile shape for `repeats` outputs [rows, columns]. group_m is reduced to about half the number of
+        block rows if there are few.
+        """
         config = select_config(
             rows=rows,
             columns=columns,
@@ -140,7 +148,7 @@ class Launch:
         return replace(config, group_m=min(config.group_m, 1 << (half - 1).bit_length()))
 
     def tile(self, config: Config, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> Tiles:
-        """How a kernel multiplies a, rows [.., K] with contiguous K, by weights [K, N_i]."""
+        """Returns how a kernel multiplies a [.., K], with contiguous K, by weights [K, N_i]."""
         threads = self.threads(config.num_warps)
         return Tiles(
             BLOCK_M=config.block_m,
@@ -153,12 +161,12 @@ class Launch:
             PRECISION=dot_precision(a.dtype),
             UPCAST=self.interpreted,
             THREADS=threads,
-            # 16 bytes for each thread.
+            # Each thread carries 16 bytes.
             PIECE=4 * threads,
         )
 
     def tile_of_sum(self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Tiles:
-        """How a kernel adds up products of rows [M, K_i] with weights [K_i, N]."""
+        """Returns how a kernel adds up products of rows [M, K_i] with weights [K_i, N]."""
         tile = self.tile(config, lefts[0], rights)
         return tile._replace(
             DESCRIPTORS=tile.DESCRIPTORS and all(self.loads_by_descriptor(left, ()) for left in lefts[1:]),
@@ -168,33 +176,36 @@ class Launch:
     def tile_of_few_rows(
         self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]
     ) -> Tiles:
-        """`tile_of_sum` for a kernel that loads nothing by descriptors, and neither groups tiles nor carries them."""
+        """Returns `tile_of_sum` for a kernel that does not load by descriptors, group tiles or carry them."""
         tile = self.tile_of_sum(config, lefts, rights)
         return tile._replace(GROUP_M=1, DESCRIPTORS=False, K_MAJOR=0, PIECE=0)
 
     def loads_by_descriptor(self, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether the copy unit can fetch blocks of these operands: on NVIDIA GPUs since Hopper, 16-byte aligned."""
+        """Returns whether the copy unit (TMA) can fetch blocks of these operands. NVIDIA GPUs have it since Hopper, and
+        it needs an alignment of 16 bytes.
+        """
         arch = self.workspace.capabilities.arch
         if not (arch == "interpreter" or arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))):
             return False
         rows = a.flatten(0, -2)
-        # With K = 1 either stride may be 1, and rows are loaded as rows.
+        # With K = 1 both strides may be 1, and is_block_loadable would then look at the other one.
         if rows.stride(0) * rows.element_size() % 16 != 0:
             return False
         return all(is_block_loadable(x) for x in (rows, *weights))
 
     def programs(self, work: int, config: Config) -> int:
-        """Grid of a persistent kernel with `work` tickets. Any number is right; this many keep the GPU busy."""
+        """Returns the number of programs of a persistent kernel with `work` tickets. Results do not depend on it; this
+        number keeps the GPU busy.
+        """
         return max(1, min(work, self.num_sms * config.programs_per_sm))
 
     def threads(self, num_warps: int) -> int:
-        """Of a program: AMD's data-centre GPUs have warps of 64 threads."""
+        """Returns the threads of a program with so many warps. Warps of AMD's data-centre GPUs have 64 threads."""
         return num_warps * (64 if self.workspace.capabilities.arch.startswith("gfx9") else 32)
 
     def launcher(self, kernel: Any, clock: int = 0) -> Launcher:
-        """The site's launcher of a kernel with the parameters NUMBERS (not specialised on) and WORDS.
-
-        clock: of its time stamps, 0 for none.
+        """Returns the site's launcher of a kernel that has the parameters NUMBERS and WORDS. clock: the clock of its
+        time stamps, 0 for none.
         """
         found = self.launchers.get((id(kernel), clock))
         if found is None:
@@ -205,10 +216,11 @@ class Launch:
         return found
 
     def run(self, kernel: Any, nbytes: int, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]) -> None:
-        """One use of a slot with at least `nbytes` of data, by one launch of `kernel`. Raises as Workspace.call.
+        """Launches `kernel` once, as a use of a slot with at least `nbytes` bytes. It raises what `Workspace.call`
+        raises.
 
-        kernel: see `launcher`. tensors: its other pointers, by name, in the same order each time. arguments: the rest;
-        see Launcher for what it may depend on.
+        kernel: see `launcher`. tensors: its other pointers by name, in the same order in every call. arguments: returns
+        the rest; `Launcher.__call__` says what it may depend on.
         """
         workspace = self.workspace
         shared = workspace.shared
@@ -232,7 +244,7 @@ class Launch:
         shared.end()
 
     def call(self, nbytes: int) -> AbstractContextManager[Call]:
-        """The use of one slot with at least `nbytes` of data; see Workspace.call."""
+        """Returns a use of one slot with at least `nbytes` bytes; see `Workspace.call`."""
         refuse_to_record("a slot for more than a launch")
         call = self.workspace.call(self.site_text, nbytes)
         return call if tracing.buffer is None else self._traced(call, tracing.buffer)
@@ -246,30 +258,28 @@ class Launch:
     def run_within(
         self, call: Call, kernel: Any, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]
     ) -> None:
-        """One launch of `kernel` in a use of a slot, of `call`; see `run`."""
+        """Launches `kernel` once within `call`, a use of a slot; see `run`."""
         clock, arguments = self.timed(kernel, arguments)
         words = (Pointers(call.table, call.ctl, call.counters),)
         self.launcher(kernel, clock)(call.stream, arguments, (call.slot, call.site), words, tensors)
 
     def timed(self, kernel: Any, arguments: Callable[[], Arguments]) -> tuple[int, Callable[[], Arguments]]:
-        """(the clock that a kernel launched now is to read, 0 for none; the arguments with it)."""
+        """Returns (the clock that a launch of `kernel` should read now, 0 for none; the arguments with that clock)."""
         wanted = tracing.buffer is not None and takes_part(kernel)
         clock = (clock_of(self.workspace.capabilities.arch) or 0) if wanted else 0
         return clock, _with_clock(arguments, clock) if clock else arguments
 
     @staticmethod
     def shard_block(shard_shape: list[int], dim: int) -> int:
-        """`block` of interleaved_row for shards of `shard_shape` [.., K] along `dim`."""
+        """Returns the argument `block` of `interleaved_row` for shards of `shard_shape` [.., K] along `dim`."""
         return math.prod(shard_shape[dim:-1])
 
     def chunk_tiles(self, tiles: int, max_chunks: int) -> int:
-        """Tiles of one chunk, when `tiles` of them share at most `max_chunks` flags."""
+        """Returns how many tiles are in one chunk if `tiles` tiles share at most `max_chunks` flags."""
         return ceil_div(max(tiles, 1), min(max_chunks, INTERPRETED_CHUNKS) if self.interpreted else max_chunks)
 
 
 def _with_clock(arguments: Callable[[], Arguments], clock: int) -> Callable[[], Arguments]:
-    """The same arguments for a kernel that reads this clock."""
-
     def with_clock() -> Arguments:
         chosen = arguments()
         return replace(chosen, values={**chosen.values, PARAMETER: clock})

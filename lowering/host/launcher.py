@@ -1,19 +1,18 @@
-"""Launches of compiled kernels without the work that Triton's JIT does each time.
+"""Launches of compiled kernels without the work that Triton's JIT repeats in every launch.
 
-`kernel[grid](...)` looks at every argument, builds text from what it saw, looks the compiled kernel up by it, checks
-global variables, asks the driver about every pointer and calls two hooks: tens of microseconds with 35 arguments,
-most of which never change. A `Launcher` stands for one kernel at one site. It leaves the first launch of each
-specialisation to the JIT, keeps the compiled kernel and the arguments in their order, and later only fills in what
-differs: the addresses of the tensors and a few numbers. Where the numbers are few as well, a `Bound` keeps one list of
-arguments for each of their values.
+`kernel[grid](...)` looks at every argument, builds a text from what it saw, looks up the compiled kernel by this text,
+checks global variables, asks the driver about every pointer and calls two hooks. This takes tens of microseconds with
+35 arguments, most of which never change. A `Launcher` stands for one kernel at one site. It leaves the first launch of
+each specialisation to the JIT, and keeps the compiled kernel and the list of its arguments. Later launches fill in only
+what differs: the addresses of the tensors and a few numbers. A `Bound` has fixed numbers and fills in addresses only.
 
-What decides which compiled kernel runs is the same as for the JIT, since Triton's own function tells it: the
-specialisation of every tensor (dtype, 16-byte alignment, on AMD GPUs whether it is small), and the two settings that
-are options of every compilation. All else is a fixed value of the launcher, but for parameters that the kernel does not
-specialise on, which stay within 32 bits so that their type cannot change, and pointers that always look the same.
+The compiled kernel is chosen by the same facts as in the JIT, by Triton's own function: the specialisation of every
+tensor (its dtype, its 16-byte alignment, and on AMD GPUs whether it is small), and the two settings that are options of
+every compilation. All other arguments are fixed for a launcher, except numbers that the kernel does not specialise on,
+which have to fit in 32 bits so that their type cannot change, and pointers with a fixed dtype and alignment.
 
-The JIT runs every launch in the interpreter, while launch hooks (of a profiler, say) or other hooks of Triton are set,
-and under a version of Triton whose internals are not known here.
+The JIT makes every launch in the interpreter, while hooks of Triton are set (by a profiler, for instance), and under a
+version of Triton whose internals are not known here.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from ditron_inductor.lowering.host.tracing import tracing
 logger = logging.getLogger(__name__)
 
 KNOWN_TRITON = ((3, 6), (3, 8))
-"""Oldest and newest version whose compiled kernels are known to be launched as below."""
+"""The oldest and the newest version of Triton whose compiled kernels can be launched as below."""
 
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
-"""What a launch is given besides the arguments of its kernel."""
+"""The options that a launch is given besides the arguments of its kernel."""
 SIGNED_32 = 1 << 31
 
 _interpreter = threading.Lock()
@@ -53,7 +52,9 @@ Allocator = Callable[[int, int, int | None], torch.Tensor]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What does not come with every call: programs, and by name the other parameters and the options."""
+    """The part of a launch that does not come with every call: the number of programs, and other arguments and options
+    by name.
+    """
 
     programs: int
     values: dict[str, Any]
@@ -61,7 +62,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Internals:
-    """What we use of Triton beyond its public interface."""
+    """The parts of Triton beyond its public interface that launchers use."""
 
     runtime: Any
     compilation: Any
@@ -70,8 +71,8 @@ class Internals:
     allocator: contextvars.ContextVar[Any]
 
     def settings(self) -> tuple[Any, ...] | None:
-        """What the JIT makes part of every compilation's options; None while somebody listens to launches, or changes
-        compilations.
+        """Returns the settings that are options of every compilation; None while hooks are set that see launches or
+        change compilations.
         """
         runtime = self.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -85,7 +86,7 @@ class Internals:
 
 @functools.cache
 def internals() -> Internals | None:
-    """Triton's internals, or None, with a warning, if this version has others."""
+    """Returns Triton's internals; None, with a warning, if they are not known for this version."""
     numbers = re.findall(r"\d+", triton.__version__)
     oldest, newest = (".".join(map(str, version)) for version in KNOWN_TRITON)
     problem = f"{oldest} to {newest} are known"
@@ -111,7 +112,7 @@ def internals() -> Internals | None:
 
 @dataclass(frozen=True)
 class Ready:
-    """A compiled kernel with its arguments in order; those that differ from call to call are to be filled in."""
+    """A compiled kernel and the list of its arguments, in which those that differ from call to call are missing."""
 
     run: Callable[..., None]
     function: Any
@@ -123,11 +124,11 @@ class Ready:
 
 
 class Launcher:
-    """One kernel at one site, whose operands differ from call to call in their addresses only.
+    """One kernel at one site, whose operands differ from call to call only in their addresses.
 
-    numbers: names of int parameters whose values come with every call; the kernel must not specialise on them. words:
-    names of pointers, or of structures of them, whose dtype and alignment are always the same. allocator: of scratch
-    memory. `ready`: what the JIT has compiled so far, by specialisation.
+    numbers: names of the int parameters whose values come with every call; the kernel must not specialise on them.
+    words: names of pointers, or of structures of pointers, whose dtype and alignment never change. allocator: allocates
+    scratch memory. `ready` has the kernels that the JIT has compiled so far, by specialisation.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Launcher:
         self.ready: dict[Any, Ready] = {}
         self.positions: dict[str, int] = {}
         self.flags: dict[str, tuple[bool, bool, bool]] = {}
-        # Of the NVIDIA or AMD compiler, known from the first launch on.
+        # Triton's compiler for NVIDIA or AMD GPUs. It is known from the first launch on.
         self.backend: Any = None
         if isinstance(kernel, JITFunction):
             for position, param in enumerate(kernel.params):
@@ -166,12 +167,12 @@ class Launcher:
         words: tuple[Any, ...],
         tensors: Mapping[str, Any],
     ) -> None:
-        """Launch on `stream`, the current one of the device, which is the current device.
+        """Launches the kernel on `stream`, the current stream of the device, which is the current device.
 
-        arguments: asked for before the first launch of each specialisation; depends on nothing but the specialisations
-        of the tensors (dtypes and 16-byte alignment) and on what never changes at the site. numbers, words: values for
-        those names. tensors: the other operands by name, tensors or tuples of them, on the device; the same names in
-        the same order in every call.
+        arguments: called before the first launch of each specialisation. Its result may depend only on the
+        specialisations of the tensors (dtypes and 16-byte alignment) and on facts that never change at the site.
+        numbers, words: the values of the parameters with these names. tensors: the other operands, tensors on the
+        device or tuples of them, with the same names in the same order in every call.
         """
         ready = self._ready(tensors)
         if ready is None:
@@ -190,7 +191,7 @@ class Launcher:
         self.start(ready, stream, values)
 
     def start(self, ready: Ready, stream: int, values: list[Any]) -> None:
-        """Launch with these arguments, all of them, on `stream`, the current one."""
+        """Launches with these arguments on `stream`, the current stream. No argument is missing."""
         if not ready.needs_scratch:
             ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
             return
@@ -203,19 +204,19 @@ class Launcher:
             found.allocator.reset(before)
 
     def values(self, ready: Ready, numbers: tuple[int, ...], words: tuple[Any, ...]) -> list[Any]:
-        """The arguments of a launch in their order; those of tensors are still to be filled in."""
+        """Returns the list of the arguments of a launch, in which only the addresses of tensors are missing."""
         positions = self.positions
         values = ready.template.copy()
         for i, name in enumerate(self._numbers):
             values[positions[name]] = number = numbers[i]
             assert -SIGNED_32 <= number < SIGNED_32, f"{name} = {number} does not fit in 32 bits"
-        # Addresses instead of tensors: about every tensor the driver would be asked again.
+        # Pass addresses, because for every tensor the driver would be asked again.
         for i, name in enumerate(self._words):
             values[positions[name]] = address_of(words[i])
         return values
 
     def _ready(self, tensors: Mapping[str, Any]) -> Ready | None:
-        """What the JIT would run, unless it has to."""
+        """Returns the compiled kernel that the JIT would run; None if the JIT has to make this launch."""
         found = internals()
         if found is None or self.backend is None or self.kernel.pre_run_hooks:
             return None
@@ -233,7 +234,7 @@ class Launcher:
         words: tuple[Any, ...],
         tensors: Mapping[str, Any],
     ) -> None:
-        """Launch as everybody does, and keep the compiled kernel."""
+        """Launches by Triton's JIT, and keeps the compiled kernel."""
         refuse_to_record("a launch by the JIT")
         assert all(word.data_ptr() % 16 == 0 for one in words for word in (one if isinstance(one, tuple) else (one,)))
         chosen = arguments()
@@ -252,11 +253,11 @@ class Launcher:
             triton.set_allocator(self._allocator)
             return launch()
 
-        # In a context of its own: the allocator that the caller has set stays his.
+        # The launch runs in a context of its own, so that the allocator of the caller stays set.
         compiled: Any = contextvars.copy_context().run(with_allocator)
         found = internals()
         settings = None if found is None else found.settings()
-        # While somebody changes compilations this may be another kernel than later.
+        # While hooks change compilations, this may be another kernel than later.
         if found is None or settings is None or not isinstance(compiled, found.compiled_class):
             return
         self.backend = self.kernel.device_caches[self.device.index][3]
@@ -266,7 +267,7 @@ class Launcher:
             function=compiled.function,
             metadata=compiled.packed_metadata,
             programs=chosen.programs,
-            # Options are no parameters, and pointers are filled in.
+            # Options are not parameters, and pointers are filled in later.
             template=[None if param.name in pointers else values.get(param.name, param.default) for param in params],
             needs_scratch=bool(getattr(compiled.metadata, "global_scratch_size", 0)),
             compiled=compiled,
@@ -275,10 +276,10 @@ class Launcher:
 
 @contextlib.contextmanager
 def interpreting(kernel: Any) -> Iterator[None]:
-    """A launch in Triton's interpreter, which keeps what it does in variables of its module: for one thread at a time.
+    """Holds Triton's interpreter for one launch. The interpreter has global state, so only one thread can use it.
 
-    Raises DitronInterpreterBusy instead of waiting: the launch of the other thread may wait for a peer whose launch
-    waits for this one's peer.
+    Raises DitronInterpreterBusy if another thread holds it. To wait would risk a deadlock: the launch of the other
+    thread may be waiting for a peer, and that peer for this launch.
     """
     if not _interpreter.acquire(blocking=False):
         raise DitronInterpreterBusy(kernel=getattr(kernel, "__name__", str(kernel)))
@@ -289,14 +290,14 @@ def interpreting(kernel: Any) -> Iterator[None]:
 
 
 def address_of(word: Any) -> Any:
-    """Of a tensor, or of each of a structure of them."""
+    """Returns the address of a tensor, or a tuple of the addresses of a structure of tensors."""
     return tuple([one.data_ptr() for one in word]) if isinstance(word, tuple) else word.data_ptr()
 
 
 def local_launcher(kernel: Any, device: torch.device) -> Launcher:
-    """Of a kernel that uses no workspace: it has neither the protocol's words nor scratch memory.
+    """Returns the launcher of a kernel that uses no workspace: it has neither the protocol's words nor scratch memory.
 
-    Called as `launcher(stream, arguments, (), (), tensors)`.
+    It is called as `launcher(stream, arguments, (), (), tensors)`.
     """
     return Launcher(kernel, device, numbers=(), words=(), allocator=_no_scratch)
 
@@ -306,11 +307,11 @@ def _no_scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor
 
 
 class Bound:
-    """Launches of a launcher that have all but some tensors in common: numbers and words too.
+    """Launches of a launcher that differ in the addresses of tensors only; the numbers and words are fixed.
 
-    tensors: names of what comes with every call, in its order: all of the kernel's operands. arguments: see Launcher.
-    The rest of a launch is made ready once for each specialisation. traced: makes the same launches with time stamps,
-    which take the place of these while a trace is being taken, and are not kept here.
+    tensors: the names of all operands of the kernel, in the order in which they come with every call. arguments: see
+    `Launcher.__call__`. The list of arguments is made once for each specialisation. traced: returns a Bound for the
+    same launches with time stamps, which run instead while a trace is taken.
     """
 
     def __init__(
@@ -329,13 +330,13 @@ class Bound:
         self._numbers = numbers
         self._words = words
         self._names = tensors
-        # Of no use, and unknown, in the interpreter.
+        # In the interpreter, flags and positions are unknown and are not used.
         self._flags = [launcher.flags.get(name, ()) for name in tensors]
         self._places = [launcher.positions.get(name, 0) for name in tensors]
         self._filled: dict[Any, tuple[Ready, list[Any]]] = {}
 
     def __call__(self, stream: int, *tensors: Any) -> None:
-        """Launch on `stream`, any one of the device, which is the current device."""
+        """Launches on `stream`, which may be any stream of the device. The device is the current one."""
         refuse_to_record("a bound launch")
         if tracing.buffer is not None and self._traced is not None:
             self._traced()(stream, *tensors)

@@ -1,4 +1,4 @@
-"""What the plan is asked about a call, from its node, its problem and the group's workspace."""
+"""Builds the plan's request for a call from its node, its problem and the group's workspace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ditron_inductor.task.problem import NOTHING, Problem, Requirement
 
 
 def requirement(launch: Launch, nbytes: int, reason: str = "") -> Requirement:
-    """What a strategy wants whose slot holds so many bytes; reason: why it cannot run, empty where it can."""
+    """Returns what a strategy needs whose slot has `nbytes` bytes. reason: why it cannot run, or ''."""
     return Requirement(launch.workspace.footprint(nbytes), reason)
 
 
@@ -22,9 +22,9 @@ def plan_request(
     tile: Requirement = NOTHING,
     chunked: Requirement = NOTHING,
 ) -> PlanRequest:
-    """The question of one call of a node, whose problem has to be equal on all ranks.
+    """Returns the plan's request for one call of a node. The problem has to be equal on all ranks.
 
-    tile, chunked: what these strategies want; nothing for a strategy that the kind lacks.
+    tile, chunked: what these strategies need; NOTHING for a strategy that the kind lacks.
     """
     capabilities = launch.workspace.capabilities
     return PlanRequest(

@@ -1,11 +1,14 @@
-"""The first call of a site with operands of one form: what the ranks agreed on, sizes, the plan, the choice.
+"""Prepares the calls of a site with operands of one form: it finds the workspace, asks the plan, and lays out the slot.
 
-The first call finds the group's workspace, asks the plan for a strategy, lays out the slot, and keeps all that; later
-calls look it up (prepared.py). What the ranks must decide alike follows from sizes that all of them share, from what
-rank 0 has of its own, as the meeting of the graph told everybody, and from one dimension that only the local weight has
-(columns of an all-gather's weights, K of what is summed up, of all products together). Its largest value on any rank
-takes its place; the ranks agree on it once for each site, since it may change later on one rank alone: where the
-gathered tensor is a weight, it is this rank's number of tokens. No layout has to follow it.
+The first call does this, and later calls look the result up (prepared.py). Whatever the ranks have to decide alike
+depends only on
+
+* sizes that all ranks share;
+* the local facts of rank 0, such as its epilogue, which the meeting of the graph told everybody;
+* one size that each rank has of its own: the number of columns of the weights behind an all-gather, or K of all
+  products that are added up. It is replaced by its largest value on any rank, on which the ranks agree once for each
+  site. (It may change later on one rank alone. If the gathered tensor is a weight, for instance, it is the rank's
+  number of tokens.) No layout depends on it.
 """
 
 from __future__ import annotations
@@ -37,15 +40,17 @@ from ditron_inductor.task.problem import Problem, Requirement
 from ditron_inductor.task.torch_dtypes import precision_of
 
 Possible = Callable[[Any, Launch, torch.Tensor, Sizes], tuple[PlanRequest, dict[str, Runner]]]
-"""A function of the node, the launch, the tensor that is communicated, and the sizes that all ranks agreed on."""
+"""A function of the node, the launch, the tensor that is communicated, and the sizes on which all ranks agreed. It
+returns the plan's request and, by strategy, the functions of `node.split(operands)` that can run the call.
+"""
 WORDS = {"n": "columns", "k": "K"}
-"""What messages call the size that only this rank need have."""
+"""The names, in messages, of the sizes that may differ from rank to rank."""
 
 
 def prepare_matmul(
     lowering: Lowering, calls: PreparedCalls, key: Hashable, node: TaskNode, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    """What runs a call of a kind with matmuls, or with a norm; see `prepare`."""
+    """Returns what runs a call of a kind that multiplies or normalises; see `prepare`."""
     sizes = node.sizes(schema.shapes_of(node.named(operands)))
     possible = functools.partial(_possible_as_agreed, lowering)
     return prepare(calls, key, node, operands[0], lowering.library(node, operands), sizes, possible)
@@ -62,11 +67,11 @@ def prepare(
     *,
     rows_decide: bool = False,
 ) -> Callable[..., Any]:
-    """What runs a call, kept in `calls` under `key`. Collective where the ranks have to agree on something first.
+    """Returns what runs a call, and keeps it in `calls` under `key`. It is collective if the ranks have to agree first.
 
-    x: the tensor that is communicated, or multiplied before it is. sizes: those of this rank. possible: what the plan
-    is asked, and the strategies that may run. rows_decide: whether the size that only this rank has depends on the
-    rows, as that of attention does, which grows with the sequence.
+    x: the tensor that is communicated, or multiplied before the result is communicated. sizes: those of this rank.
+    rows_decide: whether the size that each rank has of its own depends on the number of rows, as that of attention
+    does.
     """
     node.verify()
     reason = meetings.library_reason(node.group_name, node.site)
@@ -85,7 +90,7 @@ def prepare(
     agreed = replace(sizes, **largest)
     eager = captured = Chosen(library)
     trial = None
-    # Whatever the local size is: with none of the others there is nothing to communicate.
+    # If one of the shared sizes is 0, there is nothing to communicate, whatever the local size is.
     if sizes.m * shared > 0:
         request, runners = possible(node, launch, x, agreed)
         runners = {"library": library, **runners}
@@ -93,7 +98,7 @@ def prepare(
     prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what), trial)
     calls.keep(key, prepared)
     if eager is not captured and workspace.shared.is_first(launch.site_text):
-        # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
+        # This makes what a later capture needs and cannot make: memory and compiled kernels. All ranks do the same.
         return captured.noted()
     return prepared.now().noted()
 
@@ -107,7 +112,9 @@ def _by_library(
     reason: str,
     sizes: Sizes,
 ) -> Callable[..., Any]:
-    """A call that the ranks agreed to run by the library: without a workspace, since a peer may have no use for one."""
+    """Returns what runs a call that the ranks agreed to run by the library. It uses no workspace, because a peer that
+    does not have the node makes none.
+    """
     m, n, k = sizes.m, sizes.n, sizes.k
     problem = Problem(node.planned_as or node.kind, m, n, k, precision_of(x.dtype), node.world_size, captured=False)
     wants = Requirement(reason=reason)
@@ -122,7 +129,7 @@ def _by_library(
 def _possible_as_agreed(
     lowering: Lowering, node: TaskNode, launch: Launch, x: torch.Tensor, sizes: Sizes
 ) -> tuple[PlanRequest, dict[str, Runner]]:
-    """As `_possible`, planned with what rank 0 has of its own."""
+    """Does `_possible` with the local facts of rank 0 for the plan."""
     leader = meetings.leader(node.group_name, node.site)
     planned = replace(node, **json.loads(leader)) if leader else node
     return _possible(lowering, node, planned, launch, x, sizes)
@@ -131,9 +138,8 @@ def _possible_as_agreed(
 def _possible(
     lowering: Lowering, node: TaskNode, planned: TaskNode, launch: Launch, x: torch.Tensor, sizes: Sizes
 ) -> tuple[PlanRequest, dict[str, Runner]]:
-    """What the plan has to know, and the strategies that it may choose, as functions of the operands.
-
-    planned: the node as rank 0 has it, by which all ranks choose alike.
+    """Returns the plan's request, and what runs each strategy (see `Possible`). planned: the node with the local facts
+    of rank 0, by which all ranks choose alike.
     """
     m, n, k = sizes.m, sizes.n, sizes.k
     workspace = launch.workspace
@@ -147,7 +153,7 @@ def _possible(
         runners["tile"] = functools.partial(lowering.tile.run, node, launch, tile)
     chunked, in_chunks = None, Requirement()
     if lowering.chunked is not None:
-        # Its kernels want what those of `tile` want.
+        # The kernels of `chunked` have the same requirements as those of `tile`.
         in_chunks = Requirement(reason=tile_reason or lowering.chunked.obstacle(node, x.shape))
         if not in_chunks.reason:
             chunked = lowering.chunked.geometry(node, launch, x, n, k)

@@ -1,10 +1,9 @@
-"""What the calls of one site with operands of one form have in common, worked out once and kept.
+"""Keeps what the calls of one site with operands of one form have in common.
 
-A form is all of an operand but its address and its values: shape, strides, dtype, device. What is kept under the key of
-a call must follow from the key, from the group's workspace, and from what the ranks agreed on. The last two change: a
-workspace ends (its group is destroyed or made again, or a reset drops it), and a local size is agreed on again when it
-has changed, or after a reset. Both are looked at before every use, so that the ranks meet at the same calls as if
-nothing were kept.
+The form of an operand is its shape, strides, dtype and device. What is kept under the key of a call may depend on the
+key, on the group's workspace, and on what the ranks agreed on. The last two can change. A workspace ends if its group
+is destroyed or made again, or if a reset drops it. A local size is agreed on again if it has changed, or after a reset.
+So both are checked before every use, and the ranks meet at the same calls as if nothing were kept.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from ditron_inductor.lowering.host.recording import recording
 from ditron_inductor.lowering.host.trials import SiteTrial
 
 MOST_CALLS = 4096
-"""Kept at a time; beyond that all are forgotten. Only dynamic shapes make so many."""
+"""The most calls that are kept. If there are more, as only dynamic shapes can cause, all of them are dropped."""
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
 
 
 def form(x: torch.Tensor) -> Form:
-    """All that a launch may depend on, but for addresses."""
+    """Returns everything about x that a launch may depend on, except its address."""
     return x.shape, x.stride(), x.dtype, x.get_device()
 
 
@@ -36,8 +35,9 @@ def form(x: torch.Tensor) -> Form:
 class Prepared:
     """One site with operands of one form.
 
-    eager, captured: what runs outside and inside CUDA graphs; often the same. agreed: the local size of `what` as the
-    ranks agreed on it, see Workspace.agreed. trial: the site's part of a trial that is running, see trials.py.
+    eager, captured: what runs outside and inside CUDA graphs; often they are the same object. agreed: the result of
+    `Workspace.agreed(what)`, the local size on which the ranks agreed. trial: the site's part of a trial (see
+    trials.py), None if none is running.
     """
 
     workspace: Workspace | Holder
@@ -48,9 +48,9 @@ class Prepared:
     trial: SiteTrial | None = None
 
     def holds(self) -> bool:
-        """Whether workspace, agreed size and trial are still those it was prepared for.
+        """Returns whether the workspace, the agreed size and the trial are still those for which it was prepared.
 
-        Raises RuntimeError when there is no group of the workspace's name any more.
+        Raises RuntimeError if the group of the workspace does not exist any more.
         """
         workspace = self.workspace
         if not workspace.is_current() or workspace.agreed(self.what) is not self.agreed:
@@ -58,7 +58,7 @@ class Prepared:
         return self.trial is None or self.trial.is_running()
 
     def now(self) -> Chosen:
-        """What runs a call on the current stream. Where a trial is running this counts the call."""
+        """Returns what runs a call on the current stream. If a trial is running, this counts the call."""
         if self.eager is self.captured and self.trial is None:
             return self.eager
         assert not isinstance(self.workspace, Holder)
@@ -68,20 +68,19 @@ class Prepared:
 
 
 class PreparedCalls:
-    """Prepared calls by key."""
+    """All prepared calls, by key."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Prepared] = {}
 
     def find(self, key: Hashable) -> Callable[..., Any] | None:
-        """What to run for the call `key`, if that still holds; notes the choice as the site's last one.
+        """Returns what runs the call `key`, and notes the choice as the site's last one. Returns None if nothing is
+        prepared, or if it does not hold any more.
 
-        Raises RuntimeError when there is no group of the workspace's name any more.
+        Raises RuntimeError if the group of the workspace does not exist any more.
         """
         prepared = self._known.get(key)
-        if prepared is None:
-            return None
-        if not prepared.holds():
+        if prepared is None or not prepared.holds():
             return None
         chosen = prepared.now()
         here = recording.here()
@@ -90,7 +89,7 @@ class PreparedCalls:
         return chosen.noted()
 
     def keep(self, key: Hashable, prepared: Prepared) -> None:
-        """Use `prepared` for the call `key` from now on, until its workspace is released."""
+        """Uses `prepared` for the call `key` from now on, until its workspace is released."""
         here = recording.here()
         if here is not None:
             here.found(prepared, None)
@@ -105,7 +104,7 @@ class PreparedCalls:
 
     def _forget(self, shared: object) -> None:
         self._known = {
-            key: one
-            for key, one in self._known.items()
-            if isinstance(one.workspace, Holder) or one.workspace.shared is not shared
+            key: prepared
+            for key, prepared in self._known.items()
+            if isinstance(prepared.workspace, Holder) or prepared.workspace.shared is not shared
         }

@@ -1,13 +1,13 @@
-"""What one call of an op does, written down.
+"""Records what one call of an op does.
 
-Most that a call by `tile` costs the host is finding out again what the call before it found out: which tensors are
-allocated, which address goes where. A `Recorder` watches one call and says whether that was all: tensors allocated,
-views taken of them and of the operands, and launches, one of them in a slot of the workspace. It sees every op of torch
-(`TorchDispatchMode`), and what starts kernels or takes a slot without torch reports to `recording.active`. Whatever
-else a call does is its `problem`, and such a call is never repeated from its record.
+A call by `tile` spends most of its host time on facts that the call before it has found out already: which tensors are
+allocated, and which address goes where. A `Recorder` watches one call. It can be repeated if all that the call did was
+to allocate tensors, to take views of them and of the operands, and to launch kernels, one of them in a slot of the
+workspace. The recorder sees every op of torch (`TorchDispatchMode`); what launches kernels or takes a slot without
+torch reports to `recording.here()`. Anything else is the call's `problem`, and such a call is never repeated.
 
-Where a tensor comes from is told by its storage object. Operands may share theirs (the parts of one weight), so each
-gets an object of its own over the same memory.
+The storage object of a tensor tells where the tensor comes from. Operands may share a storage, such as the parts of one
+weight, so each operand gets a storage object of its own over the same memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALLOCATIONS = frozenset(
 
 @dataclass(frozen=True)
 class SlotUse:
-    """How `Launch.run` took its slot: the arguments of SharedWorkspace.begin."""
+    """How `Launch.run` took its slot: the workspace, and the arguments of `SharedWorkspace.begin`."""
 
     shared: Any
     site_text: str
@@ -46,9 +46,10 @@ class SlotUse:
 
 @dataclass(frozen=True)
 class LaunchMade:
-    """A launch of a compiled kernel, `ready` of its launcher, under these `settings` of Triton; the tensors by name.
+    """A launch of the compiled kernel `ready` of a launcher, under these `settings` of Triton, with its tensors by
+    name.
 
-    slot: what it took for itself, None for a kernel that uses no workspace.
+    slot: the slot that it took, None for a kernel that uses no workspace.
     """
 
     launcher: Any
@@ -59,7 +60,7 @@ class LaunchMade:
 
 
 class Scout:
-    """Notes what a call inside its `with` block, on this thread, looks up: `prepared`."""
+    """Notes which `Prepared` a call looks up, inside the `with` block and on this thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Scout:
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
-        assert recording.active is None and recording.lock.locked(), "one watches at a time"
+        assert recording.active is None and recording.lock.locked(), "one call is watched at a time"
         recording.active = self
         return self
 
@@ -75,33 +76,33 @@ class Scout:
         recording.active = None
 
     def is_here(self) -> bool:
-        """Whether this thread is the watched one."""
+        """Returns whether the watched call is on this thread."""
         return threading.get_ident() == self._thread
 
     def found(self, prepared: object, chosen: object) -> None:
-        """The call runs what was `chosen` when it was `prepared`; None for what is prepared in this call."""
+        """Called when the call has found `prepared` and runs `chosen`; `chosen` is None if this call prepared it."""
         self.prepared = prepared
 
     def refuse(self, problem: str) -> None:
-        """The call does what a record cannot hold."""
+        """Called when the call does what a record cannot hold."""
 
     def took(self, slot: SlotUse) -> None:
-        """A slot was taken for the next launch."""
+        """Called when a slot was taken for the next launch."""
 
     def launched(self, launch: LaunchMade) -> None:
-        """A kernel was launched."""
+        """Called when a kernel was launched."""
 
 
 class Recorder(Scout, TorchDispatchMode):
-    """Watches all that a call does.
+    """Watches everything that a call does.
 
-    operands: to be used in the block instead of those given. allocated, launches: in their order. prepared, chosen:
-    what was looked up. problem: the first thing that a record cannot hold, or empty.
+    `operands` have to be used in the block instead of the given ones. `allocated` and `launches` are in their order.
+    `prepared` and `chosen` are what the call looked up. `problem` is the first thing that a record cannot hold, or ''.
     """
 
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        # Who owns the memory of those to be used.
+        # These own the memory of the operands that are used in the block.
         self._owners = tuple(operands)
         self.operands = [with_own_storage(x) for x in operands]
         self.allocated: list[torch.Tensor] = []
@@ -148,38 +149,39 @@ class Recorder(Scout, TorchDispatchMode):
 
 
 class Recording:
-    """Who watches a call in this process, if somebody does, on whichever thread. lock: held by who watches."""
+    """The Scout that watches a call in this process, on any thread, if there is one. Whoever watches holds `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.active: Scout | None = None
 
     def here(self) -> Scout | None:
-        """That of this thread."""
+        """Returns the Scout that watches this thread, or None."""
         active = self.active
         return active if active is not None and active.is_here() else None
 
 
 recording = Recording()
-"""That of this process."""
+"""The Recording of this process."""
 
 
 def refuse_to_record(problem: str) -> None:
-    """What the present call does cannot be recorded, if it is being recorded."""
+    """Says that the present call cannot be recorded, if it is being recorded."""
     here = recording.here()
     if here is not None:
         here.refuse(problem)
 
 
 def is_view(func: Any) -> bool:
-    """Whether all that an op returns is views of what it gets, which it does not write."""
+    """Returns whether an op returns only views of its arguments and does not write them."""
     schema = func._schema
     aliases = [returned.alias_info for returned in schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def with_own_storage(x: torch.Tensor) -> torch.Tensor:
-    """x with a storage object that no other tensor has; the same memory, which it does not own."""
+    """Returns x with a storage object that no other tensor has. The memory is the same, and the result does not own it.
+    """
     storage = x.untyped_storage()
     alias: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(alias, x.storage_offset(), x.shape, x.stride())

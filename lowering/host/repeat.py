@@ -1,8 +1,8 @@
-"""A recorded call done again: new outputs, their addresses and those of the operands, and the launches.
+"""Repeats a recorded call: it allocates new outputs, and makes the launches with the new addresses.
 
-It is done again only where it would be the same: what was prepared still holds and is still what runs here, nobody
-watches or traces, Triton is set as it was, and every operand is aligned as it was. All else about the operands, shapes,
-strides, dtypes and device, is fixed by whoever calls (see site_call.py), and with it all that the record has.
+A call is repeated only if it would do the same again: what was prepared still holds and is still the choice here, no
+observer and no trace is active, Triton's settings have not changed, and every operand has the same alignment. The
+caller (site_call.py) sees to it that the shapes, strides, dtypes and devices of the operands are fixed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ALIGNMENT = 15
 """Mask of the address bits on which Triton's compiled kernels depend."""
 _guards: Any = torch._C._dynamo.guards
 ALLOCATE = {"cpu": _guards._empty_strided_cpu, "cuda": _guards._empty_strided_cuda}
-"""New memory on the current device, as code of Inductor gets it."""
+"""The functions that allocate memory on the current device in code that Inductor generates."""
 
 Pointer = tuple[int, int]
-"""Which of the operands, and then of the allocations, and bytes behind its first element."""
+"""(index among the operands and then the allocations, offset in bytes from its first element)."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What torch is asked for."""
+    """A tensor that the call allocates."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,9 +51,7 @@ class Allocation:
 
 
 class Step:
-    """One launch of a recorded call.
-
-    pointers: by the position of a parameter of the kernel, one or a tuple.
+    """One launch of a recorded call. pointers: (position of a parameter of the kernel, a Pointer or a tuple of them).
     """
 
     def __init__(self, launch: LaunchMade, pointers: Sequence[tuple[int, Pointer | tuple[Pointer, ...]]]) -> None:
@@ -71,7 +69,7 @@ class Step:
         self._plain: list[tuple[int, int]] = []
         self._shifted: list[tuple[int, int, int]] = []
         self._tuples: list[tuple[int, Sequence[Pointer]]] = []
-        # Those of several addresses as they are.
+        # Tuples of several addresses without offsets are gathered by one function of operator.
         self._gathered: list[tuple[int, Callable[[Sequence[int]], tuple[int, ...]]]] = []
         for place, given in pointers:
             match given:
@@ -86,19 +84,19 @@ class Step:
                         self._gathered.append((place, operator.itemgetter(*[index for index, _ in members])))
                     else:
                         self._tuples.append((place, members))
-        # Arguments of a launch in each slot of a ring, whose memory they must not keep; of one without a slot, by 0.
-        # Replaced together: threads take turns.
+        # The arguments of a launch for each slot of a ring, whose memory they must not keep alive; a launch without a
+        # slot has the key 0. Both parts are replaced together, because threads take turns.
         self._ring: tuple[weakref.ref[Generation] | None, dict[int, list[Any]]] = (None, {})
 
     def __call__(self, addresses: Sequence[int], device: int | None) -> None:
-        """Launch with these addresses of operands and allocations, on the current stream of the device."""
+        """Launches with these addresses of operands and allocations, on the current stream of the device."""
         shared = self._shared
         if shared is None:
             templates = self._ring[1]
             values = self._values(templates.get(0) or self._fill(templates, 0, (), ()), addresses)
             self.launcher.start(self._ready, 0 if device is None else current_handle(device), values)
             return
-        # As Launch.run.
+        # This does what Launch.run does.
         generation, slot, site = shared.begin(*self._begin)
         try:
             ring, templates = self._ring
@@ -137,8 +135,8 @@ class Step:
 class Record:
     """A call as `Repeated` needs it.
 
-    settings: of Triton. precision: see `precision_of`. alignment: of the operands' addresses, the bits ALIGNMENT.
-    results: indices of allocations.
+    settings: those of Triton. precision: see `precision_of`. alignment: the bits ALIGNMENT of the operands' addresses.
+    results: the index of the allocation that each result is.
     """
 
     prepared: Prepared
@@ -153,11 +151,11 @@ class Record:
 
 
 def record_of(recorder: Recorder, result: Any) -> Record | str:
-    """What the recorder saw of a call that returned `result`, or why that cannot be done again."""
+    """Returns the Record of a call that returned `result`, or a text why it cannot be repeated."""
     prepared, chosen, launches = recorder.prepared, recorder.chosen, recorder.launches
     if recorder.problem or prepared is None or sum(launch.slot is not None for launch in launches) != 1:
         return recorder.problem or "no lookup, or no launch in a slot"
-    # There the size of a tensor's memory decides too, and no form knows it.
+    # On AMD GPUs the kernel also depends on the size of a tensor's memory, which is not part of a form.
     if any(launch.launcher.backend.target.backend != "cuda" for launch in launches):
         return "Triton's compiler for AMD"
     if len({launch.settings for launch in launches}) > 1:
@@ -205,12 +203,12 @@ def record_of(recorder: Recorder, result: Any) -> Record | str:
 
 
 def precision_of(operands: Sequence[torch.Tensor]) -> bool | None:
-    """Whether products of fp32 may be of tf32; None where there are none."""
+    """Returns whether products of fp32 may use TF32; None if no operand is fp32."""
     return is_tf32_allowed() if any(x.dtype == torch.float32 for x in operands) else None
 
 
 class Repeated:
-    """Does a recorded call again, for operands of the same form."""
+    """Repeats a recorded call for operands of the same form."""
 
     def __init__(self, record: Record) -> None:
         self._prepared = record.prepared
@@ -228,7 +226,7 @@ class Repeated:
         self._steps = record.steps
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The call's results; None, and nothing done, where the call would not be the recorded one."""
+        """Returns the results; returns None, and does nothing, if the call would differ from the recorded one."""
         if watch.observer is not None or tracing.buffer is not None or any(self._hooks):
             return None
         found = internals()
@@ -239,7 +237,7 @@ class Repeated:
         if self._precision is not None and is_tf32_allowed() != self._precision:
             return None
         addresses = [x.data_ptr() for x in operands]
-        # A tensor without memory, of a class of its own.
+        # A tensor subclass may have no memory.
         if 0 in addresses:
             return None
         if self._is_aligned:

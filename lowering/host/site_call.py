@@ -1,17 +1,17 @@
-"""A site's op as a compiled graph calls it: past torch's dispatcher, with its tensors only.
+"""A site's op as a compiled graph calls it: with its tensors only, and not through torch's dispatcher.
 
-Inductor's code for a graph (see site_kernel.py) has, for every site,
+For every site, Inductor's code for a graph (see codegen/site_kernel.py) has
 
     call_buf3 = site_call("matmul_all_reduce", True, "reduce_op=sum world_size=2 ..")
     ...
     buf3 = call_buf3(arg0_1, buf1)
 
-All but the tensors is bound when the code is loaded, in whichever process that is. Where the shapes and strides of the
-operands are fixed by the graph's guards and Inductor's layouts, a call by `tile` is recorded (recording.py), and done
-again from its record (repeat.py). Every other call runs what the op runs.
+Everything but the tensors is bound when a process loads the code. If the graph's guards and Inductor's layouts fix the
+shapes and strides of the operands, a call by `tile` is recorded (recording.py), and later calls repeat the record
+(repeat.py). Every other call runs the op's implementation.
 
-The op itself is called while somebody may want to see it, or to take its place: a profiler, a mode, autograd, an
-operand of another class.
+The op itself is called if something has to see it or to replace it: a profiler, a mode, autograd, or an operand of a
+subclass.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.watch import watch
 
 MOST_ATTEMPTS = 4
-"""Calls of a site that are recorded: some once for a graph's captures, some again when an operand lies elsewhere."""
+"""The most calls of a site that are recorded. There may be several: for captures, and for other alignments."""
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class SiteCall:
-    """One site of one compiled graph. Called with the operands of its op, in their order.
+    """One site of one compiled graph. It is called with the operands of its op, in their order.
 
-    text: of the node. implementation: what the op runs. static: whether every call has operands of the same form, and
-    there may be a record of one. repeated: what can be done again from a record. problem: why the last call that was
-    recorded can not.
+    text: the node's text. implementation: what the op runs. static: whether every call has operands of the same form,
+    so that calls may be recorded. `repeated` has the recorded calls, and `problem` says why the last call that was
+    recorded cannot be repeated.
     """
 
     def __init__(self, kind: str, static: bool, text: str, implementation: Callable[..., Any]) -> None:
@@ -61,7 +61,7 @@ class SiteCall:
             result = repeated(tensors)
             if result is not None:
                 return result
-        # One call is watched at a time, whichever thread it is on.
+        # Only one call is watched at a time, on all threads together.
         if not self.static or not recording.lock.acquire(blocking=False):
             return self._run(tensors)
         try:
@@ -74,19 +74,19 @@ class SiteCall:
         return op(*self.arguments(tensors))
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], str, None]:
-        """The arguments of the op for a call with these operands. The graph has ordered the call: there is no token."""
+        """Returns the arguments of the op. There is no token, because the generated code has ordered the call."""
         return list(tensors), self.text, None
 
     def _watched(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A call that no record covers, recorded if later ones may be as this one."""
         prepared = self._prepared
         if prepared is None or not prepared.holds():
-            # The first call, a group made again, a reset, a larger weight elsewhere.
+            # This is the first call, or the group was made again or reset, or a rank has got a larger weight.
             self.repeated, self._attempts = [], 0
             with Scout() as scout:
                 result = self._run(tensors)
             self._prepared = scout.prepared
-            # Without a lookup, as of `projections`, there is nothing whose end would be seen.
+            # A call that looks nothing up, such as one of `projections`, is not recorded: nothing would end the record.
             self.static = scout.prepared is not None
             return result
         if self._attempts >= MOST_ATTEMPTS or not _can_be_recorded(prepared, tensors):
@@ -103,12 +103,12 @@ class SiteCall:
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are tensors with memory of their own; of others, such as FakeTensors, the dispatcher knows more."""
+    """Returns whether all are plain tensors. Subclasses, such as FakeTensor, have to go through the dispatcher."""
     return all(type(x) in PLAIN for x in tensors)
 
 
 def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether this call could be done again from a record."""
+    """Returns whether this call could be repeated from a record."""
     if prepared.trial is not None:
         return False
     choice = prepared.now().choice

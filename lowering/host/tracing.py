@@ -1,7 +1,7 @@
-"""Launches with time stamps: while a trace is being taken, kernels that know how are compiled to take part.
+"""Launches with time stamps, while a trace is taken.
 
-A kernel takes part if it has the parameter `TRACE`, see core/trace.py. Its traced launches have launchers of their own,
-so that what runs before and afterwards is what was compiled without.
+A kernel takes part if it has the parameter `TRACE` (see core/trace.py). Its traced launches have launchers of their
+own, so the kernels that run before and after the trace are those that were compiled without time stamps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARAMETER = "TRACE"
 
 
 def clock_of(arch: str) -> int | None:
-    """The clock of a device whose `Capabilities.arch` this is; None where no kernel can read one."""
+    """Returns the clock of devices with this `Capabilities.arch`; None if kernels cannot read a clock there."""
     if arch == "interpreter":
         return int(trace.INTERPRETED.value)
     if arch.startswith("sm_"):
@@ -29,7 +29,9 @@ def clock_of(arch: str) -> int | None:
 
 
 class TraceBuffer:
-    """Events of kernels on one device, at most `capacity` of them. sites: their texts by the numbers in the events."""
+    """The events of kernels on one device, at most `capacity`. `sites` has the texts of the sites, by their number in
+    the events.
+    """
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self.capacity = capacity
@@ -41,25 +43,27 @@ class TraceBuffer:
         self.clear()
 
     def clear(self) -> None:
-        """No events; on the current stream."""
+        """Drops all events, on the current stream."""
         self.words[: words.EVENTS.value].zero_()
         self.words[words.EVENTS_CAPACITY.value].fill_(self.capacity)
 
     def attach(self, generation: Generation, site: int, text: str) -> None:
-        """Let launches that follow on the current stream and use this ring write here; the next one is of a site."""
+        """Lets launches that follow on the current stream and use this ring write here. The next launch is of `site`,
+        whose text is `text`.
+        """
         self.sites[site] = text
         if id(generation) not in self._attached:
             generation.ctl[words.TRACE_BUFFER.value].fill_(self.words.data_ptr())
             self._attached[id(generation)] = generation
 
     def detach(self) -> None:
-        """Let no launch write here any more; none is running."""
+        """Lets no launch write here any more. No launch may be running."""
         for generation in self._attached.values():
             generation.ctl[words.TRACE_BUFFER.value].fill_(0)
         self._attached = {}
 
     def take(self) -> tuple[torch.Tensor, int]:
-        """(the events, int64 [N, EVENT_WORDS] on the CPU, how many found no place); none of its launches is running."""
+        """Returns (the events, int64 [N, EVENT_WORDS] on the CPU; how many did not fit). No launch may be running."""
         taken = self.words.cpu()
         count = int(taken[words.EVENTS_COUNT.value])
         events = taken[words.EVENTS.value :].view(-1, words.EVENT_WORDS.value)[: min(count, self.capacity)]
@@ -67,14 +71,14 @@ class TraceBuffer:
 
 
 class Tracing:
-    """Where the launches of this process write their events, if anywhere."""
+    """The buffer to which the launches of this process write their events, None while no trace is taken."""
 
     def __init__(self) -> None:
         self.buffer: TraceBuffer | None = None
 
     @contextlib.contextmanager
     def into(self, buffer: TraceBuffer) -> Iterator[None]:
-        """Trace the launches inside the block; not to be nested. No launch is captured meanwhile."""
+        """Traces the launches inside the block. Blocks must not be nested, and no launch may be captured in them."""
         assert self.buffer is None, "a trace is being taken already"
         self.buffer = buffer
         try:
@@ -87,9 +91,9 @@ class Tracing:
 
 
 tracing = Tracing()
-"""That of this process."""
+"""The Tracing of this process."""
 
 
 def takes_part(kernel: Any) -> bool:
-    """Whether a kernel can write events."""
+    """Returns whether a kernel can write events."""
     return PARAMETER in kernel.arg_names

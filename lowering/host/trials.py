@@ -1,14 +1,14 @@
-"""Trials in place: the first calls of a site are timed by each strategy, and the ranks decide together.
+"""Trials in the running program: the first calls of a site are timed with each strategy, and the ranks decide together.
 
-A trial belongs to a problem: sites with equal problems share it, and sizes near each other do (`trial.bucket`). All
-ranks make the same calls of the same sites in the same order, so they count alike which call comes next, and try the
+A trial belongs to a problem. Sites with equal problems share it, and so do sizes near each other (`trial.bucket`). All
+ranks make the same calls of the same sites in the same order, so each counts which call comes next, and all try the
 same strategy in it. When the first site has made its calls, the ranks compare their times, once. A call inside a CUDA
-graph is not part of a trial: it runs by what was decided before, or by the plan.
+graph is not part of a trial. It runs by what was decided before, or else by the plan.
 
-Times are taken as the calls pass by: two events around a call on its stream, and the host's clock. Only the decision
-waits for the last event, which has long passed. On the CPU device, where there is no plan to doubt, nothing is tried.
+Calls are timed by two events on their stream and by the host's clock, and no call waits for that. Only the decision
+waits for the last event, which has usually passed long before. Nothing is tried on the CPU device.
 
-A reset of the group drops its trials, and so does a growth of its workspace that changes what can run.
+A reset of the group drops its trials, and so does a growth of the workspace that changes which strategies can run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ditron_inductor.task.trial import Times
 from ditron_inductor.task.watch import watch
 
 MOST_TRIALS = 128
-"""Of a workspace: later problems run as planned."""
+"""The most trials of a workspace. Further problems run as planned."""
 UNKNOWN_NS = 1 << 60
-"""What a rank reports of a strategy that it could not time. Such a strategy is never chosen for its time."""
+"""The time that a rank reports of a strategy that it could not time. Such a strategy is never chosen for its time."""
 
 
 class Sample:
-    """The time of one call, on the host and, on a GPU, between two events."""
+    """The time of one call on the host and, on a GPU, between two events."""
 
     def __init__(self, device: torch.device) -> None:
         self.host_ns = 0
@@ -47,7 +47,7 @@ class Sample:
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def take(self, run: Runner, operands: Sequence[Any]) -> Any:
-        """Run a call and time it."""
+        """Runs a call and times it."""
         if self._events is not None:
             self._events[0].record()
         begun = time.perf_counter_ns()
@@ -58,7 +58,7 @@ class Sample:
         return result
 
     def device_ns(self) -> int:
-        """Waits for the end of the call."""
+        """Returns the nanoseconds that the call took on the device, after waiting for its end."""
         if self._events is None:
             return self.host_ns
         begin, end = self._events
@@ -67,11 +67,11 @@ class Sample:
 
 
 class Trial:
-    """One trial.
+    """A trial of one problem.
 
-    name: a text equal on all ranks. tried: the strategies, the planned one first. refused: whether some rank asks for
-    determinism, so that nothing is tried. begun: what the ranks agreed on when it began; see Workspace.agreed. times:
-    those that the ranks decided by, None until then.
+    name: a text that is equal on all ranks. tried: the strategies, the planned one first. refused: whether some rank
+    asks for determinism, so that nothing is tried. `begun` is the result of `Workspace.agreed` when the trial began.
+    `times` are the times by which the ranks decided, None until then.
     """
 
     def __init__(self, name: str, workspace: Workspace, tried: tuple[str, ...], *, refused: bool) -> None:
@@ -84,13 +84,15 @@ class Trial:
         self._samples: dict[str, list[tuple[Sample, float]]] = {strategy: [] for strategy in tried}
 
     def next(self, site: str) -> tuple[str, bool] | None:
-        """What runs this call of a site, and whether it is timed; None for the call in which the ranks decide."""
+        """Returns (the strategy of this call of a site, whether the call is timed); None for the call in which the
+        ranks decide.
+        """
         calls = self._calls.get(site, 0)
         self._calls[site] = calls + 1
         return trial.strategy_of_call(self.tried, calls)
 
     def timed(self, strategy: str, run: Runner, device: torch.device, scale: float) -> Runner:
-        """The same call, timed. scale: the work of the trial's problem in that of this call."""
+        """Returns `run` with time measurement. scale: the work of the trial's problem relative to that of this call."""
 
         def call(*operands: Any) -> Any:
             sample = Sample(device)
@@ -101,7 +103,7 @@ class Trial:
         return call
 
     def decide(self, workspace: Workspace) -> None:
-        """Compare the times of all ranks. Collective."""
+        """Compares the times of all ranks. Collective."""
         times = {}
         for strategy, samples in self._samples.items():
             own = [
@@ -124,7 +126,7 @@ def _median(values: Sequence[int]) -> int:
 
 
 class SiteTrial:
-    """The part of a site in a trial. runners: by strategy."""
+    """The part of a site in a trial. runners: what runs a call, by strategy."""
 
     def __init__(
         self,
@@ -143,11 +145,13 @@ class SiteTrial:
         self._scale = scale
 
     def is_running(self) -> bool:
-        """Whether the trial goes on, and is still the one that the ranks began."""
+        """Returns whether the trial has not ended and has not been dropped."""
         return self._trial.times is None and self._workspace.agreed(self._trial.name) is self._trial.begun
 
     def next(self) -> Chosen:
-        """What runs this call. It is counted: to be asked once for each call. Collective when the trial ends."""
+        """Returns what runs this call. It has to be asked once for each call, because it counts them. It is collective
+        when the trial ends.
+        """
         step = self._trial.next(self._site)
         assert self._planned.choice is not None
         group_name, request, planned = self._planned.choice
@@ -167,9 +171,10 @@ _trials: WeakKeyDictionary[SharedWorkspace, dict[str, Trial]] = WeakKeyDictionar
 def choose_both(
     workspace: Workspace, node: Any, wire: Sequence[int], request: PlanRequest, runners: Mapping[str, Runner]
 ) -> tuple[Chosen, Chosen, SiteTrial | None]:
-    """What runs a site outside and inside CUDA graphs, one object if that is the same; and its part of a trial.
+    """Returns (what runs a site outside CUDA graphs; what runs it inside them, the same object if there is no
+    difference; its part of a trial, or None).
 
-    wire: the sizes that all ranks have alike. Collective where a trial begins.
+    wire: the sizes that all ranks share. It is collective if a trial begins.
     """
     group_name = node.group_name
     captured, eager = choose(request.inside_graphs(), workspace.table), choose(request, workspace.table)
@@ -197,7 +202,7 @@ def choose_both(
 
 
 def _trial_of(workspace: Workspace, wire: Sequence[int], request: PlanRequest, planned: Choice) -> Trial | None:
-    """The trial of a problem, begun if there is none; None where nothing is tried."""
+    """Returns the trial of a problem, after beginning it if there is none; None if nothing is tried."""
     tried = trial.candidates(request, planned)
     if not tried:
         return None
@@ -209,7 +214,7 @@ def _trial_of(workspace: Workspace, wire: Sequence[int], request: PlanRequest, p
     if known is None or known.begun is not workspace.agreed(name):
         if known is None and len(trials) >= MOST_TRIALS:
             return None
-        # Only where all ranks would: one of them may be asked for the same bits in every run.
+        # If any rank has to give the same bits in every run, no rank tries anything.
         refused = workspace.largest(name, int(torch.are_deterministic_algorithms_enabled()))
         trials[name] = known = Trial(name, workspace, tried, refused=bool(refused))
     return None if known.refused else known
