@@ -2,10 +2,8 @@
 
 Problem. Library products and the copy engines know nothing of flags. So small kernels on the same streams wait and
 publish, one launch each.
-
 Algorithm. *Pull*: a rank writes into its own slot only, and its peers copy from there. Nobody writes into a peer's
 data, so a failure here cannot destroy what a peer is going to read, with one exception (see revoking below).
-
 Signal protocol. It is that of docs/protocol.md, in these parts:
 * `stage` and `open_slot` begin a use of the slot. They wait for the credits of all peers for the slot's previous use,
   and give the credits of the use that ended last.
@@ -15,7 +13,6 @@ Signal protocol. It is that of docs/protocol.md, in these parts:
 A product writes into the slot in any case, because the host has queued it before the credits are known. So if
 `open_slot` fails to get a credit, it *revokes* the slot first: it gives every peer a word of this epoch, in a flag row
 of its own. A peer that still copies looks at that word after its copies, and takes the copied data as lost.
-
 Limits. A waiting kernel is one program of one warp, so the products beside it keep their SMs.
 """
 

@@ -1,16 +1,16 @@
-"""all_gather_matmul, strategy `chunked`: library products on the shards, each started when the copy engine has it.
+"""all_gather_matmul, strategy `chunked`: library products on the shards, each as soon as its shard is copied.
 
-Problem. Every rank holds a shard of the activations, rows [S, K] once flattened, and its own weights [K, N_i].
-Algorithm. A small kernel puts the own shard into the own slot, where its peers read it. The main stream multiplies the
-own shard straight from the input, or, where a norm makes it, from the slot (norms/stage_norm.py). Meanwhile the side
-stream copies the other shards, that of rank + 1 first, into the gathered tensor; the main stream follows, product by
-product, each on as many rows as came together (lowering/schedules.py). Narrow weights are multiplied with all rows at
-once when the last of them are there, the own ones among them. An epilogue is a launch behind the products of each run
-of rows, beside those of the next one, or one more launch when all products are there; a bias comes with the products.
-Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its whole shard is staged. The
-slot is only written with the credits of all peers, so nothing is ever revoked.
-Limits. K is the last dimension of the shard. Where the gathered dimension lies inside others, their sizes multiply to
-MAX_OUTER at most: so many copies, and a batched product, for each shard.
+Problem. Every rank holds a shard of the activations, flattened to rows [S, K], and its own weights [K, N_i].
+Algorithm. A small kernel puts the rank's own shard into the rank's own slot, where the peers read it. The main stream
+multiplies the own shard directly from the input, or from the slot if a norm computes the shard (norms/stage_norm.py).
+Meanwhile the side stream copies the other shards into the gathered tensor, beginning with that of rank + 1. The
+products follow, each with as many rows as lowering/schedules.py puts together. Narrow weights are multiplied with all
+rows at once when the last rows have arrived. The library adds a bias in its products. Any other epilogue is one launch
+behind the products of each run of rows, beside the next products, or one launch at the end.
+Signal protocol. See lowering/transfers.py. There is one flag for each source, in row PIECE_ROWS: its whole shard is in
+its slot. The slot is written only with the credits of all peers, so it is never revoked.
+Limits. K is the last dimension of the shard. The sizes of the dimensions in front of the gathered one multiply to at
+most MAX_OUTER, because each shard takes so many copies, and a batched product.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ditron_inductor.task.schema import norm_output
 
 MAX_OUTER = 8
 RUN_ELEMENTS = 4 << 20
-"""Of a shard's product with the widest weight: from so many on an epilogue is computed run by run, beside the products
-that follow; a launch that the GPU has to itself costs less before.
+"""If a shard's product with the widest weight has at least this many elements, an epilogue is computed run by run,
+beside the products that follow. For smaller products one launch at the end takes less time.
 """
 
 
 def obstacle(node: AllGatherMatmul, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a shard of `shape` [.., S, .., K], or an empty string. Equal on all ranks."""
+    """Returns why the strategy cannot run for a shard of `shape` [.., S, .., K], or ''. It is equal on all ranks."""
     outer = math.prod(shape[: node.gather_dim])
     if outer > MAX_OUTER:
         return f"the gathered dimension lies inside {outer} slices, and more than {MAX_OUTER} are too many copies"
@@ -53,8 +53,8 @@ def obstacle(node: AllGatherMatmul, shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Sizes that all ranks share: `rows` of a shard, in `outer` runs that the gathered tensor keeps apart; the slot's
-    bytes. And by the widths of its weights what this rank copies and multiplies together: `schedule`.
+    """The layout of a call, from sizes that all ranks share: a shard has `rows` rows, in `outer` runs that do not lie
+    together in the gathered tensor. `schedule` is this rank's Gathering, as a function of the widths of its weights.
     """
 
     rows: int
@@ -66,7 +66,7 @@ class Geometry:
 
 
 def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns: int, k: int) -> Geometry:
-    """See Geometry. k: K. Widths of weights may differ from rank to rank, and nothing here depends on them."""
+    """Returns the Geometry. k: K. It does not depend on `columns`, since weights may be wider on some ranks."""
     rows, itemsize = math.prod(shard.shape[:-1]), shard.element_size()
     outer = math.prod(shard.shape[: node.gather_dim])
 
@@ -93,17 +93,17 @@ def all_gather_matmul(
     extras: Sequence[torch.Tensor] = (),
     given: tuple[torch.Tensor | None, ...] = (),
 ) -> list[torch.Tensor]:
-    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i], extras as the node's epilogue reads them, given as
-    its prologue does.
+    """Runs a call (see the module). shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i]. extras, given: the
+    extra tensors of the epilogue and of the prologue.
 
-    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it, then what the
-    prologue returns. See the module.
+    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node returns it, then what the
+    prologue returns.
     """
     shape = shard.shape
     shard = shard.contiguous()
     all_rows = node.world_size * sizes.rows
     mm = [shard.new_empty(all_rows, weight.shape[1]) for weight in weights]
-    # Where nobody else wants it, this is where the copies land, and the own part stays empty.
+    # The copies go here even if the node does not return it. The own part may then stay empty.
     gathered = shard.new_empty(all_rows, sizes.K)
     returned = [] if node.prologue is None else [norm_output(shard, shape, name) for name in node.prologue.returned]
     with launch.call(nbytes=sizes.nbytes) as call:
@@ -126,7 +126,7 @@ def all_gather_matmul(
             if plan.has_own and not plan.copied:
                 lefts[plan.own].copy_(left)
             own_staged = lane.here() if plan.whole else None
-            # One wait for all shards, before the first product, which may leave no SM free.
+            # Wait once for all shards, and before the first product, which may leave no SM free.
             plan.wait_all(lane.side)
             for weight, out, bias in parts:
                 multiply(left, weight, out[plan.own], bias)
@@ -137,7 +137,8 @@ def all_gather_matmul(
             for _, transfers in plan.groups:
                 lane.copy(transfers, base)
                 arrived.append(lane.mark())
-            # In turns on two streams: the first tiles of one product fill the SMs that the last ones of another leave.
+            # Products alternate between two streams: the first tiles of one fill the SMs that the last tiles of the
+            # product before leave free.
             for turn, ((places, _), mark) in enumerate(zip(plan.groups, arrived, strict=True)):
                 with lane.beside() if turn % 2 == 0 else HERE:
                     lane.wait(mark)
@@ -163,13 +164,20 @@ def all_gather_matmul(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common: launches, copies, and where rows are.
+    """What the calls that use one slot have in common: launches, copies, and the places of rows.
 
-    lengths: of the runs of rows that are multiplied as one, in the order of the gathered tensor; None where a shard's
-    rows do not lie together, and the runs are the ranks'. own: the place of the own run. has_own: the gathered tensor
-    gets it too, and where it is `copied`, staging puts it there. finisher: of the node's epilogue, by runs of rows if
-    `ends_in_runs`. groups: places of the runs to multiply, and what is copied there before. whole: weights that are
-    multiplied with all rows at once. staged: the own shard in the own slot, in `shard_shape`.
+    Attributes:
+        lengths: the rows of each run that is multiplied as one, in the order of the gathered tensor; None if the rows
+        of
+            a shard do not lie together, and then each rank's rows are one run.
+        apart: (outer, W, rows / outer), the shape of all rows if `lengths` is None.
+        own: the index of the run of this rank's own rows.
+        has_own: whether the gathered tensor needs the own rows.
+        copied: whether `stage` puts the own rows there.
+        finisher: computes the node's epilogue, run by run if `ends_in_runs`.
+        groups: the runs to multiply, and the copies that bring them.
+        whole: the weights that are multiplied with all rows at once.
+        staged: the own shard in this rank's slot, in `shard_shape`.
     """
 
     stage: Bound
@@ -188,13 +196,13 @@ class _Plan:
     staged: torch.Tensor
 
     def rows_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The runs of x [rows, C]: [length, C], or [outer, rows / outer, C]."""
+        """Returns the runs of x [rows, C]: each [length, C], or [outer, rows / outer, C]."""
         if self.lengths is not None:
             return x.split_with_sizes(self.lengths)
         return x.view(*self.apart, x.shape[1]).unbind(1)
 
     def biases(self, extras: Sequence[torch.Tensor], num_weights: int) -> Sequence[torch.Tensor | None]:
-        """What is added to each product when it is made."""
+        """Returns, for each weight, the bias that the library adds to its product, or None."""
         if self.finisher is None or not self.finisher.biases:
             return [None] * num_weights
         found = self.finisher.biases
@@ -202,24 +210,24 @@ class _Plan:
 
 
 class RunEnds:
-    """What an epilogue makes of the products, in `outs`, run by run."""
+    """Computes an epilogue run by run, into `outs`."""
 
     def __init__(self, plan: _Plan, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> None:
         assert plan.finisher is not None
         self._finisher = plan.finisher
         self._extras = extras
         self.outs = plan.finisher.new_outputs(mm)
-        self._mm = [plan.rows_of(one) for one in mm]
-        self._outs = [plan.rows_of(one) for one in self.outs]
+        self._mm = [plan.rows_of(product) for product in mm]
+        self._outs = [plan.rows_of(out) for out in self.outs]
 
     def make(self, place: int) -> None:
-        """The outputs of the run `place`, whose products are made."""
+        """Computes the outputs of the run `place`, whose products are there."""
         mm, outs = ([runs[place] for runs in of_all] for of_all in (self._mm, self._outs))
         if mm[0].dim() == 2:
             self._finisher.make(mm, self._extras, outs)
             return
         for i in range(mm[0].shape[0]):
-            self._finisher.make([one[i] for one in mm], self._extras, [one[i] for one in outs])
+            self._finisher.make([product[i] for product in mm], self._extras, [out[i] for out in outs])
 
 
 def _plan(
@@ -235,7 +243,7 @@ def _plan(
     exchange = ChunkedExchange(sizes.kernels, call)
     plain = outer == 1
     schedule = sizes.schedule(tuple(weight.shape[1] for weight in weights))
-    # Bytes of a row, and of a run of rows that lie together on both sides.
+    # The bytes of a row, and of a run of rows that lie together in the shard and in the gathered tensor.
     pitch = K * shard.element_size()
     run = rows // outer * pitch
     transfers = []
@@ -287,7 +295,7 @@ def _plan(
 
 
 def together(group: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces of a group with those of one shard joined: a copy each."""
+    """Returns the pieces of a group with pieces of the same shard joined, so that each is one copy."""
     for step, pieces in itertools.groupby(group, key=lambda piece: piece.step):
         of_step = list(pieces)
         yield Piece(step, of_step[0].first, of_step[-1].last)

@@ -1,4 +1,4 @@
-"""How `all_gather_matmul` runs: its strategies, and the library's collective and matmuls."""
+"""Declares how `all_gather_matmul` runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ditron_inductor.task.nodes import AllGatherMatmul
 
 
 def library(node: AllGatherMatmul, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """What runs such calls by the library; see `Library`."""
+    """Returns what runs such calls by the library; see `kind.Library`."""
     shard, _, extras, _ = node.split(operands)
     parsed = node.parsed
     return functools.partial(

@@ -1,6 +1,6 @@
-"""The norm in front of a gather by a launch of its own: what `tile` and `library` begin with.
+"""The norm in front of a gather, as a launch of its own, with which `tile` and `library` begin.
 
-On the CPU device `library` takes torch's own operations instead, as it does for rows that are too long for the kernel.
+On the CPU device, and for rows that are too long for the kernel, `library` uses torch's operations instead.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, AllGatherMatmul
 
 MakeShard = Callable[[torch.Tensor, tuple[torch.Tensor | None, ...]], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
-"""A function of x, contiguous, and the tensors `SHARD_EXTRAS`: the shard, and what the prologue returns."""
+"""A function of (x, contiguous; the tensors `SHARD_EXTRAS`). It returns (the shard; what the prologue returns)."""
 
 
 def make_shard(node: AllGatherMatmul, shape: torch.Size, device: torch.device) -> MakeShard | None:
-    """The norm of a node for x of this shape [.., K] by one kernel; None if the node has none."""
+    """Returns what computes the norm of a node for x [.., K] of this shape by one kernel; None if it has no norm."""
     prologue = node.prologue
     if prologue is None:
         return None
     add_norm = make_add_norm(prologue, shape, device)
-    # Without a residual x is the total, and nobody is waiting for it.
+    # Without a residual the second output, the sum, is x itself, which no node returns.
     first = 1 if "residual" in prologue.extras else 2
 
     def make(x: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -45,7 +45,7 @@ def gather_library(
     node: AllGatherMatmul,
     **arguments: Any,
 ) -> list[torch.Tensor]:
-    """The strategy `library`: `reference.all_gather_matmul` behind the norm, if there is one. make: by `make_shard`."""
+    """The strategy `library`: the norm, if there is one, and `reference.all_gather_matmul`. make: of `make_shard`."""
     if make is None or node.prologue is None:
         return reference.all_gather_matmul(shard, weights, extras, **arguments)
     if shard.is_cuda and shard.shape[-1] <= MOST_NORM_COLUMNS:

@@ -1,18 +1,18 @@
 """all_gather_matmul, strategy `tile`: out_i = all_gather(shard) @ weight_i, with its epilogue, in one launch.
 
-Problem. Every rank holds a shard of the activations, rows [S, K] once flattened, and its own weights [K, N_i].
-Algorithm. Two queues of work. The *send* queue pushes the own shard, chunk by chunk (a chunk is `group_m` block rows),
-into the slot of every peer: rank - 1 first, since that rank's tiles come to this shard first. The *tile* queue computes
-output tiles: those of the own shard, which need no wait, then those of rank + 1, rank + 2, ... Each tile of the own
-shard carries one piece of the send queue in its K loop, see core/matmul.py. Where that is too little a few programs
-start on the send queue, and a program that comes to a remote tile first helps to empty it, so every send precedes every
-wait and a launch completes even with one resident program. Where the gathered tensor is wanted elsewhere too, the last
-tickets copy it out of the slot.
-Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
-peer, read by every tile of the chunk. A push waits for the credits of all peers for the slot's previous use; the next
-launch gives those of this one.
-Prologue. A norm that makes the shard is one launch in front, into the buffer that is sent.
-Epilogue. Products that an epilogue combines are computed in one tile, and its outputs made of them in registers.
+Problem. Every rank holds a shard of the activations, flattened to rows [S, K], and its own weights [K, N_i].
+Algorithm. There are two queues of work. The *send* queue pushes the rank's own shard, chunk by chunk, into the slot of
+every peer. (A chunk is `group_m` block rows.) Rank - 1 is first, because its tiles come to this shard first. The *tile*
+queue computes output tiles: first those of the own shard, which wait for nothing, then those of rank + 1, rank + 2, ...
+Each tile of the own shard carries one piece of the send queue in its K loop (see core/matmul.py). If that is not
+enough, a few programs begin with the send queue. A program that comes to a remote tile first helps to empty the send
+queue. So every send precedes every wait, and a launch completes even with one resident program. If the node returns the
+gathered tensor, the last tickets copy it out of the slot.
+Signal protocol. Flag row `chunk` of a peer is written once per launch, by the last program that pushed a piece of the
+chunk to this peer. Every tile of the chunk reads it. A push waits for the credits of all peers for the slot's previous
+use; the next launch gives the credits of this use.
+Prologue. A norm that computes the shard is a launch in front, into the buffer that is sent.
+Epilogue. Products that an epilogue combines are computed in one tile, and the outputs are computed in registers.
 Limits. K is the last dimension of the shard and the gathered dimension another one.
 """
 
@@ -72,12 +72,12 @@ from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import AllGatherMatmul
 
 GATHER_CHUNKS = 64
-"""Most chunks of a shard. A flag for each block row would cost more than the earlier start gains."""
+"""The most chunks of a shard. A flag for each block row would cost more time than the earlier start saves."""
 
 
 class Sizes(NamedTuple):
-    """Columns of the shard, `block` of `interleaved_row`, the Widths of the weights, and elements from one rank's place
-    in a slot to the next one's.
+    """The columns K of the shard, the argument `block` of `interleaved_row`, the Widths of the weights, and the number
+    of elements from one rank's place in a slot to the next rank's place.
     """
 
     K: Any
@@ -87,8 +87,9 @@ class Sizes(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is known at compile time: ranks, Tiles, whether the gathered tensor is wanted, and whether the ranks' rows
-    are interleaved in it, which weights are multiplied in one tile, and elements of the send queue.
+    """Values that are known at compile time: the number of ranks, the Tiles, whether the gathered tensor is returned,
+    whether the ranks' rows are interleaved in it, the Groups of weights that are multiplied in one tile, and the steps
+    of the send queue.
     """
 
     WORLD: Any
@@ -101,8 +102,8 @@ class How(NamedTuple):
 
 
 class Sends(NamedTuple):
-    """The send queue: the shard [rows, K], elements of a chunk, chunks, elements from one rank's place in a slot to the
-    next one's, and tickets, 0 if the workspace was poisoned before this program started.
+    """The send queue: the shard is [rows, K] and has `num_chunks` chunks of `chunk_numel` elements. `slot_stride`: see
+    Sizes. `num_sends` is the number of tickets, 0 if the workspace was poisoned before this program began.
     """
 
     rows: Any
@@ -115,12 +116,12 @@ class Sends(NamedTuple):
 
 @triton.jit
 def piece_of(use, ticket, shard, numel, sends, HOW: tl.constexpr):
-    """The QueuedPiece of ticket `ticket`, and how many a chunk has."""
+    """Returns (the QueuedPiece of ticket `ticket`; the number of pieces of a chunk)."""
     WORLD: tl.constexpr = HOW.WORLD
     PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(sends.chunk_numel, PIECE_NUMEL)
-    # A ticket beyond the last one has no elements, but it must not point anywhere else: on a GPU the remainder of a
-    # negative number is negative.
+    # The piece of a ticket beyond the last one has no elements, but its pointers have to be valid. So no remainder may
+    # be taken of a negative number: on a GPU it would be negative.
     step = ticket // (sends.num_chunks * pieces) % WORLD
     target = (use.rank + 2 * WORLD - 1 - step) % WORLD
     chunk = ticket // pieces % sends.num_chunks
@@ -133,7 +134,7 @@ def piece_of(use, ticket, shard, numel, sends, HOW: tl.constexpr):
 
 @triton.jit
 def drain_sends(use, ticket, shard, counters, sends, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left."""
+    """Pushes piece `ticket` of this rank's shard, then takes the next ticket of the send queue, until none is left."""
     numel = sends.rows.to(tl.int64) * sends.K
     while ticket < sends.num_sends:
         piece, pieces = piece_of(use, ticket, shard, numel, sends, HOW)
@@ -142,7 +143,7 @@ def drain_sends(use, ticket, shard, counters, sends, HOW: tl.constexpr, TRACE: t
 
 @triton.jit
 def copy_gathered(use, ticket, shard, gathered, rows, sizes, alive, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Copy tile `ticket` of the gathered tensor to the caller's output, NaN after a failure."""
+    """Copies tile `ticket` of the gathered tensor to the output `gathered`; NaN after a failure."""
     TILES: tl.constexpr = HOW.TILES
     num_m = tl.cdiv(rows, TILES.BLOCK_M)
     num_k = tl.cdiv(sizes.K, TILES.BLOCK_N)
@@ -169,10 +170,10 @@ def all_gather_matmul_kernel(
     shard, weights, extras, outs, gathered, pointers, rows, sizes, rank, slot, site, senders, num_chunks,
     HOW: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. shard [rows, K] contiguous; weights: a tuple, see Widths.
+    """See the module. shard is [rows, K], contiguous; weights, extras and outs are tuples of pointers, see Widths.
 
-    GROUPS, EPILOGUE: which of them are multiplied in one tile, and what is made of that, see lowering/epilogues.py;
-    None for one weight and its product. DESCRIPTORS: then K is a multiple of 16 bytes.
+    HOW.GROUPS: the weights that are multiplied in one tile. EPILOGUE: computes the outputs from them (see
+    lowering/epilogues.py), or None. With HOW.TILES.DESCRIPTORS, K is a multiple of 16 bytes.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
@@ -203,7 +204,8 @@ def all_gather_matmul_kernel(
     pieces = tl.cdiv(chunk_numel, HOW.SEND_BLOCK * HOW.SEND_STEPS)
     num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
     sends = Sends(rows, K, chunk_numel, num_chunks, sizes.slot_stride, num_sends)
-    # The piece that this program sends next; whether the credits have come, -1 as long as it has not asked.
+    # send_ticket is the piece that this program sends next. `credited` says whether the credits have come; it is -1
+    # until the program has asked.
     send_ticket = take_send(use)
     if send_ticket == 0:
         settle(credits_due(use, alive), use, WORLD)
@@ -216,13 +218,13 @@ def all_gather_matmul_kernel(
         source = gather_order(step, rank, WORLD)
         base = shard_of(use, shard, source, sizes.slot_stride)
         if step == 1:
-            # Sends before waits: what the tiles of the own shard have not carried goes now.
+            # Sends come before waits: what the tiles of the own shard have not carried is sent now.
             drain_sends(use, send_ticket, shard, pointers.counters, sends, HOW, TRACE)
             send_ticket = num_sends
         if TILES.DESCRIPTORS:
             a_descriptor = rows_descriptor(base, rows, K, K, BLOCK_M, TILES.BLOCK_K)
         ok = alive
-        # The chunk of this source that was waited for last.
+        # `ready` is the chunk of this source for which the program has waited last.
         ready = tl.full((), -1, tl.int32)
         first = step * shard_tiles
         for g in tl.static_range(NUM_GROUPS):
@@ -238,12 +240,12 @@ def all_gather_matmul_kernel(
                     if carries & (credited < 0):
                         credited = timed_credits(use, ticket, WORLD, TRACE)
                     carries = carries & (credited > 0)
-                    # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
+                    # This counts 32-bit words. K is a multiple of 16 bytes, and so is every piece.
                     carried = tl.multiple_of(tl.where(carries, piece.count, 0) * BITS // 32, 4)
                 block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(N, BLOCK_N), TILES.GROUP_M)
                 chunk = block_row // TILES.GROUP_M
                 if (source != rank) & (chunk != ready):
-                    # Acquire: the whole chunk, which its source pushed before it published this flag.
+                    # Acquire: the source has pushed the whole chunk before it published this flag.
                     ok = alive & timed_wait(use, chunk, source, TRACE)
                     if TILES.DESCRIPTORS and not TILES.UPCAST:
                         ok = proxy_fence(ok)
@@ -299,8 +301,9 @@ def all_gather_matmul_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: rows of a shard, their chunks in the slot, the tile shape, the slot's bytes; and what
-    makes the shard, if there is a norm.
+    """The layout of a call, from sizes that all ranks share: a shard is [rows, K] and has `num_chunks` chunks. The slot
+    has `nbytes` bytes; a rank's place in it has `slot_stride` elements. `make_shard` computes the shard if there is a
+    norm.
     """
 
     rows: int
@@ -314,13 +317,13 @@ class Geometry:
 
 
 def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns: int) -> Geometry:
-    """columns: of all weights together, the largest on any rank. See Geometry."""
+    """Returns the Geometry. columns: the columns of all weights together, the largest number on any rank."""
     K = shard.shape[-1]
     rows = math.prod(shard.shape[:-1])
     arrangement = arrange(node.parsed, node.num_weights)
     config = launch.config(rows=rows, columns=columns, repeats=node.world_size, dtype=shard.dtype)
     if arrangement.together > 1:
-        # As many products in a tile, of two weights.
+        # A tile of two weights has half the columns of each, so it has as many products.
         config = replace(config, block_n=max(config.block_n // arrangement.together, 16)).validate()
     blocks = ceil_div(rows, config.block_m)
     if blocks > config.group_m * GATHER_CHUNKS:
@@ -347,11 +350,11 @@ def all_gather_matmul(
     extras: Sequence[torch.Tensor] = (),
     given: tuple[torch.Tensor | None, ...] = (),
 ) -> list[torch.Tensor]:
-    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i], extras as the node's epilogue reads them, given as
-    its prologue does.
+    """Runs a call (see the module). shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i]. extras, given: the
+    extra tensors of the epilogue and of the prologue.
 
-    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it, then what the
-    prologue returns. See the module.
+    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node returns it, then what the
+    prologue returns.
     """
     shard = shard.contiguous()
     returned: tuple[torch.Tensor, ...] = ()
@@ -374,7 +377,7 @@ def all_gather_matmul(
         own_tiles = ceil_div(sizes.rows, config.block_m) * num_n
         block = launch.shard_block(shape, node.gather_dim)
         tile = launch.tile(config, shard, weights)
-        # Whether the tiles of the own shard can carry nearly all of it.
+        # The tiles of the own shard carry it if there are nearly as many of them as pieces.
         pieces = ceil_div(config.group_m * config.block_m * sizes.K, SEND_BLOCK * SEND_STEPS)
         carried = tile.DESCRIPTORS and (node.world_size - 1) * sizes.num_chunks * pieces <= 1.25 * own_tiles
         return Arguments(
@@ -401,7 +404,7 @@ def all_gather_matmul(
     tensors = {
         "shard": shard,
         "weights": weights,
-        # Never empty: without any it gets what it does not look at.
+        # This tuple must not be empty. An epilogue without extras does not read this tensor.
         "extras": tuple(extra.contiguous() for extra in extras) or (shard,),
         "outs": tuple(outs[index] for index in arrangement.outputs),
         "gathered": gathered,

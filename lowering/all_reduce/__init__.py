@@ -1,1 +1,1 @@
-"""How a sum of products is reduced over the ranks, in chunks or by one kernel, whatever stands behind it."""
+"""The all-reduce of a sum of products, in chunks or by one kernel, which several node kinds use."""

@@ -1,20 +1,20 @@
 """matmul_all_reduce, strategy `chunked` for small products: a library product, then its all-reduce by one kernel.
 
-Problem. As in chunked.py, for a product of a few megabytes, where copies, streams and small kernels take longer than
-the data.
-Algorithm. The product, flat, is cut into pieces. In *one shot* a program puts its piece into the slot of every peer,
-and adds up what all have sent. In *two shots* the pieces are dealt to the ranks in equal runs, and a program takes one
-piece of every run: it sends each to its owner, adds up the own one, sends the rounded sum to every peer, and copies
-what the peers have sent. One shot has one round of signals, two shots send less: see `cut`. Sums are in rank order, in
-fp32, and rounded once; either all ranks add the same values, or the owner's sum is what all have. The result takes the
-product's place: nobody but the piece's program reads or writes there. An epilogue is computed of it by that program.
-Signal protocol. Flag row `ticket`: this rank's pieces for all peers, which a program sends when the credits of all
-peers have come. RESULT_ROW + ticket: its sum, which needs no credit, since the peers' pieces, which it waited for, show
-that their slots are in their new use. A program takes one ticket and waits only for what peers send under the same one,
-each time before they wait themselves. The first ticket that some rank has not finished is taken on every rank before
-any later one, so it goes on: one resident program is enough.
-A piece without credits is not sent, and never published, nor is a sum whose pieces are not all there.
-Limits. One flag for each piece, or sum: see `geometry`.
+Problem. It is that of chunked.py for a product of a few megabytes, for which copies, streams and small kernels take
+longer than the data.
+Algorithm. The product, flattened, is cut into pieces. In *one shot* a program puts its piece into the slot of every
+peer, and adds up what all ranks have sent. In *two shots* the pieces are divided among the ranks in equal runs, and a
+program takes one piece of every run: it sends each piece to its owner, adds up its own piece, sends the rounded sum to
+every peer, and copies the sums that the peers have sent. One shot has one round of signals less, and two shots send
+less data (see `cut`). Sums are added in rank order, in fp32, and rounded once, so all ranks get equal bits. The result
+overwrites the product, since only the piece's program reads or writes there. This program computes an epilogue too.
+Signal protocol. Flag row `ticket` publishes this rank's pieces for all peers, which a program sends after the credits
+of all peers have come. Flag row RESULT_ROW + ticket publishes its sum. The sum needs no credit: the peers' pieces, for
+which the program has waited, show that the peers are in the same use of the slot. A program takes one ticket, and waits
+only for what peers send under the same ticket, which they do before they wait. The first ticket that some rank has not
+finished is taken on every rank before any later ticket, so it completes: one resident program is enough. A piece
+without credits is neither sent nor published, nor is a sum of which pieces are missing.
+Limits. There is one flag for each piece and each sum; see `geometry`.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedSum
 
 MOST_BYTES = 8 << 20
-"""Of a product; the copies of larger ones are worth their launches."""
+"""The most bytes of a product for this kernel. For larger products, copies are worth their launches."""
 ROUND_BYTES = 800 << 10
-"""What a rank can send in the time of one more round of signals."""
+"""The bytes that a rank can send in the time of one more round of signals."""
 LEAST_PIECE = 512
 MOST_PIECE_BYTES = 16 << 10
 PROGRAMS_PER_SM = 1
 THREAD_BYTES = 16
-"""Of a piece, to one thread: one access, as long as MOST_WARPS suffice."""
+"""The bytes of a piece for each thread: a single access, unless a piece needs more than MOST_WARPS."""
 MOST_WARPS = 8
 
 INTERPRETED_MOST_BYTES = 2 << 10
 INTERPRETED_ROUND_BYTES = 512
 INTERPRETED_LEAST_PIECE = 32
 INTERPRETED_PROGRAMS = 4
-"""So that small problems have all there is: larger ones too, two shots, several pieces."""
+"""The limits of the interpreter are low, so that small test problems reach every case."""
 
 
 @triton.jit
 def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, AVERAGE: tl.constexpr):
-    """The sum of all ranks' elements, in rank order, in fp32; NaN unless `whole`.
+    """Returns the sum of all ranks' elements, added in rank order in fp32; NaN if `whole` is 0.
 
-    mine: the own ones. own: pointer to the own slot, where those of source s lie at `places` + s * stride. inside:
-    which of them there are; the others are anything.
+    mine: this rank's elements. own: pointer to this rank's slot, where the elements of source s lie at `places` + s *
+    stride. inside: which of them exist; the results of the others have no meaning.
     """
     theirs = ()
     for source in tl.static_range(WORLD):
@@ -90,7 +90,9 @@ def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, 
 
 
 class How(NamedTuple):
-    """What is known at compile time: ranks, a mean or a sum, elements of a piece, threads of a program."""
+    """Values that are known at compile time: the number of ranks, whether to take the mean, whether to use one shot,
+    the elements of a piece, and the threads of a program.
+    """
 
     WORLD: Any
     AVERAGE: Any
@@ -100,15 +102,15 @@ class How(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Elements of the product, and of its rows."""
+    """The number of elements of the product and of each of its rows."""
 
     numel: Any
     N: Any
 
 
 class Begun(NamedTuple):
-    """What a program asks for before it knows its ticket: pointers to the own slot and to those of rank + 1, .., what
-    `ask_to_send` looks at, and `last_use`.
+    """What a program loads before it knows its ticket: pointers to its own slot and to the slots of rank + 1, .., the
+    result of `ask_to_send`, and `last_use`.
     """
 
     own: Any
@@ -119,7 +121,7 @@ class Begun(NamedTuple):
 
 @triton.jit
 def begin(use, dtype: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """The Begun of a program, with slots of `dtype`."""
+    """Returns the Begun of a program, with pointers of `dtype`."""
     offset = tl.load(slot_ctl(use) + DATA_OFFSET)
     own = peer(use.table, use.rank, offset, dtype)
     slots = ()
@@ -130,8 +132,8 @@ def begin(use, dtype: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def swap(use, ticket, begun, ok, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Behind the stores of piece `ticket`: tell all peers, unless ok is 0, give the credits that are due, `leave`, and
-    wait for what they send under the same ticket. Returns (what `leave` asks for, whether all of it is there).
+    """Publishes piece `ticket` after its stores (unless ok is 0), gives the credits that are due, calls `leave`, and
+    waits for what the peers send under the same ticket. Returns (the result of `leave`; 1 if everything has come).
     """
     if ok != 0:
         publish_all(use, ticket, HOW.WORLD)
@@ -146,7 +148,7 @@ def one_shot(
     use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce piece `ticket`, and `leave`. A slot has places [source][piece]."""
+    """Reduces piece `ticket`, and returns the result of `leave`. A slot has places [source][piece]."""
     PIECE: tl.constexpr = HOW.PIECE
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
@@ -157,7 +159,7 @@ def one_shot(
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + (use.rank * pieces + ticket) * PIECE + lanes, mine)
-    # Acquire: the piece of all peers.
+    # Acquire: the peers' pieces are visible.
     left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
@@ -171,7 +173,7 @@ def two_shots(
     use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce piece `ticket` of every run of `pieces`, and `leave`.
+    """Reduces piece `ticket` of every run of `pieces` pieces, and returns the result of `leave`.
 
     A slot has places [source][piece], then sums [owner][piece].
     """
@@ -189,7 +191,7 @@ def two_shots(
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + mine_at, theirs[i])
-    # Acquire: the own piece of all peers.
+    # Acquire: the peers' parts of this rank's piece are visible.
     left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
@@ -200,7 +202,7 @@ def two_shots(
             tl.store(begun.slots[i] + sums + mine_at, result)
         publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
     tl.store(x + mine_at, result, mask=mine_at < sizes.numel)
-    # Acquire: the sums of all peers.
+    # Acquire: the peers' sums are visible.
     known = ok & timed_wait_all(use, RESULT_ROW + ticket, HOW.WORLD, TRACE)
     results = ()
     for i in tl.static_range(1, WORLD):
@@ -211,7 +213,7 @@ def two_shots(
         place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes
         tl.store(x + place, results[i - 1], mask=place < sizes.numel)
     if EPILOGUE is not None:
-        # The same instructions for all runs, whoever owns them: ranks compute the same bits.
+        # All runs are computed by the same instructions, whoever owns them, so all ranks get the same bits.
         tl.debug_barrier()
         known = known & whole
         for owner in range(HOW.WORLD):
@@ -228,11 +230,13 @@ def all_reduce_kernel(
     x, extras, outs, pointers, sizes, pieces, rank, slot, site, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """x [numel / N, N], contiguous: every rank's product, then the sum. One program for each of `pieces`.
+    """Overwrites x [numel / N, N], contiguous, this rank's product, by the sum over ranks. It has one program for each
+    of `pieces` pieces.
 
-    extras, outs: tuples, of what EPILOGUE takes and makes of the sum; without it outs is x.
+    extras, outs: tuples of pointers to the extra tensors and the outputs of EPILOGUE; without an epilogue outs is (x,).
     """
-    # All questions before the first answer: one after the other they would take as long as a signal.
+    # Ask for everything before the first answer is needed: one after the other, the loads would take as long as a
+    # signal.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, HOW.THREADS, True)
     use = use_of(words)
@@ -247,7 +251,9 @@ def all_reduce_kernel(
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut: `pieces` of `piece` elements, in one shot of all of it, in two of every rank's run."""
+    """How a tensor is cut: `pieces` pieces of `piece` elements, of the whole tensor in one shot, and of each rank's run
+    in two shots.
+    """
 
     one_shot: bool
     piece: int
@@ -255,10 +261,10 @@ class Cut:
 
 
 def cut(numel: int, itemsize: int, world_size: int, *, programs: int, least_piece: int, round_bytes: int) -> Cut:
-    """The smallest pieces, of 2^n elements, that are no more than `programs`.
+    """Returns the Cut with the smallest pieces, of 2^n elements, of which there are at most `programs`.
 
-    round_bytes: two shots are chosen where they save a rank more than that. In one shot it sends numel elements to
-    each of its W - 1 peers, in two shots 2 / W of them.
+    round_bytes: two shots are chosen if a rank then sends fewer bytes by more than this number. In one shot it sends
+    numel elements to each of its W - 1 peers, and in two shots 2 / W of them.
     """
     saved = (world_size - 1) * (world_size - 2) * numel * itemsize // max(world_size, 1)
     one = saved <= round_bytes
@@ -271,8 +277,8 @@ def cut(numel: int, itemsize: int, world_size: int, *, programs: int, least_piec
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [M, N], how it is cut, warps of a program, the slot's bytes; and the
-    epilogue, `preparer` before the reduction.
+    """The layout of a call, from sizes that all ranks share: the output [M, N], how it is cut, the warps of a program,
+    and the bytes of the slot. `arrangement` is the epilogue, and `preparer` its part before the reduction.
     """
 
     M: int
@@ -285,12 +291,12 @@ class Geometry:
 
 
 def fits(launch: Launch, numel: int, itemsize: int) -> bool:
-    """Whether a product of `numel` elements is small."""
+    """Returns whether a product of `numel` elements is small enough for this kernel."""
     return numel * itemsize <= (INTERPRETED_MOST_BYTES if launch.interpreted else MOST_BYTES)
 
 
 def geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. See Geometry."""
+    """Returns the Geometry for a [.., K]. columns: N."""
     world, itemsize = node.world_size, a.element_size()
     M = math.prod(a.shape[:-1])
     chosen = cut(
@@ -323,12 +329,12 @@ def reduced_sum(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
-    the module.
+    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module. extras: the extra
+    tensors of the epilogue.
     """
     arrangement = sizes.arrangement
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
-    Operands([[rows_of(one)] for one in a], b, bias).multiply(0, out.view(sizes.M, sizes.N))
+    Operands([[rows_of(left)] for left in a], b, bias).multiply(0, out.view(sizes.M, sizes.N))
     if sizes.preparer is not None:
         sizes.preparer.prepare(out, extras)
 
@@ -352,7 +358,7 @@ def reduced_sum(
         )
 
     outs = [out] if arrangement.function is None else arrangement.new_outputs_of_sum(out, out.shape)
-    # Never empty: without any it gets what it does not look at.
+    # The tuple of extras must not be empty. An epilogue without extras does not read this tensor.
     tensors = {"x": out, "extras": tuple(extra.contiguous() for extra in extras) or (out,), "outs": tuple(outs)}
     launch.run(all_reduce_kernel, sizes.nbytes, arguments, tensors)
     return outs

@@ -1,18 +1,19 @@
 """matmul_all_reduce, strategy `chunked`: a reduce-scatter and an all-gather in parts, behind library products.
 
-Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K, and every rank wants the whole sum. There may be
-several products a_i @ b_i that are added up, and a row that is added to them: the library adds, chunk by chunk.
-Algorithm. Small products are added up by one kernel, see all_reduce_kernel.py. Of others the rows are cut into parts,
-and each part into one run of rows for every rank, its owner. The main stream multiplies part by part, in each the rows
-of rank + 1 first and the own ones last, straight into the own slot. The side stream copies the partial products for
-this rank from its peers, adds them up in rank order, in fp32, rounds once, and stores the result in the output and in
-the own slot. From there the peers copy it to their outputs, while the next part is being multiplied. So every rank has
-the bits of the owner's one addition. An epilogue is a kernel of its own behind: its other operands need not be the
-same on all ranks, so an owner cannot compute it for them. What it makes of the products themselves is a launch behind
-each of them.
-Signal protocol. See lowering/transfers.py. Flag row PIECE_ROWS + part: the partial products of a part for its owner;
-RESULT_ROWS + part: the owner's results, which are not written before the slot is free either.
-Limits. None on M, N, K; runs may be empty.
+Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K, and every rank wants the whole sum. Several
+products a_i @ b_i may be added up, and a row to them; the library adds them, chunk by chunk.
+Algorithm. One kernel reduces small products (see all_reduce_kernel.py). The rows of larger products are cut into parts,
+and each part into one run of rows for every rank, its owner. The main stream multiplies part by part into this rank's
+slot; within a part, the rows of rank + 1 come first and the rank's own rows last. The side stream copies the peers'
+partial products of this rank's rows, adds them up in rank order in fp32, rounds once, and stores the result in the
+output and in this rank's slot. From there the peers copy it into their outputs while the next part is multiplied. So
+all ranks have the bits of the owner's sum. An epilogue is a kernel at the end, on every rank: its extra tensors may
+differ between ranks, so the owner cannot compute it for the others. The part of an epilogue that comes before the
+reduction is a launch behind each product.
+Signal protocol. See lowering/transfers.py. Flag row PIECE_ROWS + part publishes the partial products of a part for
+their owner. Flag row RESULT_ROWS + part publishes the owner's results, which are not written before the slot is free
+either.
+Limits. None on M, N and K. Runs may be empty.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ from ditron_inductor.task.nodes import ReducedSum
 
 
 def obstacle(node: ReducedSum, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a left operand of `shape` [.., K]: always empty, nothing is in its way."""
+    """Returns '': the strategy can run every left operand."""
     return ""
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Sizes that all ranks share: the output [M, N], `parts` of it with `length` rows for each rank.
+    """The layout of a call, from sizes that all ranks share: the output [M, N] has `parts` parts, each with `length`
+    rows for every rank.
 
-    groups: (first, count) of the steps from the own rank whose products are made as one. `stride` elements lie between
-    two partials in the slot; the results begin at element `results`. finisher, preparer: of the epilogue, None without.
+    groups: (first, count) of the steps from this rank whose products are computed as one. stride: the elements from one
+    partial product in the slot to the next. results: the element where the results begin. finisher, preparer: the parts
+    of the epilogue behind and before the reduction, or None.
     """
 
     M: int
@@ -61,7 +64,7 @@ class Parts:
     preparer: Preparer | None = field(repr=False)
 
     def run(self, part: int, owner: int, world_size: int) -> tuple[int, int]:
-        """(first row, last row) of the output that `owner` adds up in a part."""
+        """Returns the rows (first, last), without `last`, of the output that `owner` adds up in a part."""
         first = (part * world_size + owner) * self.length
         return min(first, self.M), min(first + self.length, self.M)
 
@@ -70,14 +73,14 @@ Geometry = Parts | all_reduce_kernel.Geometry
 
 
 def geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
-    """a [.., K]; columns: N; k: the largest K on any rank. Equal on all ranks."""
+    """Returns the Geometry for a [.., K]. columns: N. k: the largest K on any rank."""
     if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
         return all_reduce_kernel.geometry(node, launch, a, columns)
     return parts_geometry(node, launch, a, columns, k)
 
 
 def parts_geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Parts:
-    """As `geometry`, whatever the size. See Parts."""
+    """Returns the Parts, however small the product is; see `geometry`."""
     world, itemsize, num_sms = node.world_size, a.element_size(), launch.num_sms
     M = math.prod(a.shape[:-1])
     parts = schedules.all_reduce_parts(world, M, columns, k, itemsize, num_sms)
@@ -109,8 +112,8 @@ def reduced_sum(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
-    the module.
+    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module. extras: the extra
+    tensors of the epilogue.
     """
     if isinstance(sizes, all_reduce_kernel.Geometry):
         return all_reduce_kernel.reduced_sum(node, launch, sizes, a, b, bias, extras)
@@ -122,8 +125,8 @@ def reduced_sum(
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
         pre = None
         if sizes.preparer is not None:
-            pre = sizes.preparer.runs(extras, sizes.M, sizes.N, lambda one: one.split_with_sizes(plan.lengths))
-        operands = Operands([rows_of(one).split_with_sizes(plan.lengths) for one in a], b, bias, pre)
+            pre = sizes.preparer.runs(extras, sizes.M, sizes.N, lambda x: x.split_with_sizes(plan.lengths))
+        operands = Operands([rows_of(left).split_with_sizes(plan.lengths) for left in a], b, bias, pre)
         result, arrived = out.data_ptr(), partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
@@ -147,11 +150,13 @@ def reduced_sum(
 
 @dataclass(frozen=True)
 class _Part:
-    """What calls with one slot have in common in one part.
+    """What the calls that use one slot have in common in one part.
 
-    own: which of the left operands are the own rows, None if there are none; `own_partial`: where in the partials their
-    product goes, `partials`: where those of the part begin. rows: the own ones of the output. wait, results: for the
-    results of the peers, and their copies to the output.
+    Attributes:
+        own: the index of the run of this rank's own rows, None if it has none.
+        own_partial, partials: the places, in the tensor of partial products, of the own product and of all of the part.
+        rows: this rank's rows of the output.
+        wait, results: the wait for the peers' results, and the copies of them into the output.
     """
 
     groups: list[PieceGroup]
@@ -164,14 +169,14 @@ class _Part:
     results: list[Transfer]
 
     def gather(self, lane: Lane, out: int) -> None:
-        """Copy the results from the peers to the output at this address."""
+        """Copies the peers' results into the output at the address `out`."""
         self.wait(lane.side)
         lane.copy(self.results, out)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common. lengths: of the runs of rows that are multiplied as one, in order."""
+    """What the calls that use one slot have in common. `lengths` has the rows of each run that is multiplied as one."""
 
     open: Bound
     parts: list[_Part]
@@ -216,7 +221,7 @@ def _plan(node: ReducedSum, launch: Launch, sizes: Parts, call: Call, a: torch.T
                 rows=slice(first, last),
                 reduce=reduce,
                 wait=exchange.wait_all(RESULT_ROWS.value + part),
-                results=[one for one in results if one[2] > 0],
+                results=[transfer for transfer in results if transfer[2] > 0],
             )
         )
     close = exchange.close((sizes.M * sizes.N,) * node.num_outputs)
@@ -235,7 +240,7 @@ def _group(
     world: int,
     sizes: Parts,
 ) -> PieceGroup:
-    """The products `of_group` for their owners, and the peers' products of the own rows."""
+    """Returns the products `of_group` for their owners, with the copies of the peers' products of this rank's rows."""
     slot = call.data(rank, dtype)
     targets = [
         (place_of[begin], slot[place : place + (end - begin) * sizes.N].view(end - begin, sizes.N))
@@ -252,17 +257,19 @@ def _group(
         transfers.append(_transfer(call, source, dtype, place, to_row, end - begin, sizes))
     row = PIECE_ROWS.value + part
     publish, wait = exchange.publish(first, count, 1, row), exchange.wait(first, count, 1, row)
-    return PieceGroup(targets, publish, wait, [one for one in transfers if one[2] > 0])
+    return PieceGroup(targets, publish, wait, [transfer for transfer in transfers if transfer[2] > 0])
 
 
 def _transfer(call: Call, source: int, dtype: torch.dtype, place: int, row: int, rows: int, sizes: Parts) -> Transfer:
-    """The copy of `rows` rows at element `place` of a peer's slot to row `row` of a tensor."""
+    """Returns the copy of `rows` rows from element `place` of a peer's slot to row `row` of a tensor."""
     pitch = sizes.N * dtype.itemsize
     return row * pitch, call.data(source, dtype).data_ptr() + place * dtype.itemsize, rows * pitch
 
 
 def products(part: int, first: int, count: int, rank: int, world_size: int, sizes: Parts) -> list[tuple[int, int, int]]:
-    """(first row, last row, element of the own slot) of the products of a group, joined where both lie together."""
+    """Returns (first row, last row, element of this rank's slot) of the products of a group. Products whose rows and
+    places both lie together are joined.
+    """
     steps = range(first + 1, first + count + 1)
     places = [(part * (world_size - 1) + step - 1) * sizes.stride for step in steps]
     runs = [sizes.run(part, (rank + step) % world_size, world_size) for step in steps]
