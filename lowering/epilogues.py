@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ditron_inductor.core import pointwise
 from ditron_inductor.device.streams import handle_for
+from ditron_inductor.lowering.host.kind import Library, bound
 from ditron_inductor.lowering.host.launch import ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task import epilogue_torch
@@ -330,6 +331,13 @@ def apply_epilogue_kernel(
         tl.store(outs[i] + places, results[i].to(outs[i].dtype.element_ty), mask=inside)
 
 
+def extras_or(instead: torch.Tensor, extras: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Returns the extra tensors, contiguous, as a kernel takes them. Its tuple must not be empty, so `instead`, which
+    an epilogue without extra tensors does not read, stands for none.
+    """
+    return tuple(extra.contiguous() for extra in extras) or (instead,)
+
+
 class Elementwise:
     """Applies an epilogue by the elementwise kernel, with one launch for each group. Each number of elements has a
     launcher of its own.
@@ -348,8 +356,7 @@ class Elementwise:
         """Computes the epilogue of `mm` into `outs` on the current stream. All are contiguous [.., N]. An output may be
         one of the products.
         """
-        # This tuple must not be empty. An epilogue without extras does not read this tensor.
-        x = tuple(extra.contiguous() for extra in extras) or (mm[0],)
+        x = extras_or(mm[0], extras)
         for number, group in enumerate(self._groups):
             tensors = {
                 "mm": tuple(mm[index] for index in group.products),
@@ -533,20 +540,23 @@ def _arguments(numel: int, columns: int, number: int, group: OutputGroup, functi
     return Arguments(ceil_div(numel, BLOCK), values)
 
 
-def finished(
-    reduce: Callable[..., torch.Tensor], node: WithEpilogue, like: torch.Tensor
-) -> Callable[..., list[torch.Tensor]]:
-    """Returns a function that runs a reduction by `reduce`, a function of task/reference.py, and then its epilogue."""
-    preparer, finisher = preparer_of(node, like.device), finisher_of_sum(node, like)
+def by_reference_with_epilogue(reference: Callable[..., torch.Tensor]) -> Library:
+    """Returns the Library that reduces by a function of task/reference.py and then computes the epilogue."""
 
-    def library(
-        a: Sequence[torch.Tensor],
-        b: Sequence[torch.Tensor],
-        bias: torch.Tensor | None,
-        extras: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        prepare = None if preparer is None else functools.partial(preparer.prepare, extras=extras)
-        total = reduce(a, b, bias, prepare=prepare)
-        return [total] if finisher is None else finisher.finish_sum(total, extras)
+    def library(node: Any, operands: Sequence[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+        preparer, finisher = preparer_of(node, operands[0].device), finisher_of_sum(node, operands[0])
+        reduce = bound(reference, node)
+
+        def run(
+            a: Sequence[torch.Tensor],
+            b: Sequence[torch.Tensor],
+            bias: torch.Tensor | None,
+            extras: Sequence[torch.Tensor],
+        ) -> list[torch.Tensor]:
+            prepare = None if preparer is None else functools.partial(preparer.prepare, extras=extras)
+            total = reduce(a, b, bias, prepare=prepare)
+            return [total] if finisher is None else finisher.finish_sum(total, extras)
+
+        return run
 
     return library

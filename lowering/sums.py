@@ -15,7 +15,7 @@ import torch
 from ditron_inductor.core.layout import MAX_CHUNKS
 from ditron_inductor.core.matmul import Terms
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement
+from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, extras_or
 from ditron_inductor.lowering.host.kind import Tile
 from ditron_inductor.lowering.host.launch import Launch, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
@@ -192,8 +192,7 @@ class SumCall:
             "lefts": self.lefts,
             "rights": self.rights,
             "bias": outs[0] if self.bias is None else self.bias.contiguous(),
-            # This tuple must not be empty. An epilogue without extras does not read this tensor.
-            "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
+            "extras": extras_or(outs[0], extras),
             "outs": tuple(outs),
             **others,
         }

@@ -56,7 +56,7 @@ from ditron_inductor.core.timed import timed_credits, timed_wait
 from ditron_inductor.core.trace import COPY, TILE, event, now
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import MakeShard, make_shard
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, store_outputs, unpacked
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, extras_or, store_outputs, unpacked
 from ditron_inductor.lowering.gathers import (
     SEND_BLOCK,
     SEND_STEPS,
@@ -404,8 +404,7 @@ def all_gather_matmul(
     tensors = {
         "shard": shard,
         "weights": weights,
-        # This tuple must not be empty. An epilogue without extras does not read this tensor.
-        "extras": tuple(extra.contiguous() for extra in extras) or (shard,),
+        "extras": extras_or(shard, extras),
         "outs": tuple(outs[index] for index in arrangement.outputs),
         "gathered": gathered,
     }

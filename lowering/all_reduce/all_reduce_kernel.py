@@ -46,7 +46,7 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import TILE, event, now
 from ditron_inductor.lowering.chunked_exchange import Operands
-from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of, store_flat_sum
+from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, extras_or, preparer_of, store_flat_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedSum
@@ -358,7 +358,6 @@ def reduced_sum(
         )
 
     outs = [out] if arrangement.function is None else arrangement.new_outputs_of_sum(out, out.shape)
-    # The tuple of extras must not be empty. An epilogue without extras does not read this tensor.
-    tensors = {"x": out, "extras": tuple(extra.contiguous() for extra in extras) or (out,), "outs": tuple(outs)}
+    tensors = {"x": out, "extras": extras_or(out, extras), "outs": tuple(outs)}
     launch.run(all_reduce_kernel, sizes.nbytes, arguments, tensors)
     return outs

@@ -1,15 +1,15 @@
-"""all_to_all_matmul, strategy `chunked`: library products on what has come from one rank after the other, added up.
+"""all_to_all_matmul, strategy `chunked`: library products of the pieces of one rank after the other, added up.
 
-Problem. Every rank holds x, the rows of all ranks with columns of its own; rank r wants its rows of every rank's x,
-side by side in rank order, times its weight [K, N].
-Algorithm. A small kernel puts x into the own slot, where its peers read it. The main stream multiplies the own piece
-[rows, K/W] by its rows of the weight, straight from the input. Meanwhile the side stream copies the peers' pieces, that
-of rank + 1 first; the main stream adds their products to the output, piece by piece. Every sum but the last is rounded
-to the output's dtype, as in a chain of matmuls that are added. Where the received tensor is wanted elsewhere too, one
+Problem. Every rank holds x, which has the rows of all ranks and columns of its own. Rank r wants its rows of every
+rank's x, side by side in rank order, times its weight [K, N].
+Algorithm. A small kernel puts x into the rank's own slot, where the peers read it. The main stream multiplies the own
+piece [rows, K/W] by its rows of the weight, directly from the input. Meanwhile the side stream copies the peers'
+pieces, beginning with that of rank + 1, and the main stream adds their products to the output, piece by piece. Every
+partial sum is rounded to the output's dtype, as in a chain of matmuls. If the node returns the received tensor, one
 copy at the end puts the pieces side by side.
-Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: all of its x is staged. The
-slot is only written with the credits of all peers, so nothing is ever revoked.
-Limits. Where the scattered dimension lies inside others, x is copied first, so that each rank's rows lie together.
+Signal protocol. See lowering/transfers.py. There is one flag for each source, in row PIECE_ROWS: all of its x is in its
+slot. The slot is written only with the credits of all peers, so it is never revoked.
+Limits. If the scattered dimension lies inside others, x is copied first, so that each rank's rows lie together.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from ditron_inductor.task.ulysses import received_shape
 
 
 def obstacle(node: AllToAllMatmul, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run x of `shape`: always empty, nothing is in its way."""
+    """Returns '': the strategy can run every x."""
     return ""
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Sizes that all ranks share: rows of a rank, C columns in each of its runs, the slot's bytes."""
+    """The layout of a call, from sizes that all ranks share: a rank has `rows` rows, and C columns in each of its runs.
+    """
 
     rows: int
     C: int
@@ -47,7 +48,7 @@ class Geometry:
 
 
 def geometry(node: AllToAllMatmul, launch: Launch, x: torch.Tensor, columns: int, k: int) -> Geometry:
-    """x [.., W*S, .., parts * C] with W*S at `scatter_dim`; columns: N, the largest on any rank; k: K. See Geometry."""
+    """Returns the Geometry for x [.., W*S, .., parts * C] with W*S at `scatter_dim`."""
     rows = math.prod(x.shape[:-1]) // node.world_size
     nbytes = round_up(node.world_size * rows * x.shape[-1] * x.element_size(), 256)
     return Geometry(rows, x.shape[-1] // node.parts, nbytes, Kernels(launch))
@@ -56,23 +57,22 @@ def geometry(node: AllToAllMatmul, launch: Launch, x: torch.Tensor, columns: int
 def all_to_all_matmul(
     node: AllToAllMatmul, launch: Launch, sizes: Geometry, x: torch.Tensor, weight: torch.Tensor
 ) -> list[torch.Tensor]:
-    """x [.., W*S, .., parts * C] with W*S at `scatter_dim`, weight [K, N].
-
-    Returns the output [rows, N], then what was received, [.., S, .., K], if the node wants it. See the module.
+    """Returns the output [rows, N] for x [.., W*S, .., parts * C] with W*S at `scatter_dim` and weight [K, N]; then the
+    received tensor [.., S, .., K] if the node returns it. See the module.
     """
     world, rank, rows, C, parts = node.world_size, launch.rank, sizes.rows, sizes.C, node.parts
     pieces = by_rank(node, x)
     out = x.new_empty(rows, weight.shape[1])
     received = x.new_empty(received_shape(x.shape, node.scatter_dim, world)) if node.return_received else None
-    # By the rank that they come from; the own one stays empty.
+    # The pieces, by the rank that they come from. The own piece may stay empty.
     arrived = x.new_empty(world, rows, parts * C)
     weights = weight.unflatten(0, (parts, world, C))
     outs = (out,) if received is None else (out, received)
     with launch.call(nbytes=sizes.nbytes) as call:
-        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, x, [one.numel() for one in outs]))
+        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, x, [out.numel() for out in outs]))
         with call.fork() as lane:
             plan.stage(lane.main, (pieces,), (pieces,))
-            # One wait for all of them, before the first product, which may leave no SM free.
+            # Wait once for all pieces, and before the first product, which may leave no SM free.
             plan.wait_all(lane.side)
             base = arrived.data_ptr()
             marks = []
@@ -94,7 +94,7 @@ def all_to_all_matmul(
 
 
 def _add(piece: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None) -> None:
-    """out = added + piece [rows, parts * C] @ weights [parts, C, N]; added: `out` itself, or None."""
+    """Computes out = added + piece [rows, parts * C] @ weights [parts, C, N]. added: `out` itself, or None."""
     C = weights.shape[1]
     for part in range(weights.shape[0]):
         multiply(piece[:, part * C : (part + 1) * C], weights[part], out, added)
@@ -103,7 +103,7 @@ def _add(piece: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, added: t
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common: launches, and the copies from each source in order."""
+    """What the calls that use one slot have in common: the launches, and the copies from each source in order."""
 
     stage: Bound
     wait_all: Bound
@@ -114,7 +114,7 @@ class _Plan:
 def _plan(
     node: AllToAllMatmul, launch: Launch, sizes: Geometry, call: Call, x: torch.Tensor, numels: Sequence[int]
 ) -> _Plan:
-    """numels: of the outputs."""
+    """Returns the _Plan. numels: the elements of each output."""
     world, rank = node.world_size, launch.rank
     nbytes = sizes.rows * node.parts * sizes.C * x.element_size()
     exchange = ChunkedExchange(sizes.kernels, call)

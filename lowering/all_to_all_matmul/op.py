@@ -1,4 +1,4 @@
-"""How `all_to_all_matmul` runs: its strategies, and the library's matmuls and collective."""
+"""Declares how `all_to_all_matmul` runs."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
 """all_to_all_matmul, strategy `tile`: out = received @ weight, received = all_to_all(x), in one launch.
 
-Problem. Every rank holds x, the rows of all ranks with columns of its own; rank r wants its rows of every rank's x,
-side by side in rank order, times its weight [K, N]. So each output tile contracts pieces that come from all ranks.
-Algorithm. Two queues of work. The *send* queue pushes the rows of every peer into its slot, chunk by chunk (a chunk is
-a run of block rows), a chunk to every peer before the next one. The first tickets of the *tile* queue stand for
-senders: whoever takes one pushes until the send queue is empty. All others compute output tiles: the own piece first,
-which needs no wait, while the peers' pieces come, then those of rank + 1, rank + 2, ..., with one wait for each source
-before its K loop; the fp32 accumulator is kept from one to the next. Where the received tensor is wanted elsewhere too,
-the last tickets copy it out of the slot.
-Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
-peer, read by every tile of the chunk, once for each source. A push waits for the credits of all peers for the slot's
-previous use; the next launch gives those of this one. Every wait for a flag belongs to a ticket behind the senders',
-and these wait for credits only: a launch completes even with one resident program. All ranks send as much as they
-receive, so none runs ahead.
-Limits. The scattered dimension is not the last one. Where it lies inside others, the launcher copies x first, so that
-each rank's rows lie together.
+Problem. Every rank holds x, which has the rows of all ranks and columns of its own. Rank r wants its rows of every
+rank's x, side by side in rank order, times its weight [K, N]. So each output tile contracts pieces from all ranks.
+Algorithm. There are two queues of work. The *send* queue pushes the rows for every peer into its slot, chunk by chunk.
+A chunk is a run of block rows, and it goes to every peer before the next chunk. The first tickets of the *tile* queue
+are for senders: a program that takes one pushes until the send queue is empty. All other tickets are output tiles. A
+tile multiplies the rank's own piece first, which needs no wait, while the peers' pieces arrive. Then it takes those of
+rank + 1, rank + 2, ..., with one wait for each source before its K loop, and adds them to the same fp32 accumulator. If
+the node returns the received tensor, the last tickets copy it out of the slot.
+Signal protocol. Flag row `chunk` of a peer is written once per launch, by the last program that pushed a piece of the
+chunk to this peer. Every tile of the chunk reads it, once for each source. A push waits for the credits of all peers
+for the slot's previous use; the next launch gives the credits of this use. Tickets that wait for a flag come after the
+senders' tickets, and senders wait for credits only. So a launch completes even with one resident program. All ranks
+send as much as they receive, so none runs ahead.
+Limits. The scattered dimension is not the last one. If it lies inside others, the launcher copies x first, so that each
+rank's rows lie together.
 """
 
 from __future__ import annotations
@@ -61,12 +61,16 @@ from ditron_inductor.task.nodes import AllToAllMatmul
 from ditron_inductor.task.ulysses import received_shape
 
 MOST_CHUNKS = 16
-"""Of the rows for one peer: the first tiles go on when one of them has come, and each has a flag that tiles look at."""
+"""The most chunks of the rows for one peer. With more of them the first tiles start earlier, but each chunk has a flag
+for which tiles wait.
+"""
 INTERPRETED_SENDERS = 2
 
 
 class How(NamedTuple):
-    """What is known at compile time: ranks, whether what was received is wanted, elements of the send queue, Tiles."""
+    """Values that are known at compile time: the number of ranks, whether the received tensor is returned, the steps of
+    the send queue, and the Tiles.
+    """
 
     WORLD: Any
     RETURN_RECEIVED: Any
@@ -77,15 +81,14 @@ class How(NamedTuple):
 
 @triton.jit
 def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Push piece `ticket` of what peers get of x to its peer, take the next one from the send queue, until none is
-    left.
+    """Pushes piece `ticket` of x to its peer, then takes the next ticket of the send queue, until none is left.
 
-    numel: elements for each rank, which lie together in x and in the slot of the rank.
+    numel: the number of elements for each rank. They lie together in x and in the slot of that rank.
     """
     PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     while ticket < num_sends:
-        # Rank - 1 comes to the pieces of this rank first.
+        # Rank - 1 is first, because it needs the pieces of this rank before those of other ranks.
         target = (use.rank + HOW.WORLD - 1 - ticket // pieces % (HOW.WORLD - 1)) % HOW.WORLD
         chunk = ticket // (pieces * (HOW.WORLD - 1))
         inside = ticket % pieces * PIECE_NUMEL
@@ -98,7 +101,9 @@ def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl
 
 
 class Pieces(NamedTuple):
-    """What a rank gets from each rank: `rows` of `parts` runs of C columns, `numel` elements, in chunks of rows."""
+    """What a rank gets from each rank: `rows` rows of `parts` runs of C columns, `numel` elements in all, in chunks of
+    `chunk_rows` rows.
+    """
 
     rows: Any
     C: Any
@@ -111,7 +116,9 @@ class Pieces(NamedTuple):
 def copy_received(
     use, ticket, x, received, pieces, alive, WORLD: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Copy tile `ticket` of what this rank has received, or keeps, to the caller's output; NaN after a failure."""
+    """Copies tile `ticket` of the received tensor, which includes the rank's own piece, to the output; NaN after a
+    failure.
+    """
     began = now(TRACE)
     num_m = tl.cdiv(pieces.rows, TILES.BLOCK_M)
     blocks = tl.cdiv(pieces.C, TILES.BLOCK_N)
@@ -135,7 +142,7 @@ def copy_received(
 
 
 class Tensors(NamedTuple):
-    """Pointers, see the kernel."""
+    """The pointers of the kernel; see there."""
 
     x: Any
     weight: Any
@@ -144,7 +151,7 @@ class Tensors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Columns of a run and of the output, strides of the weight, rows of a chunk."""
+    """The columns of a run (C) and of the output (N), the strides of the weight, and the rows of a chunk."""
 
     C: Any
     N: Any
@@ -158,11 +165,12 @@ def all_to_all_matmul_kernel(
     tensors, pointers, rows, sizes, parts, rank, slot, site, senders, num_chunks, HOW: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. x [WORLD * rows, parts * C] contiguous, by the rank that the rows are for; weight [parts * WORLD
-    * C, N]; out [rows, N] and received [rows, parts * WORLD * C] contiguous. A slot has rows [WORLD * rows, parts * C],
-    by the rank that they are from.
+    """See the module. x is [WORLD * rows, parts * C], contiguous, by the rank that gets the rows. weight is [parts *
+    WORLD * C, N]. out [rows, N] and received [rows, parts * WORLD * C] are contiguous. A slot has rows [WORLD * rows,
+    parts * C], by the rank from which they come.
 
-    DESCRIPTORS: then C is a multiple of BLOCK_K, and rows of x of 16 bytes. EVEN_K: C is a multiple of BLOCK_K.
+    With TILES.DESCRIPTORS, C is a multiple of BLOCK_K and rows of x are multiples of 16 bytes. With TILES.EVEN_K, C is
+    a multiple of BLOCK_K.
     """
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
@@ -195,7 +203,7 @@ def all_to_all_matmul_kernel(
             BLOCK_N, TILES.BLOCK_K, TILES.K_MAJOR,
         )  # fmt: skip
     ok = alive
-    # The chunk of all sources that was waited for last.
+    # `ready` is the chunk for which the program has waited last, from all sources.
     ready = tl.full((), -1, tl.int32)
     while ticket < senders + num_m * num_n:
         began = now(TRACE)
@@ -221,7 +229,7 @@ def all_to_all_matmul_kernel(
         for step in range(1, HOW.WORLD):
             source = (rank + step) % HOW.WORLD
             if chunk != ready:
-                # Acquire: the whole chunk, which its source pushed before it published this flag.
+                # Acquire: the source has pushed the whole chunk before it published this flag.
                 ok = ok & timed_wait(use, chunk, source, TRACE)
                 if TILES.DESCRIPTORS and not TILES.UPCAST:
                     ok = proxy_fence(ok)
@@ -256,8 +264,8 @@ def all_to_all_matmul_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: rows of a rank, C columns in each of its runs, tile shape, rows of a chunk, chunks,
-    the slot's bytes.
+    """The layout of a call, from sizes that all ranks share: a rank has `rows` rows, in `num_chunks` chunks of
+    `chunk_rows`, and C columns in each of its runs.
     """
 
     rows: int
@@ -269,7 +277,9 @@ class Geometry:
 
 
 def geometry(node: AllToAllMatmul, launch: Launch, x: torch.Tensor, columns: int) -> Geometry:
-    """x [.., W*S, .., parts * C] with W*S at `scatter_dim`; columns: N, the largest on any rank. See Geometry."""
+    """Returns the Geometry for x [.., W*S, .., parts * C] with W*S at `scatter_dim`. columns: the largest N on any
+    rank.
+    """
     rows = math.prod(x.shape[:-1]) // node.world_size
     config = launch.config(rows=rows, columns=columns, repeats=1, dtype=x.dtype)
     blocks = ceil_div(rows, config.block_m)
@@ -285,8 +295,8 @@ def geometry(node: AllToAllMatmul, launch: Launch, x: torch.Tensor, columns: int
 
 
 def by_rank(node: AllToAllMatmul, x: torch.Tensor) -> torch.Tensor:
-    """x [.., W*S, .., C'] as [W * rows, C'], the rows for each rank together; itself, where they lie so, else a
-    copy.
+    """Returns x [.., W*S, .., C'] as [W * rows, C'], contiguous, with the rows for each rank together; it is a copy if
+    they do not lie so in x.
     """
     outer, rows = math.prod(x.shape[: node.scatter_dim]), math.prod(x.shape[node.scatter_dim : -1]) // node.world_size
     if outer == 1:
@@ -298,9 +308,8 @@ def by_rank(node: AllToAllMatmul, x: torch.Tensor) -> torch.Tensor:
 def all_to_all_matmul(
     node: AllToAllMatmul, launch: Launch, sizes: Geometry, x: torch.Tensor, weight: torch.Tensor
 ) -> list[torch.Tensor]:
-    """x [.., W*S, .., parts * C] with W*S at `scatter_dim`, weight [K, N].
-
-    Returns the output [rows, N], then what was received, [.., S, .., K], if the node wants it. See the module.
+    """Returns the output [rows, N] for x [.., W*S, .., parts * C] with W*S at `scatter_dim` and weight [K, N]; then the
+    received tensor [.., S, .., K] if the node returns it. See the module.
     """
     pieces = by_rank(node, x)
     out = x.new_empty(sizes.rows, weight.shape[1])

@@ -1,19 +1,17 @@
-"""matmul_all_reduce, strategy `tile` for a few rows: out = all_reduce(sum_i a_i @ b_i + bias) in one
-launch, one-shot.
+"""matmul_all_reduce, strategy `tile` for a few rows: out = all_reduce(sum_i a_i @ b_i + bias) in one launch, one-shot.
 
-Problem. As in two_shot.py, when decoding: the product takes as long as reading the weight does, the tensor that is
-reduced is small, and what counts after the last tile is the number of signals one after the other.
-Algorithm. A program computes a tile, puts it into the slot of every rank, the own one too, and tells all peers at once.
-It adds up a tile, in rank order and in fp32, once it has sent the next one, or has no further one: one signal is all
-that stands between the last tile and the result. Operands are loaded by pointers, which is the faster way for so few
-rows. Every rank adds the same rounded partials, so all hold the same bits. An epilogue is computed of
-the sum before it is written, and what it makes of the product of a tile before that is sent.
-With a norm behind the sum (lowering/matmul_all_reduce_rms_norm), the program that adds up the last tile of this GPU
-does that for all rows, which are few.
-Signal protocol. Flag row `tile`, one word for each source. Before its first push a program waits for the credits of all
-peers. A program that waits for a tile has sent all the tiles that it took before, in ticket order.
-A local counter tells which tile is the last one; nobody waits for it.
-Limits. One flag for each tile: see `fits`.
+Problem. It is that of two_shot.py in decoding: the product takes as long as reading the weight does, the tensor that is
+reduced is small, and the time behind the last tile is that of the signals that follow each other.
+Algorithm. A program computes a tile, puts it into the slot of every rank, including its own, and tells all peers at
+once. It adds up a tile, in rank order and in fp32, after it has sent its next tile, or if there is none. So there is
+one signal between the last tile and the result. Operands are loaded by pointers, which is faster for so few rows. Every
+rank adds the same rounded partial tiles, so all get equal bits. An epilogue is computed on the sum before it is stored,
+and its part before the reduction on a tile before the tile is sent. If a norm follows
+(lowering/matmul_all_reduce_rms_norm), the program that adds up this GPU's last tile normalises all rows, which are few.
+Signal protocol. Flag row `tile` has one word for each source. Before its first push a program waits for the credits of
+all peers. A program that waits for a tile has sent all tiles that it took before, in ticket order. A local counter
+tells which tile is the last; nobody waits for it.
+Limits. There is one flag for each tile; see `fits`.
 """
 
 from __future__ import annotations
@@ -60,21 +58,25 @@ from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
 MOST_ROWS = 64
-"""Beyond this, sending every partial to every rank takes longer than a second round of signals."""
+"""With more rows, sending every partial tile to every rank takes longer than a second round of signals."""
 
 MOST_NORM_ROWS = 1
-"""That one program normalises: more of them take it longer than another launch (an H200 4 us more for 4 of 8192)."""
+"""The most rows that one program normalises. For more rows another launch takes less time (4 rows of 8192 elements took
+4 us longer on an H200).
+"""
 MOST_NORM_ELEMENTS = 64
-"""Of a row, in each thread of that program."""
+"""The most elements of a row in each thread of that program."""
 
 
 def fits(launch: Launch, rows: int, columns: int) -> bool:
-    """Whether [rows, columns] is reduced in one shot: a few rows, and a flag for each of the narrowest tiles."""
+    """Returns whether [rows, columns] is reduced in one shot: there are few rows, and enough flags even for the
+    narrowest tiles.
+    """
     return 0 < rows <= MOST_ROWS and columns <= 16 * MAX_CHUNKS.value
 
 
 def takes_norm(launch: Launch, sizes: Geometry) -> bool:
-    """Whether a norm is done in the same launch."""
+    """Returns whether a norm is computed in the same launch."""
     few = fits(launch, sizes.M, sizes.N) and sizes.M <= MOST_NORM_ROWS
     return few and block_of(sizes.N) <= MOST_NORM_ELEMENTS * 32 * sizes.config.num_warps
 
@@ -84,17 +86,17 @@ def matmul_all_reduce_kernel(
     lefts, rights, bias, extras, outs, given, norm_outs, pointers, M, N, terms, rank, slot, site, HOW: tl.constexpr,
     EPILOGUE: tl.constexpr, PRE: tl.constexpr, NORMS: tl.constexpr, ROW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K, M <= BLOCK_M, and of [K_i, N], see Terms;
-    bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs
-    [M, N] contiguous.
+    """See the module. lefts, rights: tuples of pointers to [M, K_i], M <= BLOCK_M, with contiguous K, and to [K_i, N],
+    see Terms. bias: [N], or anything if there is none. extras: the tensors that PRE and EPILOGUE read. outs: the
+    results of EPILOGUE, or the sum, [M, N] contiguous.
 
-    given, norm_outs, where there is a norm (NORMS): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
+    given, norm_outs: for `rows.finish_all`, if there is a norm (NORMS), with ROW >= N. There is no EPILOGUE then.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
+    # All this is requested now and used after the first tile, because it takes as long as a tenth of the product.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
     asked = ask_to_send(words, WORLD, TILES.THREADS)
@@ -110,17 +112,17 @@ def matmul_all_reduce_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     in_block = offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     in_m = (offs_m < M)[:, None] & (in_block >= 0)
-    # -1 as long as the answers have not been looked at.
+    # `ok` says whether this program may send; it is -1 until the answers have been read.
     ok = tl.full((), -1, tl.int32)
-    # The tile that was sent last and is not added up yet.
+    # `previous` is the tile that was sent last and is not added up yet.
     previous = tl.full((), -1, tl.int32)
     left = request
     if ticket >= tiles:
-        # Not otherwise: it would wait for the epoch before the product.
+        # Do this only for a program without a tile: others would wait for the epoch before their product.
         left = leave(use, ticket, due, TILES.THREADS, True)
     while (ticket < tiles) | (previous >= 0):
         if ticket >= tiles:
-            # The last round, before the last wait.
+            # This is the last round, and its wait the last one.
             left = leave(use, ticket, due, TILES.THREADS, True)
         current = tl.full((), -1, tl.int32)
         if ticket < tiles:
@@ -139,7 +141,7 @@ def matmul_all_reduce_kernel(
                 partial = acc.to(dtype)
                 for i in tl.static_range(WORLD):
                     tl.store(slots[i] + block + in_block, partial, mask=in_m)
-                # The tile lies in every peer's slot. A tile without credits is not sent, and never published.
+                # The tile lies in every peer's slot. A tile without credits is neither sent nor published.
                 publish_all(use, ticket, WORLD)
             if ticket == 0:
                 settle(tl.where(ok != 0, due, 0), use, WORLD)
@@ -147,7 +149,7 @@ def matmul_all_reduce_kernel(
             current = ticket
             ticket = granted(request, TILES.THREADS)
         if previous >= 0:
-            # Acquire: the tile's partials of all peers. The own one was stored by this program, before a barrier.
+            # Acquire: the peers' partial tiles are visible. This program stored its own one before a barrier.
             adding = now(TRACE)
             whole = ok & timed_wait_all(use, previous, WORLD, TRACE)
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -160,7 +162,7 @@ def matmul_all_reduce_kernel(
             elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
             store_sum(total, whole, extras, outs, elements, dtype, EPILOGUE)
             if NORMS is not None:
-                # For the last one all tiles are stored, and their stores are seen.
+                # When the last tile arrives, the stores of all tiles are visible to its program.
                 if arrive(pointers.counters, tiles):
                     finish_all(outs[0], given, norm_outs, M, N, ROW, NORMS)
             event(use, adding, previous, rank, SUM, TRACE)
@@ -169,7 +171,7 @@ def matmul_all_reduce_kernel(
 
 
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. M and N are those of the output, which has so many tiles. See Geometry."""
+    """Returns the Geometry for a [.., K], with the rows, columns and tiles of the output. columns: N."""
     M = math.prod(a.shape[:-1])
     config = select_few_rows_config(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
     config = config.for_arch(launch.workspace.capabilities.arch)
@@ -189,8 +191,8 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
-    the module.
+    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module. extras: the extra
+    tensors of the epilogue.
     """
     outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
     behind = {"NORMS": None, "ROW": 16, "given": None, "norm_outs": None}
@@ -209,9 +211,8 @@ def matmul_all_reduce_rms_norm(
     given: tuple[torch.Tensor | None, ...],
     extras: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """The same with a norm behind the sum, and no epilogue there; returns (normed, total), and what is saved.
-
-    given: see nodes.EXTRAS.
+    """Does `matmul_all_reduce` and then the norm, without an epilogue in between. Returns (normed, total), and what is
+    saved. given: see nodes.EXTRAS.
     """
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     outputs = reduced_outputs(node, out)

@@ -1,18 +1,19 @@
-"""matmul_all_reduce, strategy `tile` for many rows: out = all_reduce(sum_i a_i @ b_i + bias) in one
-launch, two-shot.
+"""matmul_all_reduce, strategy `tile` for many rows: out = all_reduce(sum_i a_i @ b_i + bias) in one launch, two-shot.
 
-Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K and wants the whole sum, the same bits everywhere.
-Algorithm. Tiles of the output are dealt out to owners in equal runs, and a run is cut into parts. *Push*: the tiles of
-a part that others own go into their slots, each carried while the next tile is computed. *Own*: an own tile waits for
-the other ranks' parts, adds them all in fp32, and goes to the output and, carried likewise, into every peer's slot.
-*Copy*: the peers' results come out of the slot. The parts run as a pipeline, part p pushed, p - 1 summed up, p - 2
-copied, so the links work while the tensor cores do. Only the owner adds, so all ranks hold the same bits. An
-epilogue is computed by each rank, where a result is written: its other operands need not be the same on all ranks.
-What it makes of the product is computed of a tile before that is sent.
-Signal protocol. Partials: see lowering/partials.py. Results: flag row RESULT_ROW + chunk, written by the owner to all
-peers at once, read by the copies of the chunk. In ticket order a wait depends on earlier sends only. The push of a
-result needs no credit: the partials of the peer, which it waited for, show that the slot is in its new use there.
-Limits. None on M, N, K: edge tiles are masked where they meet the output.
+Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K, and wants the whole sum with the same bits.
+Algorithm. The tiles of the output are divided among the ranks, their owners, in equal runs, and a run is cut into
+parts. *Push*: the tiles that other ranks own go into the owners' slots; each is carried while the next tile is
+computed. *Own*: a tile of this rank waits for the other ranks' partial tiles, adds all of them in fp32, and goes to the
+output and, carried too, into every peer's slot. *Copy*: the peers' results are copied out of the slot. The parts form a
+pipeline: while part p is pushed, part p - 1 is added up and part p - 2 is copied. So the links and the tensor cores
+work at the same time. Only the owner adds, so all ranks get equal bits. Every rank computes the epilogue where it
+stores a result, because the extra tensors may differ between ranks. The part of an epilogue before the reduction is
+computed on a tile before the tile is sent.
+Signal protocol. For partial tiles see lowering/partials.py. The owner publishes results in flag row RESULT_ROW + chunk
+to all peers at once; the copies of the chunk wait for it. In ticket order, a wait depends on earlier sends only. The
+push of a result needs no credit: the peer's partial tiles, for which it has waited, show that the peer is in the same
+use of the slot.
+Limits. None on M, N and K. Tiles at the edges are masked where they are stored in the output.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllReduce
 
 PARTS = 8
-"""Most parts of a pipeline."""
+"""The most parts of the pipeline."""
 PART_WAVES = 2
-"""A part has at least so many tiles for each SM: it has to outlast the transfer of the part before it."""
+"""The fewest tiles of a part for each SM. A part has to take longer than the transfer of the part before it."""
 
 
 @triton.jit
 def store_tile(acc, out, tile, num_m, num_n, M, N, TILES: tl.constexpr):
-    """Write tile `tile` of out [M, N] contiguous, without what lies beyond its edges."""
+    """Stores `acc` as tile `tile` of out [M, N], contiguous, without the elements that lie beyond its edges."""
     block_row, block_column = grouped(tile, num_m, num_n, TILES.GROUP_M)
     offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
     offs_n = block_column * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
@@ -82,10 +83,11 @@ def store_tile(acc, out, tile, num_m, num_n, M, N, TILES: tl.constexpr):
 
 @triton.jit
 def destinations(use, owner, tile, tiles_per_owner, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK):
-    """(where the tile in the outbox goes: pointers to blocks of WORLD - 1 slots, how many of them count).
+    """Returns the destinations of the tile in the outbox: (pointers to blocks of WORLD - 1 slots; how many of them are
+    valid).
 
-    A partial goes to its owner's slot, a result (owner is the rank) to all peers' behind the partials, by owner; if
-    owner is -1 there is none.
+    A partial tile goes to the slot of its owner. A result, whose owner is this rank, goes to the slots of all peers,
+    behind the partial tiles, by owner. If owner is -1, there is no tile.
     """
     is_result = owner == use.rank
     block = tl.where(is_result, WORLD + use.rank, use.rank) * tiles_per_owner + tile
@@ -101,9 +103,8 @@ def destinations(use, owner, tile, tiles_per_owner, dtype: tl.constexpr, WORLD: 
 
 @triton.jit
 def publish_carried(use, chunks, owner, tile, tiles_per_owner, HOW: tl.constexpr):
-    """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none: -1.
-
-    chunks: with the tiles of all owners.
+    """Publishes the tile that this program carried last: a partial tile for `owner`, a result if `owner` is this rank,
+    or nothing if it is -1. chunks.tiles has the tiles of all owners.
     """
     owner_tiles = tl.minimum(tiles_per_owner, chunks.tiles - owner * tiles_per_owner)
     of_owner = Chunks(chunks.counters, owner_tiles, chunks.chunk_tiles)
@@ -115,10 +116,10 @@ def publish_carried(use, chunks, owner, tile, tiles_per_owner, HOW: tl.constexpr
 
 @triton.jit
 def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
-    """(step, tile of its owner or -1, whether it is a copy) of a ticket; the owner is scatter_order(step).
+    """Returns (step; tile of its owner, or -1; whether it is a copy) of a ticket. The owner is scatter_order(step).
 
-    Stage s of the pipeline is: push part s, own part s - 1, copy part s - 2; tickets of parts that do not exist are
-    empty. Steps 0..WORLD-2 are the peers, WORLD-1 the own rank.
+    Stage s of the pipeline pushes part s, adds up part s - 1 and copies part s - 2. The tickets of parts that do not
+    exist are empty. Steps 0..WORLD-2 are the peers, and step WORLD-1 is this rank.
     """
     stage_tickets = (2 * WORLD - 1) * part_tiles
     stage = ticket // stage_tickets
@@ -126,7 +127,7 @@ def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
     step = position // part_tiles
     is_copy = step >= WORLD
     part = tl.where(step < WORLD - 1, stage, tl.where(is_copy, stage - 2, stage - 1))
-    # One part is one stage.
+    # If there is only one part, there is only one stage.
     part = tl.where(part_tiles < tiles_per_owner, part, 0)
     tile = part * part_tiles + position % part_tiles
     exists = (part >= 0) & (tile < tiles_per_owner)
@@ -138,9 +139,9 @@ def matmul_all_reduce_kernel(
     lefts, rights, bias, extras, outs, pointers, sizes, rank, slot, site, chunk_tiles, part_tiles, num_parts,
     HOW: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; bias [N], or
-    anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs [M, N]
-    contiguous.
+    """See the module. lefts, rights: tuples of pointers to [M, K_i] with contiguous K, and to [K_i, N], see Terms.
+    bias: [N], or anything if there is none. extras: the tensors that PRE and EPILOGUE read. outs: the results of
+    EPILOGUE, or the sum, [M, N] contiguous.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
@@ -156,14 +157,15 @@ def matmul_all_reduce_kernel(
     factors = factors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
     chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
-    # In 32-bit words, as it is carried.
+    # The size of a block in 32-bit words, in which it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
     SLICE: tl.constexpr = min(BLOCK_M, 64 * TILES.THREADS // BLOCK_N)
     outbox = data(use, rank, dtype)
     outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
-    # A second block: a partial is read while the result takes shape.
+    # A second block holds the result, because the partial tile is read while the result is computed.
     results = outbox + BLOCK
-    # Whether this program may send, -1 before it has asked, and the tile that waits in the outbox, see `destinations`.
+    # `ok` says whether this program may send; it is -1 until it has asked. sent_owner and sent_tile are the tile that
+    # waits in the outbox, see `destinations`.
     ok = tl.full((), -1, tl.int32)
     sent_owner = tl.full((), -1, tl.int32)
     sent_tile = tl.full((), 0, tl.int32)
@@ -183,11 +185,11 @@ def matmul_all_reduce_kernel(
             whole = alive
             box = tl.where(sent_owner == rank, results, outbox)
             if is_copy:
-                # Before a wait, deliver what is there.
+                # Before a wait, send what is in the outbox.
                 carry(Carried(box, targets, carried, num_targets), 0, TILES.PIECE)
                 publish_carried(use, chunks, sent_owner, sent_tile, tiles_per_owner, HOW)
                 sent_owner = tl.full((), -1, tl.int32)
-                # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
+                # Acquire: the owner has pushed its results of the chunk before it published this flag.
                 whole = alive & timed_wait(use, RESULT_ROW + tile // chunk_tiles, owner, TRACE)
                 if EPILOGUE is None:
                     block = (WORLD + owner) * tiles_per_owner + tile
@@ -210,7 +212,7 @@ def matmul_all_reduce_kernel(
                         sent_tile = tile
                 else:
                     put_prepared(outbox, acc, extras, place, PRE, SLICE, HOW)
-                    # Acquire: the tile's partials of all peers, published after they were stored.
+                    # Acquire: the peers' partial tiles are visible.
                     whole = alive & timed_wait_all(use, tile // chunk_tiles, WORLD, TRACE)
                     offs_n = column + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
@@ -226,7 +228,7 @@ def matmul_all_reduce_kernel(
                         sent_tile = tile
                     tl.debug_barrier()
             if EPILOGUE is not None:
-                # The same instructions for own tiles and copies: ranks compute the same bits of both.
+                # Own tiles and copies are computed by the same instructions, so all ranks get the same bits.
                 if is_copy | (owner == rank):
                     block = data(use, rank, dtype)
                     block += ((WORLD + owner) * tiles_per_owner + tile).to(tl.int64) * BLOCK
@@ -235,7 +237,7 @@ def matmul_all_reduce_kernel(
                     tile_n = tile_column * BLOCK_N + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
                         tile_m = tile_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
-                        # What was not sent is not read: whatever the slot holds, NaN is stored.
+                        # After a failure the loaded values do not matter, because NaN is stored.
                         reduced = tl.load(source + slice_offsets(i, SLICE, TILES)).to(tl.float32)
                         elements = elements_of(tile_m, tile_n, sizes.M, sizes.N)
                         store_sum(reduced, whole, extras, outs, elements, dtype, EPILOGUE)
@@ -252,11 +254,13 @@ def matmul_all_reduce_kernel(
 
 
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. M and N are those of the output, the tiles those of an owner. See Geometry."""
+    """Returns the Geometry for a [.., K], with the rows and columns of the output and the tiles of an owner. columns:
+    N.
+    """
     M, world = math.prod(a.shape[:-1]), node.world_size
     config = launch.config(rows=M, columns=columns, repeats=1, dtype=a.dtype)
     owned = ceil_div(ceil_div(M, config.block_m) * ceil_div(columns, config.block_n), world)
-    # Two areas, partials by source and results by owner; and as many outboxes.
+    # There are two areas, for partial tiles by source and results by owner, and each program has two outboxes.
     return carrying(
         launch, a.dtype, config, (M, columns), tiles=owned, computed=world * owned, places=2 * world * owned, boxes=2,
         flags=RESULT_ROW.value, arrangement=arrange(node.parsed, 1),
@@ -272,8 +276,8 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
-    the module.
+    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module. extras: the extra
+    tensors of the epilogue.
     """
     outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
     call = SumCall(node, launch, sizes, a, b, bias)
