@@ -309,26 +309,47 @@ def store_flat_sum(total, ok, x, outs, places, inside, N, DTYPE: tl.constexpr, E
     store_sum(total, ok, x, outs, Elements(places // N, places % N, places, inside, inside, inside), DTYPE, EPILOGUE)
 
 
+class Layout(NamedTuple):
+    """How the products and the outputs of an epilogue lie in memory: `numel` elements, in rows of N columns and in runs
+    of `run` consecutive elements. Several runs begin `pitch` elements apart.
+    """
+
+    numel: Any
+    N: Any
+    run: Any
+    pitch: Any
+
+
+def layout_of(x: torch.Tensor) -> Layout:
+    """Returns the Layout of x, which is contiguous [.., N], or [runs, rows, N] with contiguous runs."""
+    if x.is_contiguous():
+        return Layout(x.numel(), x.shape[-1], x.numel(), x.numel())
+    return Layout(x.numel(), x.shape[-1], x[0].numel(), x.stride(0))
+
+
 @triton.jit
 def apply_epilogue_kernel(
-    mm, x, outs, numel, N,
+    mm, x, outs, sizes,
     GROUP: tl.constexpr, EPILOGUE: tl.constexpr, NUM_PRODUCTS: tl.constexpr, NUM_OUTS: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    IN_RUNS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes outs = EPILOGUE(mm) for group GROUP. All of `mm` and `outs` are contiguous [numel / N, N]. WIDE: places
-    need 64 bits.
+    """Computes outs = EPILOGUE(mm) for group GROUP. All of `mm` and `outs` have the Layout `sizes`. IN_RUNS: the layout
+    has several runs, and no extra tensor has a value for each row. WIDE: places need 64 bits.
     """
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
     places = program * BLOCK + tl.arange(0, BLOCK)
-    inside = places < numel
+    inside = places < sizes.numel
+    held = places
+    if IN_RUNS:
+        held = places // sizes.run * sizes.pitch + places % sizes.run
     values = ()
     for i in tl.static_range(NUM_PRODUCTS):
-        values = values + (tl.load(mm[i] + places, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    results = EPILOGUE(GROUP, values, x, places // N, places % N, places, inside, inside, inside)
+        values = values + (tl.load(mm[i] + held, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    results = EPILOGUE(GROUP, values, x, places // sizes.N, places % sizes.N, places, inside, inside, inside)
     for i in tl.static_range(NUM_OUTS):
-        tl.store(outs[i] + places, results[i].to(outs[i].dtype.element_ty), mask=inside)
+        tl.store(outs[i] + held, results[i].to(outs[i].dtype.element_ty), mask=inside)
 
 
 def extras_or(instead: torch.Tensor, extras: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -339,22 +360,24 @@ def extras_or(instead: torch.Tensor, extras: Sequence[torch.Tensor]) -> tuple[to
 
 
 class Elementwise:
-    """Applies an epilogue by the elementwise kernel, with one launch for each group. Each number of elements has a
-    launcher of its own.
+    """Applies an epilogue by the elementwise kernel, with one launch for each group. Each layout has a launcher of its
+    own.
     """
 
     def __init__(self, epilogue: Epilogue, device: torch.device) -> None:
         self._groups = epilogue.groups()
         self._function = generated(epilogue.text()) if self._groups else None
         self._device = device
-        # The key is (group, number of elements).
-        self._launchers: dict[tuple[int, int], Launcher] = {}
+        # The key is (group, layout).
+        self._launchers: dict[tuple[int, Layout], Launcher] = {}
 
     def __call__(
         self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
-        """Computes the epilogue of `mm` into `outs` on the current stream. All are contiguous [.., N]. An output may be
-        one of the products.
+        """Computes the epilogue of `mm` into `outs` on the current stream. An output may be one of the products.
+
+        All of them are contiguous [.., N]. If no extra tensor has a value for each row, they may also be [runs, rows,
+        N] with contiguous runs that are equally far apart in all of them.
         """
         x = extras_or(mm[0], extras)
         for number, group in enumerate(self._groups):
@@ -363,13 +386,13 @@ class Elementwise:
                 "x": x,
                 "outs": tuple(outs[index] for index in group.outputs),
             }
-            numel, columns = tensors["mm"][0].numel(), tensors["mm"][0].shape[-1]
-            if numel > 0:
-                launcher = self._launchers.get((number, numel))
+            layout = layout_of(tensors["mm"][0])
+            if layout.numel > 0:
+                launcher = self._launchers.get((number, layout))
                 if launcher is None:
                     launcher = local_launcher(apply_epilogue_kernel, self._device)
-                    self._launchers[number, numel] = launcher
-                arguments = functools.partial(_arguments, numel, columns, number, group, self._function)
+                    self._launchers[number, layout] = launcher
+                arguments = functools.partial(_arguments, layout, number, group, self._function)
                 launcher(handle_for(mm[0]), arguments, (), (), tensors)
 
 
@@ -525,19 +548,22 @@ def preparer_of(node: WithEpilogue, device: torch.device) -> Preparer | None:
     return None if pre is None else Preparer(pre, device)
 
 
-def _arguments(numel: int, columns: int, number: int, group: OutputGroup, function: Any) -> Arguments:
+def _arguments(layout: Layout, number: int, group: OutputGroup, function: Any) -> Arguments:
+    runs = layout.numel // layout.run
+    # The end of the last run is the farthest place.
+    places = layout.numel if runs == 1 else (runs - 1) * layout.pitch + layout.run
     values = {
-        "numel": numel,
-        "N": columns,
+        "sizes": layout,
         "GROUP": number,
         "EPILOGUE": function,
         "NUM_PRODUCTS": len(group.products),
         "NUM_OUTS": len(group.outputs),
-        "WIDE": numel + BLOCK >= INT32,
+        "IN_RUNS": runs > 1,
+        "WIDE": max(places, layout.numel) + BLOCK >= INT32,
         "BLOCK": BLOCK,
         "num_warps": WARPS,
     }
-    return Arguments(ceil_div(numel, BLOCK), values)
+    return Arguments(ceil_div(layout.numel, BLOCK), values)
 
 
 def by_reference_with_epilogue(reference: Callable[..., torch.Tensor]) -> Library:

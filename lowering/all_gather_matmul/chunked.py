@@ -6,11 +6,12 @@ multiplies the own shard directly from the input, or from the slot if a norm com
 Meanwhile the side stream copies the other shards into the gathered tensor, beginning with that of rank + 1. The
 products follow, each with as many rows as lowering/schedules.py puts together. Narrow weights are multiplied with all
 rows at once when the last rows have arrived. The library adds a bias in its products. Any other epilogue is one launch
-behind the products of each run of rows, beside the next products, or one launch at the end.
+behind the products of each run of rows, beside the next products, or one launch at the end. If the gathered dimension
+lies inside others, such as that of the sequences of a batch, a shard is one copy of several runs, and one batched
+product for each weight.
 Signal protocol. See lowering/transfers.py. There is one flag for each source, in row PIECE_ROWS: its whole shard is in
 its slot. The slot is written only with the credits of all peers, so it is never revoked.
-Limits. K is the last dimension of the shard. The sizes of the dimensions in front of the gathered one multiply to at
-most MAX_OUTER, because each shard takes so many copies, and a batched product.
+Limits. K is the last dimension of the shard.
 """
 
 from __future__ import annotations
@@ -36,19 +37,10 @@ from ditron_inductor.task.epilogue import products
 from ditron_inductor.task.nodes import AllGatherMatmul
 from ditron_inductor.task.schema import norm_output
 
-MAX_OUTER = 8
 RUN_ELEMENTS = 4 << 20
 """If a shard's product with the widest weight has at least this many elements, an epilogue is computed run by run,
 beside the products that follow. For smaller products one launch at the end takes less time.
 """
-
-
-def obstacle(node: AllGatherMatmul, shape: Sequence[int]) -> str:
-    """Returns why the strategy cannot run for a shard of `shape` [.., S, .., K], or ''. It is equal on all ranks."""
-    outer = math.prod(shape[: node.gather_dim])
-    if outer > MAX_OUTER:
-        return f"the gathered dimension lies inside {outer} slices, and more than {MAX_OUTER} are too many copies"
-    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,11 +215,7 @@ class RunEnds:
     def make(self, place: int) -> None:
         """Computes the outputs of the run `place`, whose products are there."""
         mm, outs = ([runs[place] for runs in of_all] for of_all in (self._mm, self._outs))
-        if mm[0].dim() == 2:
-            self._finisher.make(mm, self._extras, outs)
-            return
-        for i in range(mm[0].shape[0]):
-            self._finisher.make([product[i] for product in mm], self._extras, [out[i] for out in outs])
+        self._finisher.make(mm, self._extras, outs)
 
 
 def _plan(
@@ -254,9 +242,9 @@ def _plan(
             staged = call.data(source, shard.dtype).data_ptr()
             if plain:
                 first = (source * rows + piece.first) * pitch
-                found.append((first, staged + piece.first * pitch, (piece.last - piece.first) * pitch))
+                found.append(Transfer(first, staged + piece.first * pitch, (piece.last - piece.first) * pitch))
             else:
-                found += [((i * world + source) * run, staged + i * run, run) for i in range(outer)]
+                found.append(Transfer(source * run, staged, run, outer, world * run))
         transfers.append(found)
     runs = [schedules.runs(group, rank, world, rows) for group in schedule.groups]
     lengths, place = schedules.partition([(rank * rows, (rank + 1) * rows), *itertools.chain(*runs)])

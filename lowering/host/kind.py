@@ -47,14 +47,12 @@ class Chunked:
     """The strategy `chunked`.
 
     Attributes:
-        obstacle: a function of (node, shape of the communicated tensor). It returns why such a call cannot run, or ''.
         geometry: lays out a call; a function of (node, launch, communicated tensor, n, k).
         run: runs a call.
-        in_band: a function of the geometry, or of None if there is an obstacle. It returns whether a call ends with a
-            norm kernel that sends in band.
+        in_band: a function of the geometry, or of None if no call can run. It returns whether a call ends with a norm
+            kernel that sends in band.
     """
 
-    obstacle: Callable[..., str]
     geometry: Callable[..., Any]
     run: Runner
     in_band: Callable[[Any], bool] = lambda geometry: False

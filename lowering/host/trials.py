@@ -69,13 +69,16 @@ class Sample:
 class Trial:
     """A trial of one problem.
 
-    name: a text that is equal on all ranks. tried: the strategies, the planned one first. refused: whether some rank
-    asks for determinism, so that nothing is tried. `begun` is the result of `Workspace.agreed` when the trial began.
-    `times` are the times by which the ranks decided, None until then.
+    name: a text that is equal on all ranks. request: that of the site that began the trial. tried: the strategies, the
+    planned one first. refused: whether some rank asks for determinism, so that nothing is tried. `begun` is the result
+    of `Workspace.agreed` when the trial began. `times` are the times by which the ranks decided, None until then.
     """
 
-    def __init__(self, name: str, workspace: Workspace, tried: tuple[str, ...], *, refused: bool) -> None:
+    def __init__(
+        self, name: str, workspace: Workspace, request: PlanRequest, tried: tuple[str, ...], *, refused: bool
+    ) -> None:
         self.name = name
+        self.request = request
         self.tried = tried
         self.refused = refused
         self.begun = workspace.agreed(name)
@@ -168,6 +171,18 @@ class SiteTrial:
 _trials: WeakKeyDictionary[SharedWorkspace, dict[str, Trial]] = WeakKeyDictionary()
 
 
+def ended() -> list[tuple[PlanRequest, Mapping[str, Times]]]:
+    """Returns (the request of the site that began it, the times by which the ranks decided) for each trial of this
+    process that has ended and that no reset has dropped.
+    """
+    return [
+        (found.request, found.times)
+        for shared, trials in _trials.items()
+        for found in trials.values()
+        if found.times is not None and shared.largest.get(found.name) is found.begun
+    ]
+
+
 def choose_both(
     workspace: Workspace, node: Any, wire: Sequence[int], request: PlanRequest, runners: Mapping[str, Runner]
 ) -> tuple[Chosen, Chosen, SiteTrial | None]:
@@ -216,5 +231,5 @@ def _trial_of(workspace: Workspace, wire: Sequence[int], request: PlanRequest, p
             return None
         # If any rank has to give the same bits in every run, no rank tries anything.
         refused = workspace.largest(name, int(torch.are_deterministic_algorithms_enabled()))
-        trials[name] = known = Trial(name, workspace, tried, refused=bool(refused))
+        trials[name] = known = Trial(name, workspace, request, tried, refused=bool(refused))
     return None if known.refused else known

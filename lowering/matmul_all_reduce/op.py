@@ -20,5 +20,5 @@ LOWERING = Lowering(
     MatmulAllReduce,
     by_reference_with_epilogue(reference.matmul_all_reduce),
     TILE,
-    Chunked(chunked.obstacle, chunked.geometry, chunked.reduced_sum),
+    Chunked(chunked.geometry, chunked.reduced_sum),
 )

@@ -12,5 +12,5 @@ LOWERING = Lowering(
     MatmulReduceScatter,
     by_reference_with_epilogue(reference.matmul_reduce_scatter),
     Tile(tile.geometry, tile.matmul_reduce_scatter),
-    Chunked(chunked.obstacle, chunked.geometry, chunked.matmul_reduce_scatter),
+    Chunked(chunked.geometry, chunked.matmul_reduce_scatter),
 )
