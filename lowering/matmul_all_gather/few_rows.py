@@ -1,16 +1,16 @@
 """matmul_all_gather, strategy `tile` for a few rows: out = all_gather(a @ b + bias) in one launch.
 
-Problem. Every rank holds a [M, K], b [K, N] of its own columns, and wants the products of all ranks: the logits, when
-decoding. The product takes as long as reading the weight does, and what is gathered is small.
-Algorithm. Every program takes one run of neighbouring tiles. It computes them one after the other, and stores each into
-the output, and into the slot of every peer, where nothing waits for these stores. Behind its last tile it tells all
-peers, once. Then it waits for the same run of all peers, and copies it from the slot into the output: signal and copy
-come once for each program, not once for each tile, which would cost a tenth of the product.
-Signal protocol. Flag row `run`, one word for each source. Before its first push a program waits for the credits of all
-peers. A program takes one ticket and waits only for what peers send under the same one, before they wait themselves. So
-the first ticket that some rank has not finished goes on: one resident program is enough.
-A run without credits is not sent, and never published, nor is any tile of it in the own output.
-Limits. One flag for each run: see `geometry`.
+Problem. Every rank holds a [M, K] and b [K, N] with columns of its own, and wants the products of all ranks, such as
+the logits in decoding. The product takes as long as reading the weight does, and the gathered tensor is small.
+Algorithm. Every program takes one run of neighbouring tiles. It computes them one after the other, and stores each in
+the output and in the slot of every peer, without waiting for these stores. After its last tile it tells all peers. Then
+it waits for the same run of all peers, and copies it from the slot into the output. There is one signal and one copy
+for each program; one for each tile would take a tenth of the product's time.
+Signal protocol. Flag row `run` has one word for each source. Before its first push a program waits for the credits of
+all peers. A program takes one ticket, and waits only for what peers send under the same ticket, which they do before
+they wait. So the first ticket that some rank has not finished completes: one resident program is enough. A run without
+credits is neither sent nor published, and its tiles in the output are NaN.
+Limits. There is one flag for each run; see `geometry`.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ from ditron_inductor.lowering.sums import Geometry, SumCall
 from ditron_inductor.task.nodes import MatmulAllGather
 
 MOST_ROWS = 64
-"""Beyond this the tensor cores need larger tiles than all rows of some columns."""
+"""With more rows the tensor cores need larger tiles than all rows of a few columns."""
 INTERPRETED_MOST_ROWS = 16
 
 STAGES = {16: 5, 32: 4, 64: 3}
-"""By rows of a tile: as many as leave memory for a second program on an SM, which reads the weight while the first one
-is between two tiles.
+"""The stages of the K loop, by the rows of a tile. They leave memory for a second program on an SM, which reads the
+weight while the first program is between two tiles.
 """
 COPY_ROWS = tl.constexpr(16)
 COPY_BYTES = 256
-"""Of a run, to one thread at a time, from all peers together: all of it is under way at once."""
+"""The bytes of a run that one thread copies at a time, from all peers together. All of them are under way at once."""
 
 
 def fits(launch: Launch, rows: int, columns: int) -> bool:
-    """Whether so many rows are a few."""
+    """Returns whether there are few enough rows for this kernel."""
     return 0 < rows <= (INTERPRETED_MOST_ROWS if launch.interpreted else MOST_ROWS)
 
 
 def select_tiles(*, rows: int, dtype: torch.dtype, interpreted: bool) -> Config:
-    """The tile shape for a few rows; equal on all ranks."""
+    """Returns the tile shape for a few rows. It is equal on all ranks."""
     config = select_few_rows_config(rows=rows, dtype=dtype, interpreted=interpreted)
     return replace(config, num_stages=STAGES[config.block_m], programs_per_sm=2)
 
 
 class Sizes(NamedTuple):
-    """Columns of a rank's product, `block` of interleaved_row, columns of the product in a slot, and the Terms of the
-    sum.
+    """The columns N of a rank's product, the argument `block` of `interleaved_row`, the columns `pitch` of the product
+    in a slot, and the Terms of the sum.
     """
 
     N: Any
@@ -88,16 +88,17 @@ class Sizes(NamedTuple):
 def matmul_all_gather_kernel(
     lefts, rights, ends, pointers, M, sizes, rank, slot, site, run_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K, M <= BLOCK_M, and of [K_i, N], see Terms;
-    the output [WORLD * M, N], its rows as in interleaved_row.
+    """See the module. lefts, rights: tuples of pointers to [M, K_i], M <= BLOCK_M, with contiguous K, and to [K_i, N],
+    see Terms. The output is [WORLD * M, N] with rows as in interleaved_row.
 
-    A slot has places [peer][M][pitch], pitch a multiple of BLOCK_N. One program for each run of run_tiles tiles.
+    A slot has places [peer][M][pitch]; pitch is a multiple of BLOCK_N. There is a program for each run of run_tiles
+    tiles.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
+    # All this is requested now and used after the first tile, because it takes as long as a tenth of the product.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
     asked = ask_to_send(words, WORLD, TILES.THREADS)
@@ -114,7 +115,7 @@ def matmul_all_gather_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     in_m = (offs_m < M)[:, None]
     own_rows = interleaved_row(offs_m, rank, M, sizes.block, WORLD, True).to(tl.int64)[:, None] * sizes.N
-    # -1 as long as the answers have not been looked at.
+    # `ok` says whether this program may send; it is -1 until the answers have been read.
     ok = tl.full((), -1, tl.int32)
     tile = run * run_tiles
     last_tile = tl.minimum(tile + run_tiles, tl.cdiv(sizes.N, BLOCK_N))
@@ -134,12 +135,12 @@ def matmul_all_gather_kernel(
         event(use, began, tile, rank, TILE, TRACE)
         tile += 1
     if ok != 0:
-        # The run lies in every peer's slot. A run without credits is not sent, and never published.
+        # The run lies in every peer's slot. A run without credits is neither sent nor published.
         publish_all(use, run, WORLD)
     if run == 0:
         settle(tl.where(ok != 0, due, 0), use, WORLD)
     left = leave(use, run, due, TILES.THREADS, True)
-    # Acquire: the same run of all peers.
+    # Acquire: the same run of all peers is visible.
     copying = now(TRACE)
     whole = ok & timed_wait_all(use, run, WORLD, TRACE)
     for first in range(run * run_tiles * BLOCK_N, last_tile * BLOCK_N, HOW.COPY_COLUMNS):
@@ -162,8 +163,8 @@ def matmul_all_gather_kernel(
 
 
 def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. M and N are those of a rank's product; a chunk is a run, one for each program. See
-    Geometry.
+    """Returns the Geometry for a [.., K], with the rows and columns of a rank's product. A chunk is the run of one
+    program. columns: N.
     """
     M = math.prod(a.shape[:-1])
     config = select_tiles(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
@@ -182,7 +183,9 @@ def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: in
 
 
 def copy_columns(sizes: Geometry, world_size: int, itemsize: int) -> int:
-    """Columns that a program copies at once, a power of two: a run's, or as many as its threads have registers for."""
+    """Returns the columns that a program copies at once, a power of two: those of a run, or as many as its threads have
+    registers for.
+    """
     threads = 32 * sizes.config.num_warps
     most = threads * COPY_BYTES // (COPY_ROWS.value * (world_size - 1) * itemsize)
     wanted = 1 << (sizes.chunk_tiles * sizes.config.block_n - 1).bit_length()
@@ -197,8 +200,8 @@ def matmul_all_gather(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns what all ranks compute along the node's dimension. See the
-    module.
+    """Returns the products sum_i a_i @ b_i + bias of all ranks, gathered along the node's dimension; see the module.
+    a_i is [.., K_i], b_i [K_i, N] and bias [N].
     """
     out = gathered_like(node, a[0], sizes.N)
     call = SumCall(node, launch, sizes, a, b, bias)

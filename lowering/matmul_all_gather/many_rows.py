@@ -1,14 +1,15 @@
 """matmul_all_gather, strategy `tile` for many rows: out = all_gather(a @ b + bias) in one launch.
 
-Problem. Every rank holds a [M, K], b [K, N] of its own columns (or a of its own rows), and wants the products of all.
-Algorithm. One queue of work: the tiles of the own product, then copies of the peers' tiles, in the order in which they
-are made. A finished tile goes into the output, and into the program's outbox, from where the K loop of its next tile
-carries it into the slots of all peers. Then it is published. By the time of the copies the links have been at work as
-long as the tensor cores, and only the last tiles are still on their way.
-Signal protocol. Flag row `tile // chunk_tiles`, one word for each source. A push waits for the credits of all peers for
-the slot's previous use; the next launch gives those of this one. Every push precedes every flag wait in ticket order,
-and a program carries and publishes what it has before it waits for a flag.
-Limits. None on M, N, K: edge tiles are masked where they meet the output.
+Problem. Every rank holds a [M, K] and b [K, N] with columns of its own (or a with rows of its own), and wants the
+products of all ranks.
+Algorithm. One queue of work has the tiles of the rank's own product, and then copies of the peers' tiles in the order
+in which they are computed. A finished tile goes into the output, and into the program's outbox. The K loop of the
+program's next tile carries it into the slots of all peers, and then it is published. When the copies begin, the links
+have worked as long as the tensor cores, so only the last tiles are still on their way.
+Signal protocol. Flag row `tile // chunk_tiles` has one word for each source. A push waits for the credits of all peers
+for the slot's previous use; the next launch gives the credits of this use. Every push precedes every flag wait in
+ticket order, and a program carries and publishes what it has before it waits for a flag.
+Limits. None on M, N and K. Tiles at the edges are masked where they are stored in the output.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from ditron_inductor.task.nodes import MatmulAllGather
 
 @triton.jit
 def destinations(use, tile, tiles, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to the blocks of own tile `tile` in the slots of all peers."""
+    """Returns pointers to the blocks, in the slots of all peers, of this rank's tile `tile`."""
     targets = ()
     for i in tl.static_range(1, WORLD):
         target = (use.rank + i) % WORLD
@@ -65,7 +66,9 @@ def destinations(use, tile, tiles, dtype: tl.constexpr, WORLD: tl.constexpr, BLO
 
 @triton.jit
 def store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD: tl.constexpr, TILES: tl.constexpr):
-    """Write tile `tile` of the product of `source` to its place in out, without what lies beyond its edges."""
+    """Stores `result`, tile `tile` of the product of `source`, at its place in `out`, without the elements that lie
+    beyond its edges.
+    """
     block_row, block_column = grouped(tile, num_m, num_n, TILES.GROUP_M)
     offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
     offs_n = block_column * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
@@ -78,8 +81,8 @@ def store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD: tl.c
 def matmul_all_gather_kernel(
     lefts, rights, ends, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; the
-    output [WORLD * M, N] contiguous, its rows as in interleaved_row.
+    """See the module. lefts, rights: tuples of pointers to [M, K_i] with contiguous K, and to [K_i, N], see Terms. The
+    output is [WORLD * M, N], contiguous, with rows as in interleaved_row.
 
     A slot has places [peer][tile], and an outbox for each program.
     """
@@ -96,10 +99,11 @@ def matmul_all_gather_kernel(
     factors = factors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
     chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
-    # In 32-bit words, as it is carried.
+    # The size of a block in 32-bit words, in which it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
     outbox = data(use, rank, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether this program may send, -1 before it has asked, and the tile that waits in the outbox, -1 if there is none.
+    # `ok` says whether this program may send; it is -1 until it has asked. `sent` is the tile that waits in the outbox,
+    # -1 if there is none.
     ok = tl.full((), -1, tl.int32)
     sent = tl.full((), -1, tl.int32)
     ticket = take_tile(use)
@@ -112,7 +116,7 @@ def matmul_all_gather_kernel(
         targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
         carried = tl.where(sent < 0, 0, BLOCK_WORDS)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
-        # The bias first: behind the product there are no registers left for it.
+        # Add the bias first, because behind the product there are no registers left for it.
         acc = plus_bias(zeros_of(TILES), ends.bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
         acc = sum_tile(acc, factors, row, column, Carried(outbox, targets, carried, WORLD - 1), TILES)
         if sent >= 0:
@@ -126,14 +130,14 @@ def matmul_all_gather_kernel(
         store_part(result, ends.out, ticket, rank, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
         event(use, began, ticket, rank, TILE, TRACE)
         ticket = granted(request, TILES.THREADS)
-    # Sends before waits: what is left in the outbox goes now.
+    # Sends come before waits: what is left in the outbox is sent now.
     sending = now(TRACE)
     targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
     carry(Carried(outbox, targets, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1), 0, TILES.PIECE)
     if sent >= 0:
         publish_to_all(use, chunks, 0, sent, HOW)
         event(use, sending, sent // chunk_tiles, rank, SEND, TRACE)
-    # Looked up again: no register holds it while tiles are computed.
+    # Look this up again, so that no register holds it while tiles are computed.
     own = data(use, rank, dtype)
     while ticket < WORLD * tiles:
         copying = now(TRACE)
@@ -141,7 +145,7 @@ def matmul_all_gather_kernel(
         tile = (ticket - tiles) // (WORLD - 1)
         source = (rank + 1 + (ticket - tiles) % (WORLD - 1)) % WORLD
         block = place_of(source, rank, WORLD) * tiles + tile
-        # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
+        # Acquire: the source has pushed all tiles of the chunk before it published this flag.
         whole = alive & timed_wait(use, tile // chunk_tiles, source, TRACE)
         result = received_block(own, block, whole, TILES)
         store_part(result, ends.out, tile, source, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
@@ -151,7 +155,7 @@ def matmul_all_gather_kernel(
 
 
 def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. M and N are those of a rank's product. See Geometry."""
+    """Returns the Geometry for a [.., K], with the rows and columns of a rank's product. columns: N."""
     M = math.prod(a.shape[:-1])
     config = launch.config(rows=M, columns=columns, repeats=1, dtype=a.dtype)
     tiles = ceil_div(M, config.block_m) * ceil_div(columns, config.block_n)
@@ -167,8 +171,8 @@ def matmul_all_gather(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns what all ranks compute along the node's dimension. See the
-    module.
+    """Returns the products sum_i a_i @ b_i + bias of all ranks, gathered along the node's dimension; see the module.
+    a_i is [.., K_i], b_i [K_i, N] and bias [N].
     """
     out = gathered_like(node, a[0], sizes.N)
     call = SumCall(node, launch, sizes, a, b, bias)

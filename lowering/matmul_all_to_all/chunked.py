@@ -1,13 +1,12 @@
 """matmul_all_to_all, strategy `chunked`: library products for one rank after the other, which its copy engine fetches.
 
-Problem. Every rank holds its rows a [M, K] and b [K, N]; rank r wants, of all rows of all ranks, its own columns of the
-product: of each of `parts` parts the r-th of W runs of C columns.
-Algorithm. The main stream multiplies by the columns for rank + 1 first and by the own ones last. The products go
-straight into the own slot, where their readers find them; a small kernel behind each tells them. Meanwhile the side
-stream copies what the peers have for this rank into the output, that of rank - 1 first, in the order in which they are
-made. The own product hides the last copy. With one peer the rows are cut in two, so that it hides no more than half of
-the transfer.
-Signal protocol. See lowering/transfers.py. A flag for each run of rows, from row PIECE_ROWS on.
+Problem. Every rank holds its rows a [M, K] and b [K, N]. Rank r wants, for all rows of all ranks, its own columns of
+the product. The columns are `parts` parts of W runs of C columns each, and rank r gets the r-th run of each part.
+Algorithm. The main stream multiplies by the columns for rank + 1 first and by the rank's own columns last. The products
+go into the rank's own slot, and a small kernel behind each tells its reader. Meanwhile the side stream copies what the
+peers have computed for this rank into the output, in the order in which they compute it: rank - 1 first. The own
+product hides the last copy. With one peer the rows are cut in two, because the own product hides only the last copy.
+Signal protocol. See lowering/transfers.py. There is a flag for each run of rows, from row PIECE_ROWS on.
 Limits. The gathered dimension is not the last one.
 """
 
@@ -32,9 +31,9 @@ from ditron_inductor.task.ulysses import gathered_shape
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Sizes that all ranks share: rows M of a rank, `outer` runs of which the output keeps apart, C columns in each run
-    of columns; `cuts`, the runs of rows that are multiplied as one; `stride` elements of the slot for each reader, its
-    bytes.
+    """The layout of a call, from sizes that all ranks share: a rank has M rows, in `outer` runs that do not lie
+    together in the output, and C columns in each run of columns. `cuts` are the runs of rows that are multiplied as
+    one. Each reader has `stride` elements of the slot.
     """
 
     M: int
@@ -47,7 +46,7 @@ class Geometry:
 
 
 def geometry(node: MatmulAllToAll, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
-    """a [.., S, .., K] with S at `gather_dim`; columns: N; k: the largest K on any rank. See Geometry."""
+    """Returns the Geometry for a [.., S, .., K] with S at `gather_dim`. columns: N."""
     world = node.world_size
     M = math.prod(a.shape[:-1])
     outer = math.prod(a.shape[: node.gather_dim])
@@ -66,9 +65,7 @@ def geometry(node: MatmulAllToAll, launch: Launch, a: torch.Tensor, columns: int
 
 @dataclass(frozen=True)
 class _Columns:
-    """The operands of sum_i a_i @ b_i + bias, of which each product takes a run of rows and the columns for one
-    rank.
-    """
+    """The operands of sum_i a_i @ b_i + bias. Each product takes a run of rows and the columns for one rank."""
 
     lefts: Sequence[torch.Tensor]
     rights: Sequence[torch.Tensor]
@@ -79,7 +76,9 @@ class _Columns:
     cuts: tuple[tuple[int, int], ...]
 
     def multiply(self, place: int, out: torch.Tensor) -> None:
-        """out [rows, parts * C] = the columns for rank `place // len(cuts)` of the run `place % len(cuts)` of rows."""
+        """Computes into `out` [rows, parts * C] the columns for rank `place // len(cuts)` of the run of rows `place %
+        len(cuts)`.
+        """
         reader, (first, last) = place // len(self.cuts), self.cuts[place % len(self.cuts)]
         for part in range(self.parts):
             begin = (part * self.world_size + reader) * self.C
@@ -98,13 +97,13 @@ def matmul_all_to_all(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]; returns [.., W*S, .., N / W]. See the
-    module.
+    """Returns the output [.., W*S, .., N / W] for a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N] and bias
+    [N]; see the module.
     """
     world, M, width = node.world_size, sizes.M, node.parts * sizes.C
     out = a[0].new_empty(gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, world))
-    columns = _Columns([rows_of(one) for one in a], b, bias, node.parts, sizes.C, world, sizes.cuts)
-    # The own rows, which lie together in the output unless it keeps runs of them apart.
+    columns = _Columns([rows_of(left) for left in a], b, bias, node.parts, sizes.C, world, sizes.cuts)
+    # The rank's own rows lie together in the output only if `outer` is 1.
     apart = out.view(sizes.outer, world, M // sizes.outer, width)[:, launch.rank]
     own = apart.view(M, width) if sizes.outer == 1 else out.new_empty(M, width)
     with launch.call(nbytes=sizes.nbytes) as call:
@@ -122,7 +121,7 @@ def matmul_all_to_all(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common: launches and copies."""
+    """What the calls that use one slot have in common: the launches and copies."""
 
     open: Bound
     groups: list[PieceGroup]

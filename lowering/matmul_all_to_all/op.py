@@ -1,4 +1,4 @@
-"""How `matmul_all_to_all` runs: its strategies, and the library's matmuls and collective."""
+"""Declares how `matmul_all_to_all` runs."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
 """matmul_all_to_all, strategy `tile`: out = all_to_all(a @ b + bias), columns scattered, rows gathered, in one launch.
 
-Problem. Every rank holds its rows a [M, K] and b [K, N]; rank r wants, of all rows of all ranks, its own columns of the
-product: of each of `parts` parts the r-th of W runs of C columns. Nothing is added up, so every tile has one reader.
-Algorithm. One queue of work: the tiles of the product, those for rank + 1 first and the own ones last, then copies of
-what peers have sent. A tile lies in one run of columns. A finished one for a peer goes into the program's outbox, from
-where the K loop of its next tile carries it into the peer's slot; an own one goes straight into the output. The last
-tickets copy the peers' tiles from the slot into the output, those of rank - 1 first, in the order in which they are
-made: by then only the last of them are still on their way.
-Signal protocol. Flag row `tile // chunk_tiles` of a peer, one word for each source. A push waits for the credits of all
-peers for the slot's previous use; the next launch gives those of this one. Every push precedes every flag wait in
-ticket order, and a program carries and publishes what it has before it waits for a flag. All ranks send as much as they
-receive, so none runs ahead.
+Problem. Every rank holds its rows a [M, K] and b [K, N]. Rank r wants, for all rows of all ranks, its own columns of
+the product. The columns are `parts` parts of W runs of C columns each, and rank r gets the r-th run of each part.
+Nothing is added up, so every tile has one reader.
+Algorithm. One queue of work has the tiles of the product, those for rank + 1 first and the rank's own tiles last, and
+then copies of what the peers have sent. A tile lies in one run of columns. A finished tile for a peer goes into the
+program's outbox, and the K loop of the next tile carries it into the peer's slot. An own tile goes into the output. The
+last tickets copy the peers' tiles from the slot into the output, in the order in which they are computed: those of
+rank - 1 first. By then only the last tiles are still on their way.
+Signal protocol. Flag row `tile // chunk_tiles` of a peer has one word for each source. A push waits for the credits of
+all peers for the slot's previous use; the next launch gives the credits of this use. Every push precedes every flag
+wait in ticket order, and a program carries and publishes what it has before it waits for a flag. All ranks send as much
+as they receive, so none runs ahead.
 Limits. The gathered dimension is not the last one, and the group's size times `parts` divides N.
 """
 
@@ -58,7 +59,9 @@ from ditron_inductor.task.ulysses import gathered_shape
 
 @triton.jit
 def place_of_tile(tile, num_m, C, parts, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(first row, part, first column in the part's run of C) of tile `tile` of what one rank gets from another."""
+    """Returns (first row, part, first column within the part's run of C columns) of tile `tile` of what one rank gets
+    from another.
+    """
     blocks = tl.cdiv(C, BLOCK_N)
     block_row, block_column = grouped(tile, num_m, parts * blocks, GROUP_M)
     return block_row * BLOCK_M, block_column // blocks, block_column % blocks * BLOCK_N
@@ -66,7 +69,9 @@ def place_of_tile(tile, num_m, C, parts, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD: tl.constexpr, TILES: tl.constexpr):
-    """Write tile `tile` of what `source` has for this rank to its place in out, without what lies beyond its edges."""
+    """Stores `result`, tile `tile` of what `source` has for this rank, at its place in `out`, without the elements that
+    lie beyond its edges.
+    """
     row, part, column = place_of_tile(tile, num_m, C, parts, TILES.BLOCK_M, TILES.BLOCK_N, TILES.GROUP_M)
     offs_m = row + tl.arange(0, TILES.BLOCK_M)
     offs_n = column + tl.arange(0, TILES.BLOCK_N)
@@ -80,8 +85,8 @@ def matmul_all_to_all_kernel(
     lefts, rights, ends, pointers, sizes, parts, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, parts * WORLD * N], see Terms;
-    the output [WORLD * M, parts * N] contiguous, its rows as in interleaved_row.
+    """See the module. lefts, rights: tuples of pointers to [M, K_i] with contiguous K, and to [K_i, parts * WORLD * N],
+    see Terms. The output is [WORLD * M, parts * N], contiguous, with rows as in interleaved_row.
 
     A slot has places [peer][tile], and an outbox for each program.
     """
@@ -98,10 +103,11 @@ def matmul_all_to_all_kernel(
     factors = factors_of(lefts, rights, sizes.M, columns, sizes.terms, TILES)
     chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
-    # In 32-bit words, as it is carried.
+    # The size of a block in 32-bit words, in which it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
     outbox = data(use, rank, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether it may send, -1 before it has asked; the tile that waits in the outbox, for nobody if it is the rank.
+    # `ok` says whether this program may send; it is -1 until it has asked. sent_owner and sent_tile are the tile that
+    # waits in the outbox; sent_owner is this rank if there is none.
     ok = tl.full((), -1, tl.int32)
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
@@ -118,7 +124,7 @@ def matmul_all_to_all_kernel(
         place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
         target = data(use, sent_owner, dtype) + tl.where(sent_owner != rank, place, 0)
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
-        # The bias first: behind the product there are no registers left for it.
+        # Add the bias first, because behind the product there are no registers left for it.
         acc = plus_bias(zeros_of(TILES), ends.bias, column, columns, BLOCK_N, HOW.HAS_BIAS)
         acc = sum_tile(acc, factors, row, column, Carried(outbox, (target,), carried, 1), TILES)
         if sent_owner != rank:
@@ -134,23 +140,23 @@ def matmul_all_to_all_kernel(
             sent_tile = tile
         event(use, began, tile, owner, TILE, TRACE)
         ticket = granted(request, TILES.THREADS)
-    # Sends before waits: what is left in the outbox goes now.
+    # Sends come before waits: what is left in the outbox is sent now.
     if sent_owner != rank:
         sending = now(TRACE)
         place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
         carry(Carried(outbox, (data(use, sent_owner, dtype) + place,), BLOCK_WORDS, 1), 0, TILES.PIECE)
         publish_partial(use, chunks, sent_owner, sent_tile, HOW)
         event(use, sending, sent_tile // chunk_tiles, sent_owner, SEND, TRACE)
-    # Looked up again: no register holds it while tiles are computed.
+    # Look this up again, so that no register holds it while tiles are computed.
     own = data(use, rank, dtype)
     while ticket < (2 * WORLD - 1) * tiles:
         copying = now(TRACE)
         request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         tile = ticket % tiles
-        # Rank - 1 sends to this one first.
+        # Rank - 1 sends to this rank first.
         source = (rank + 2 * WORLD - 1 - ticket // tiles) % WORLD
         block = place_of(source, rank, WORLD) * tiles + tile
-        # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
+        # Acquire: the source has pushed all tiles of the chunk before it published this flag.
         whole = alive & timed_wait(use, tile // chunk_tiles, source, TRACE)
         result = received_block(own, block, whole, TILES)
         store_tile(result, ends.out, tile, source, num_m, sizes.M, sizes.N, parts, sizes.block, WORLD, TILES)
@@ -160,16 +166,14 @@ def matmul_all_to_all_kernel(
 
 
 def geometry(node: MatmulAllToAll, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]. M: rows of a rank; N: columns in each of its runs; tiles: of what one rank gets from another. See
-    Geometry.
+    """Returns the Geometry for a [.., K]: M rows of a rank, N columns in each of its runs, and the tiles of what one
+    rank gets from another.
     """
     M, world = math.prod(a.shape[:-1]), node.world_size
     N = columns // (node.parts * world)
     config = launch.config(rows=M, columns=N, repeats=world * node.parts, dtype=a.dtype)
     tiles = ceil_div(M, config.block_m) * node.parts * ceil_div(N, config.block_n)
-    return carrying(
-        launch, a.dtype, config, (M, N), tiles=tiles, computed=world * tiles, places=(world - 1) * tiles
-    )
+    return carrying(launch, a.dtype, config, (M, N), tiles=tiles, computed=world * tiles, places=(world - 1) * tiles)
 
 
 def matmul_all_to_all(
@@ -180,20 +184,18 @@ def matmul_all_to_all(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]; returns [.., W*S, .., N / W]. See the
-    module.
+    """Returns the output [.., W*S, .., N / W] for a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N] and bias
+    [N]; see the module.
     """
     out = a[0].new_empty(gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, node.world_size))
     call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
         how = call.how()
-        # Blocks of columns begin at multiples of N: the copy unit stops the GPU where that is not at 16 bytes.
+        # Blocks of columns begin at multiples of N. The copy unit fails if these are not multiples of 16 bytes.
         aligned = sizes.N * a[0].element_size() % 16 == 0
         how = how._replace(TILES=how.TILES._replace(DESCRIPTORS=how.TILES.DESCRIPTORS and aligned))
         block = launch.shard_block(list(a[0].shape), node.gather_dim)
-        return call.arguments(
-            sizes=call.sizes_with(block), parts=node.parts, chunk_tiles=sizes.chunk_tiles, HOW=how
-        )
+        return call.arguments(sizes=call.sizes_with(block), parts=node.parts, chunk_tiles=sizes.chunk_tiles, HOW=how)
 
     return call.run(matmul_all_to_all_kernel, arguments, out)

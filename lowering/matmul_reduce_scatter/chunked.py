@@ -1,17 +1,14 @@
 """matmul_reduce_scatter, strategy `chunked`: library products for one owner after the other, then one reduction.
 
-Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K; rank r wants the r-th chunk of rows of the sum.
-There may be several products a_i @ b_i that are added up, and a row that is added to them: the library adds, chunk by
-chunk.
-Algorithm. The main stream multiplies the rows of rank + 1 first and the own ones last. The products go straight into
-the own slot, where their owners read them; a small kernel behind each tells them. Meanwhile the side stream copies the
-partial products for this rank from its peers, that of rank - 1 first, in the order in which they are made. The last
-product hides the last copy. One kernel adds up the W partials in rank order, in fp32, and rounds once; an
-epilogue is computed by it too. What an epilogue makes of the products themselves is a launch behind each of them, in
-its place.
-Signal protocol. See lowering/transfers.py. A flag for each part of an owner's rows, from row PIECE_ROWS on.
-Where the scattered dimension lies inside others, such as that of the sequences of a batch, the product for an owner is
-one batched product.
+Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K. Rank r wants the r-th chunk of rows of the sum.
+Several products a_i @ b_i may be added up, and a row to them; the library adds them, chunk by chunk.
+Algorithm. The main stream multiplies the rows of rank + 1 first and the rank's own rows last. The products go into the
+rank's own slot, and a small kernel behind each tells its owner. Meanwhile the side stream copies the peers' partial
+products for this rank, in the order in which they are computed: that of rank - 1 first. The last product hides the last
+copy. One kernel adds up the W partial products in rank order in fp32, rounds once, and computes the epilogue. The part
+of an epilogue that comes before the reduction is a launch behind each product. If the scattered dimension lies inside
+others, such as that of the sequences of a batch, the product for an owner is one batched product.
+Signal protocol. See lowering/transfers.py. There is a flag for each part of an owner's rows, from row PIECE_ROWS on.
 Limits. The scattered dimension is not the last one, and the group's size divides it.
 """
 
@@ -34,7 +31,7 @@ from ditron_inductor.lowering.chunked_exchange import (
     exchange_in_turns,
     shaped,
 )
-from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of
+from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, extras_or, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
@@ -44,10 +41,11 @@ from ditron_inductor.task.nodes import MatmulReduceScatter
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Sizes that all ranks share.
+    """The layout of a call, from sizes that all ranks share.
 
-    The output is [rows, N], its rows `outer` runs of the product's; `cut` says how an owner's rows are cut and grouped;
-    `stride` elements lie between two owners' partials in the slot, of `nbytes`. arrangement, preparer: of the epilogue.
+    The output is [rows, N], and its rows are `outer` runs of the product's rows. `cut` is how an owner's rows are cut
+    and grouped. In the slot, the partial product of the next owner begins after `stride` elements. `arrangement` is the
+    epilogue, and `preparer` its part before the reduction.
     """
 
     rows: int
@@ -62,7 +60,7 @@ class Geometry:
 
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
-    """a [.., W*S, .., K] with W*S at `scatter_dim`; columns: N; k: the largest K on any rank. See Geometry."""
+    """Returns the Geometry for a [.., W*S, .., K] with W*S at `scatter_dim`. columns: N."""
     world, itemsize = node.world_size, a.element_size()
     rows = math.prod(a.shape[:-1]) // world
     outer = math.prod(a.shape[: node.scatter_dim])
@@ -93,37 +91,35 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N] or [M, 1], extras as the node's epilogue
-    reads them; returns the outputs [.., S, .., N]. See the module.
+    """Returns the outputs [.., S, .., N] for a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N] and bias
+    [N] or [M, 1]; see the module. extras: the extra tensors of the epilogue.
     """
     first = a[0]
     shape = [*first.shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
     outs = sizes.arrangement.new_outputs_of_sum(first, shape)
-    # Never empty: an epilogue that wants nothing gets what it does not look at.
-    x = tuple(extra.contiguous() for extra in extras) or (outs[0],)
     partials = first.new_empty(node.world_size * sizes.rows, sizes.N)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
         added = bias if bias is None or bias.dim() == 1 else plan.rows_of(bias)
         whole, preparer = (node.world_size * sizes.rows, sizes.N), sizes.preparer
         pre = None if preparer is None else preparer.runs(extras, *whole, plan.rows_of)
-        operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, added, pre)
+        operands = Operands([plan.rows_of(rows_of(left)) for left in a], b, added, pre)
         plan.open(call.stream)
         with call.fork() as lane:
             with exchange_in_turns(lane, plan.groups, operands, partials.data_ptr()):
                 operands.multiply(plan.own, shaped(partials[plan.own_rows], plan.own_shape))
-        plan.reduce(call.stream, partials, x, tuple(outs))
+        plan.reduce(call.stream, partials, extras_or(outs[0], extras), tuple(outs))
     return outs
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common: launches, copies, and where rows are.
+    """What the calls that use one slot have in common: launches, copies, and the places of rows.
 
-    lengths: of the runs of rows of a that are multiplied as one, in their order; None where an owner's rows do not lie
-    together, and the runs are the owners', `apart`. own: the place of the own run, whose product has `own_shape` and is
-    rows `own_rows` of the partials.
+    `lengths` has the rows of each run of `a` that is multiplied as one, in their order. It is None if an owner's rows
+    do not lie together; then all rows have the shape `apart`, and the rows of each owner are one run. `own` is the
+    index of this rank's run, whose product has the shape `own_shape` and is the rows `own_rows` of the partials.
     """
 
     open: Bound
@@ -136,7 +132,7 @@ class _Plan:
     own_shape: tuple[int, ...]
 
     def rows_of(self, a: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The runs of a [M, K]: [length, K], or [outer, rows / outer, K]."""
+        """Returns the runs of a [M, K]: each [length, K], or [outer, rows / outer, K]."""
         if self.lengths is not None:
             return a.split_with_sizes(self.lengths)
         return a.unflatten(0, self.apart).unbind(1)
@@ -181,15 +177,14 @@ def _plan(node: MatmulReduceScatter, launch: Launch, sizes: Geometry, call: Call
 
 
 def piece_rows(piece: int, sizes: Geometry) -> tuple[int, int, int]:
-    """(steps from this rank to the other one, first row, last row) of a piece."""
+    """Returns (steps from this rank to the other rank, first row, last row) of a piece, without the last row."""
     begin, end = schedules.cut(sizes.rows, sizes.cut.parts)[piece % sizes.cut.parts]
     return piece // sizes.cut.parts + 1, begin, end
 
 
 def products(first: int, count: int, rank: int, world_size: int, sizes: Geometry) -> list[tuple[int, int, int]]:
-    """(first row, last row, element of the own slot) of the products of a group, joined where both lie together.
-
-    Rows are counted owner by owner, whether they lie together in a or not; of rows that do not, nothing is joined.
+    """Returns (first row, last row, element of this rank's slot) of the products of a group. Products whose rows and
+    places both lie together are joined. Rows are numbered owner by owner, even if they do not lie so in a.
     """
     found = []
     for piece in range(first, first + count):
@@ -200,7 +195,7 @@ def products(first: int, count: int, rank: int, world_size: int, sizes: Geometry
 
 
 def arrivals(first: int, count: int, rank: int, world_size: int, sizes: Geometry) -> Iterator[tuple[int, int, int]]:
-    """(source, first row, last row) of the copies that a group of pieces needs, those of one source joined."""
+    """Returns (source, first row, last row) of the copies that a group of pieces needs, one for each source."""
     found: list[tuple[int, int, int]] = []
     for piece in range(first, first + count):
         step, begin, end = piece_rows(piece, sizes)

@@ -1,17 +1,17 @@
 """matmul_reduce_scatter, strategy `tile`: out = reduce_scatter(sum_i a_i @ b_i + bias) in one launch.
 
-Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K; rank r wants the r-th chunk of rows of the sum.
-There may be several products a_i @ b_i that are added up, and a row that is added to them.
-Algorithm. One queue of work: the tiles of the product, those of rank + 1 first and the own ones last. A tile of another
-rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other ranks'
-parts, adds all of them in fp32 in rank order, and writes the output: by then they have nearly always come, as every
-rank computes its own tiles last. Partials are rounded to the output's dtype, as they are without fusion. An epilogue is
-computed of the sum, rounded likewise, before it is written; what it makes of the product is computed of a tile before
-that is sent.
-The K loops of several products run one after the other into one accumulator; the first one, the longest, carries.
-Signal protocol. See lowering/partials.py. A push waits for the credits of all peers for the slot's previous use;
-the next launch gives those of this one. Every push precedes every flag wait in ticket order, and a program carries and
-publishes what it has before it waits for a flag.
+Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K. Rank r wants the r-th chunk of rows of the sum.
+Several products a_i @ b_i may be added up, and a row to them.
+Algorithm. One queue of work has the tiles of the product, those of rank + 1 first and the rank's own tiles last. A tile
+of another rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other
+ranks' partial tiles, adds all of them in fp32 in rank order, and stores the output. By then they have nearly always
+come, since every rank computes its own tiles last. Partial tiles are rounded to the output's dtype, as they are without
+fusion. An epilogue is computed on the sum, rounded too, before it is stored, and its part before the reduction on a
+tile before the tile is sent. The K loops of several products run one after the other into one accumulator; the first
+and longest of them carries.
+Signal protocol. See lowering/partials.py. A push waits for the credits of all peers for the slot's previous use; the
+next launch gives the credits of this use. Every push precedes every flag wait in ticket order, and a program carries
+and publishes what it has before it waits for a flag.
 Limits. The scattered dimension is not the last one, and the group's size divides it.
 """
 
@@ -64,11 +64,12 @@ def matmul_reduce_scatter_kernel(
     lefts, rights, bias, extras, outs, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
     EPILOGUE: tl.constexpr, PRE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of [WORLD * M, K_i] with contiguous K and of [K_i, N], see Terms; bias
-    [N], [WORLD * M, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and EPILOGUE
-    take, and EPILOGUE makes of the sum; outs [M, N] contiguous.
+    """See the module. lefts, rights: tuples of pointers to [WORLD * M, K_i] with contiguous K, and to [K_i, N], see
+    Terms. bias: [N], [WORLD * M, 1] if not INTERLEAVED, or anything if there is none. extras: the tensors that PRE and
+    EPILOGUE read. outs: the results of EPILOGUE, or the sum, [M, N] contiguous.
 
-    DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
+    With TILES.DESCRIPTORS the rows of a tile have to follow each other: sizes.block is a multiple of BLOCK_M, or
+    INTERLEAVED is false.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
@@ -83,13 +84,14 @@ def matmul_reduce_scatter_kernel(
     factors = factors_of(lefts, rights, WORLD * sizes.M, sizes.N, sizes.terms, TILES)
     chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
-    # In 32-bit words, as it is carried.
+    # The size of a block in 32-bit words, in which it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
-    # Elements of a thread: what an epilogue reads takes registers too.
+    # The elements of a thread. The tensors that an epilogue reads take registers too.
     REGISTERS: tl.constexpr = 64 if EPILOGUE is None and PRE is None else 32
     SLICE: tl.constexpr = min(BLOCK_M, REGISTERS * TILES.THREADS // BLOCK_N)
     outbox = data(use, rank, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether it may send, -1 before it has asked; the tile that waits in the outbox, of no owner if it is the rank.
+    # `ok` says whether this program may send; it is -1 until it has asked. sent_owner and sent_tile are the tile that
+    # waits in the outbox; sent_owner is this rank if there is none.
     ok = tl.full((), -1, tl.int32)
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
@@ -112,7 +114,8 @@ def matmul_reduce_scatter_kernel(
             steps = tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K)
             head = steps
             if HOW.EARLY:
-                # At the end of their own tiles peers wait for what is carried: twice the fewest steps, and publish.
+                # The peers are at the end of their own tiles too and wait for what is carried. So it is published
+                # after twice the steps that carrying needs.
                 head = tl.where(owner == rank, tl.minimum(steps, 2 * BLOCK_WORDS // TILES.PIECE), steps)
             acc = sum_steps_by_descriptors(acc, 0, head, factors, row, column, tile_carried, TILES)
             if HOW.EARLY:
@@ -136,7 +139,7 @@ def matmul_reduce_scatter_kernel(
         place = Owned(block_row * BLOCK_M, column, owner, sizes.M, sizes.block, sizes.N)
         if owner == rank:
             put_prepared(outbox, acc, extras, place, PRE, SLICE, HOW)
-            # Acquire: the tile's partials of all peers, published after they were stored.
+            # Acquire: the peers' partial tiles are visible.
             whole = alive & timed_wait_all(use, tile // chunk_tiles, WORLD, TRACE)
             offs_n = column + tl.arange(0, BLOCK_N)
             for i in tl.static_range(BLOCK_M // SLICE):
@@ -159,7 +162,9 @@ def matmul_reduce_scatter_kernel(
 
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., W*S, .., K] with W*S at `scatter_dim`; columns: N. M and N are those of an output. See Geometry."""
+    """Returns the Geometry for a [.., W*S, .., K] with W*S at `scatter_dim`, with the rows and columns of an output.
+    columns: N.
+    """
     M, world = math.prod(a.shape[:-1]) // node.world_size, node.world_size
     config = launch.config(rows=M, columns=columns, repeats=world, dtype=a.dtype)
     tiles = ceil_div(M, config.block_m) * ceil_div(columns, config.block_n)
@@ -178,8 +183,8 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N] or [M, 1], extras as the node's epilogue
-    reads them; returns the outputs [.., S, .., N]. See the module.
+    """Returns the outputs [.., S, .., N] for a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N] and bias
+    [N] or [M, 1]; see the module. extras: the extra tensors of the epilogue.
     """
     shape = [*a[0].shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
@@ -192,7 +197,7 @@ def matmul_reduce_scatter(
         how = how._replace(
             TILES=how.TILES._replace(DESCRIPTORS=how.TILES.DESCRIPTORS and together),
             INTERLEAVED=block != sizes.M,
-            # With few tiles of its own a program has no other one to publish after.
+            # A program with few tiles of its own would publish the last carried tile late.
             EARLY=sizes.tiles <= 2 * sizes.programs,
         )
         return call.arguments(sizes=call.sizes_with(block), chunk_tiles=sizes.chunk_tiles, HOW=how)

@@ -1,1 +1,1 @@
-"""projections: several matmuls of one tensor with few rows."""
+"""projections: several matmuls of one tensor that has few rows."""

@@ -1,12 +1,12 @@
 """projections: out_i = x @ weight_i for all weights in one launch, for a few rows (decoding), with an epilogue.
 
-Problem. A product of up to 64 rows takes as long as reading its weight. One rank's part of a projection is small: the
-library's launch for each has not filled the GPU when it ends, and the next one begins behind it.
-Algorithm. One program for each tile of 64 columns of any weight, in one grid; all rows are in one tile, see
-`matmul_tile_of_few_rows`. Products that an epilogue combines (gate and up) are computed in one tile, with half the
-steps of K in flight for each. Nothing is communicated, and no program waits.
-Limits. A few rows, weights with contiguous K; anything else is done by the library, one product after the other, and
-one launch for the epilogue.
+Problem. A product of up to 64 rows takes as long as reading its weight. One rank's part of a projection is small: a
+library's launch for it ends before it has filled the GPU, and the next launch begins behind it.
+Algorithm. One grid has a program for each tile of 64 columns of any weight. All rows are in one tile (see
+`matmul_tile_of_few_rows`). Products that an epilogue combines, such as gate and up, are computed in one tile with half
+the size of a K step. Nothing is communicated, and no program waits.
+Limits. There are few rows, and K of the weights is contiguous. Anything else is computed by the library, one product
+after the other, with one launch for the epilogue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from ditron_inductor.core.matmul_pair import matmul_pair_of_few_rows
 from ditron_inductor.device.capabilities import RankFacts, probe
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, elements_at, store_outputs, unpacked
+from ditron_inductor.lowering.epilogues import (
+    Arrangement,
+    Finisher,
+    arrange,
+    elements_at,
+    extras_or,
+    store_outputs,
+    unpacked,
+)
 from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, is_tf32_allowed, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.prepared import MOST_CALLS, form
@@ -40,9 +48,8 @@ def projections_kernel(
     x, weights, extras, outs, M, K, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr, TILES: tl.constexpr,
     PAIR: tl.constexpr,
 ):  # fmt: skip
-    """See the module. x [M, K] contiguous, M <= BLOCK_M; weights: a tuple, see Widths.
-
-    Groups of weights and their outputs as in all_gather_matmul/tile.py. PAIR: the tile where two are multiplied.
+    """See the module. x is [M, K], contiguous, M <= BLOCK_M; weights, extras and outs are tuples of pointers, see
+    Widths. GROUPS: the weights that are multiplied in one tile. PAIR: the Tiles of two weights.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
@@ -68,21 +75,21 @@ def projections_kernel(
                 accs, 1, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g), unpacked(GROUPS.FIRST_OUTS, g),
                 unpacked(GROUPS.NUM_OUTS, g), x.dtype.element_ty, EPILOGUE,
             )  # fmt: skip
-        # Below 0 in all that follow, for a program whose tile this was.
+        # For the program whose tile this was, it is negative from now on.
         tile -= tiles
 
 
 @functools.cache
 def facts_of(device: torch.device) -> RankFacts:
-    """What a device of this process is, and why kernels cannot run on it if they cannot."""
+    """Returns the facts of a device of this process, among them why kernels cannot run on it."""
     return probe(device)
 
 
 def prepare(
     node: Projections, x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], strategy: str
 ) -> Runner:
-    """What computes the outputs for operands of these forms: the kernel where it can run. In the interpreter, which is
-    slow, only if `tile` is forced.
+    """Returns what computes the outputs for operands of these forms: the kernel if it can run, and otherwise the
+    library. In the interpreter, which is slow, the kernel runs only if `tile` is forced.
     """
     M, K = x.shape
     if x.device.type == "cpu" and strategy != "tile":
@@ -95,7 +102,7 @@ def prepare(
     config = config.for_arch(facts_of(x.device).arch)
     arrangement = arrange(node.parsed, node.num_weights)
     launcher = local_launcher(projections_kernel, x.device)
-    # Now: later they would keep these operands alive.
+    # These are made now, because a closure would keep the operands alive.
     arguments = _arguments(x, [weights[index] for index in arrangement.weights], arrangement, config)
 
     def run(x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -103,8 +110,7 @@ def prepare(
         tensors = {
             "x": x,
             "weights": tuple(weights[index] for index in arrangement.weights),
-            # Never empty: without any it gets what it does not look at.
-            "extras": tuple(extra.contiguous() for extra in extras) or (x,),
+            "extras": extras_or(x, extras),
             "outs": tuple(outs[index] for index in arrangement.outputs),
         }
         launcher(handle_for(x), lambda: arguments, (), (), tensors)
@@ -114,7 +120,7 @@ def prepare(
 
 
 def by_library(node: Projections, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Runner:
-    """One product after the other, and what the epilogue makes of them."""
+    """Returns what computes one product after the other by the library, and then the epilogue."""
     parsed = node.parsed
     if parsed is None:
         return lambda x, weights, extras: [x @ weight for weight in weights]
@@ -122,7 +128,7 @@ def by_library(node: Projections, x: torch.Tensor, extras: Sequence[torch.Tensor
 
 
 def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Arrangement, config: Config) -> Arguments:
-    """weights: in the kernel's order."""
+    """Returns the Arguments of a launch. weights: in the kernel's order."""
     K = x.shape[1]
     pair_k = max(config.block_k // 2, 16)
     tile = Tiles(
@@ -153,13 +159,13 @@ def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Ar
 
 
 class PreparedProjections:
-    """What was prepared, by the node and the forms of the operands."""
+    """The results of `prepare`, by the node and the forms of the operands."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Runner] = {}
 
     def find(self, node: Projections, operands: Sequence[torch.Tensor]) -> Runner:
-        key = is_tf32_allowed(), node, *[form(one) for one in operands]
+        key = is_tf32_allowed(), node, *[form(operand) for operand in operands]
         run = self._known.get(key)
         if run is None:
             if len(self._known) >= MOST_CALLS:
@@ -169,13 +175,13 @@ class PreparedProjections:
 
 
 calls = PreparedProjections()
-"""Those of this process."""
+"""The prepared calls of this process."""
 
 
 def projections(node: Projections, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[x @ weight for weight in weights], or what the epilogue makes of these products and of the extra tensors.
+    """Returns [x @ weight for weight in weights], or the epilogue of these products and of the extra tensors.
 
-    operands: x [M, K], weights [K, N_i], extra tensors; results [M, N_i] contiguous.
-    Raises `InvalidTaskNode` for an epilogue that does not fit.
+    operands: x [M, K], weights [K, N_i], extra tensors. The results [M, N_i] are contiguous. Raises `InvalidTaskNode`
+    if the epilogue does not fit.
     """
     return calls.find(node, operands)(*node.split(operands))
