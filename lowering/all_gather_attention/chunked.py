@@ -1,16 +1,16 @@
 """all_gather_attention, strategy `chunked`: the library's attention to one part of the keys after the other.
 
-Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
-Algorithm. A small kernel puts the own keys and values into the own slot, one behind the other, where the peers read
-them; where the gathered ones are wanted, it puts them there too. The main stream attends to the own ones, where they
-are, without waiting. Meanwhile the side stream copies those of rank - 1, rank - 2, ...; the main stream follows, source
-by source, or with several neighbouring sources in one call (see `groups`), and skips what the mask hides. Each call
-returns the logarithms of its sums, by which one kernel merges all of them, in a fixed order.
-Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its keys and values are
-staged. The slot is only written with the credits of all peers, so nothing is ever revoked; a rank whose mask hides a
-source reads nothing of it and waits for nothing, and is held back by the credits alone.
-A bias is cut along its keys like them: each call of the library gets the part for its sources, once large numbers that
-whole rows have are taken from one of floats, since parts are merged by their logarithms (`local.anchored`).
+Problem. Every rank holds queries, and the keys and values of a part of the sequence. Its queries attend to all keys.
+Algorithm. A small kernel puts the rank's own keys and values, one behind the other, into the rank's own slot, where the
+peers read them, and into the gathered tensors if the node returns these. The main stream attends to the own keys at
+once. Meanwhile the side stream copies those of rank - 1, rank - 2, ... The main stream follows, source by source or
+with several neighbouring sources in one call (see `groups`), and skips what the mask hides. Each call returns the
+logarithms of its sums, by which one kernel merges all parts in a fixed order. A bias is cut along its keys in the same
+way. Before that, large values that whole rows have in common are subtracted from a bias of floats, because otherwise
+the logarithms would lose digits (see `local_attention.anchored`).
+Signal protocol. See lowering/transfers.py. There is one flag for each source, in row PIECE_ROWS: its keys and values
+are in its slot. The slot is written only with the credits of all peers, so it is never revoked. A rank whose mask hides
+a source neither reads its keys nor waits for it, and only the credits hold it back.
 Limits. Keys and values have the same head size.
 """
 
@@ -42,17 +42,24 @@ from ditron_inductor.task.attention_masks import GIVEN, blocks
 from ditron_inductor.task.nodes import AllGatherAttention
 
 JOINED_ROWS = 4096
-"""Neighbouring sources are attended to in one call from so many rows of queries for each key head on: attention to
-one of them then takes longer than the copy of the next, by the rates of an H200 (230 GB/s, 600 TFLOP/s), and waits
-for none."""
+"""From this number of rows of queries for each key head on, one call attends to several neighbouring sources. Attention
+to one source then takes longer than the copy of the next source, so a call does not wait long (by the rates of an H200,
+230 GB/s and 600 TFLOP/s).
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What calls with operands of one form share. shape: of a rank's keys, and of its values, [B, S, Hkv, D]; both have
-    `nbytes` in the slot. paired: see `_landing`. own, remote: the calls of the library, those of each group after the
-    copies from its sources. spare: sources that the mask hides, but that are gathered for somebody else. numels: of the
-    outputs. run: the library's attention.
+    """What calls with operands of one form have in common.
+
+    Attributes:
+        shape: [B, S, Hkv, D], the shape of a rank's keys and of its values.
+        nbytes: the bytes of the slot, for both.
+        paired: see `_landing`.
+        own, remote: the calls of the library for the own keys, and for each group of sources.
+        spare: the sources that the mask hides, and that are copied only because the gathered tensors are returned.
+        numels: the elements of each output.
+        run: the library's attention.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +75,7 @@ class Geometry:
 
 
 def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Geometry:
-    """See Geometry. `nbytes` alone has to be equal on all ranks, and follows from k."""
+    """Returns the Geometry. Only `nbytes` has to be equal on all ranks; it follows from k."""
     world, rank = node.world_size, launch.rank
     found = blocks(node.mask, rank, world, q.shape[2], k.shape[2])
     own = [single(block) for block in found if block.source == rank]
@@ -95,7 +102,9 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
 
 
 def groups(sources: Sequence[int], *, joinable: bool) -> list[list[int]]:
-    """The sources of each call, in the order in which they come: one by one, or twice as many each time."""
+    """Returns the sources of each call in the order of their copies: one source each or, if joinable, twice as many in
+    each call as in the call before.
+    """
     found: list[list[int]] = []
     left = list(sources)
     size = 1
@@ -115,12 +124,12 @@ def all_gather_attention(
     v: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """q [B, Hq, Sq, D], k and v [B, Hkv, S, D], bias [.., Sq, W*S]; returns [out, lse, (gathered k, gathered v)]. See
-    the module.
+    """Returns [out, lse, (gathered k, gathered v)] for q [B, Hq, Sq, D], k and v [B, Hkv, S, D] and bias [.., Sq, W*S];
+    see the module.
     """
     q, own, length = with_rows(q), (as_sent(k), as_sent(v)), k.shape[2]
     targets, gathered = _landing(node, sizes, k)
-    # Where nobody else wants what is gathered, the own part of it stays empty.
+    # The own part of the gathered tensors is filled only if these are returned.
     copies = tuple(tensor[launch.rank] for tensor in gathered) if node.return_gathered else own
     starts = [tensor.data_ptr() for tensor in targets]
     run, scale = sizes.run, node.scale
@@ -130,7 +139,7 @@ def all_gather_attention(
         partials: list[Partial] = []
         with call.fork() as lane:
             plan.stage(lane.main, own, copies)
-            # One wait for all of them, before the first attention, which may leave no SM free.
+            # Wait once for all sources, and before the first attention, which may leave no SM free.
             if plan.wait is not None:
                 plan.wait(lane.side)
             arrived = []
@@ -150,7 +159,7 @@ def all_gather_attention(
         outputs = [out, lse if anchors is None else lse.add_(anchors)]
         if node.return_gathered:
             outputs += map(canonical, gathered)
-        # All of them have the memory of a contiguous tensor.
+        # `close` takes contiguous memory, which all outputs have, whatever their strides.
         plan.close(call.stream, tuple(outputs))
     return outputs
 
@@ -158,11 +167,11 @@ def all_gather_attention(
 def _landing(
     node: AllGatherAttention, sizes: Geometry, like: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(targets of the copies, the gathered keys and values there, each [W, B, S, Hkv, D]).
+    """Returns (the targets of the copies; the gathered keys and values in them, each [W, B, S, Hkv, D]).
 
-    Two targets where they are outputs of the op, which may not share their memory. Else one: `paired`, a source's keys
-    and values lie together as in its slot, and are one copy; otherwise, where sources are joined, those of neighbours
-    do.
+    There are two targets if the gathered tensors are returned, because outputs of an op must not share memory.
+    Otherwise there is one. If `paired`, the keys and values of a source lie together in it, as in the slot, and are one
+    copy. If not, the keys of neighbouring sources lie together, for calls with several sources.
     """
     world = node.world_size
     if node.return_gathered:
@@ -177,8 +186,8 @@ def _landing(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common: launches, and the copies of each group of sources by target (see
-    `_landing`); spare ones come last.
+    """What the calls that use one slot have in common: the launches, and the copies of each group of sources by target
+    (see `_landing`). Spare sources are the last group.
     """
 
     stage: Bound

@@ -13,7 +13,7 @@ from ditron_inductor.task.attention_masks import GIVEN, LONGEST_WINDOW, Mask
 from ditron_inductor.task.nodes import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.policy import Policy
 
-# Here and not in the function, which a compiler traces.
+# This is not in the function, because Dynamo traces the function.
 register()
 
 
@@ -30,35 +30,36 @@ def all_gather_attention(
     strategy: str = "auto",
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(cap(scale * q @ K^T), masked) @ V, where K and V are the keys and values of all ranks of the group in
-    rank order.
+    """Returns softmax(cap(scale * q @ K^T), masked) @ V, where K and V are the keys and values of all ranks of the
+    group in rank order.
 
-    q [B, Hq, Sq, D]; k and v [B, Hkv, S, D] of this rank, as many on every rank; Hkv divides Hq. Any strides. Returns
-    [B, Hq, Sq, D] with the memory of a contiguous [B, Sq, Hq, D]. Gradients of q, k and v are those of the whole: those
-    of k and v are summed over the ranks. A collective call: all ranks of the group make it, with one mask and window.
+    q is [B, Hq, Sq, D]. k and v are [B, Hkv, S, D], those of this rank, with the same S on every rank; Hkv divides Hq.
+    Strides are free. The result is [B, Hq, Sq, D] with the memory of a contiguous [B, Sq, Hq, D]. Gradients are those
+    of the whole function; those of k and v are summed over the ranks. All ranks of the group have to make the call,
+    with the same mask and window.
 
     Args:
-        group: the default group without one.
+        group: the process group; None means the default group.
         mask: what a rank's queries see, in a sequence that is sharded over the ranks
             `full`: everything;
             `causal_offset`: what is not after them; rank r holds the r-th of W equal parts;
-            `zigzag`: the same, where rank r holds the chunks r and 2 W - 1 - r of 2 W, which is the same work on all
-            ranks;
-            `causal`: key j of all where j <= i, the number of the query on its rank, as `is_causal` of torch;
+            `zigzag`: the same, but rank r holds the chunks r and 2 W - 1 - r of 2 W, so that all ranks have equal work;
+            `causal`: query i of each rank sees key j of all keys if j <= i, like `is_causal` of torch;
             `given`: what the bias says.
-        window: of the keys that a query would see it sees the last ones only, so many, that at its own position among
-            them; 0 for all, and so is any as long as the sequence. Not beside `full` and `given`. Ranks whose keys
-            nobody sees send none.
-        scale: 1 / sqrt(D) without one.
-        softcap: 0 for none, else cap(s) = softcap * tanh(s / softcap).
-        strategy: `library`, `chunked` or `tile`, or `auto` for what the plan expects to be fastest.
-        bias: beside `given`, and no other mask: a tensor that can be broadcast to [B, Hq, Sq, W * S], what this rank's
-            queries make of the keys of all ranks, in rank order. Of bfloat16, float16 or float32, which is added to
-            the scores behind the soft cap, on GPUs as the dtype of q; or of bool, which hides keys where it is False.
-            A query that sees nothing gets zeros. A bias has no gradient. `tile` has none.
+        window: the number of keys that a query sees at most: the last of those that the mask shows, including the key
+            at its own position. 0 means all; so does a window as long as the sequence. Not allowed with `full` and
+            `given`. With `causal_offset`, a rank does not send keys to ranks that do not see them.
+        scale: the scale of the scores; None means 1 / sqrt(D).
+        softcap: 0 for none, otherwise cap(s) = softcap * tanh(s / softcap).
+        strategy: `library`, `chunked` or `tile`, or `auto` for the strategy that the plan expects to be fastest.
+        bias: only with the mask `given`: a tensor that broadcasts to [B, Hq, Sq, W * S], for this rank's queries and
+        the
+            keys of all ranks in rank order. A bias of bfloat16, float16 or float32 is added to the scores behind the
+            soft cap, on GPUs in the dtype of q. A bias of bool hides keys where it is False. A query that sees nothing
+            gets zeros. A bias has no gradient, and `tile` does not support it.
 
-    Raises ValueError for operands that do not fit, and for a bias that wants a gradient; InvalidTaskNode for a mask,
-    window or strategy that there is not; and what the calls of a workspace raise (docs/errors.md).
+    Raises ValueError for operands that do not fit, and for a bias that requires a gradient; InvalidTaskNode for an
+    unknown mask, window or strategy; and what the calls of a workspace raise (docs/errors.md).
     """
     group = group if group is not None else dist.group.WORLD
     if group is None:
@@ -82,18 +83,20 @@ def all_gather_attention(
     return out
 
 
-# A function that is being compiled takes the texts as they are.
+# Dynamo takes the texts as constants, and does not trace how they are made.
 @torch._dynamo.assume_constant_result
 def _texts(
     mask: str, window: int, scale: float, softcap: float, world_size: int, group_name: str, strategy: str, trained: bool
 ) -> tuple[str, str]:
-    """The nodes of the forward and of the backward."""
+    """Returns the texts of the nodes of the forward and of the backward."""
     common = Mask(mask, window), scale, softcap, world_size, group_name, "", Policy(strategy)
     return AllGatherAttention(*common, trained).text(), AttentionReduceScatter(*common).text()
 
 
 class _Attention(torch.autograd.Function):
-    """The forward keeps the gathered keys and values for the backward, as autograd does with those of a collective."""
+    """The function with its gradient. The forward saves the gathered keys and values for the backward, as autograd does
+    with the result of a collective.
+    """
 
     @staticmethod
     def forward(

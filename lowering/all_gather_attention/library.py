@@ -1,8 +1,8 @@
-"""all_gather_attention, strategy `library`: the library's all-gather of keys and values in one go, then its attention.
+"""all_gather_attention, strategy `library`: the library's all-gather of keys and values, then its attention.
 
-The mask is cut into blocks that the library's kernels know, full ones and causal squares, as few as there can be; what
-they make is merged by their logarithms of sums. Blocks that a window cuts are FlashAttention's, which knows
-windows. On the CPU device: torch's own operations, with the mask.
+The mask is cut into as few blocks as possible that the library's kernels know: full blocks and causal squares. Their
+results are merged by the logarithms of their sums. FlashAttention, which knows windows, computes the blocks that a
+window cuts. On the CPU device torch's own operations compute everything, with the mask.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ Outputs = list[torch.Tensor]
 
 
 def gather(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Keys and values [B, H, S, D] of all ranks: each [W, B, S, H, D], contiguous, with memory of its own."""
+    """Returns the keys and the values [B, H, S, D] of all ranks, each as a contiguous [W, B, S, H, D]."""
     own = [as_sent(k), as_sent(v)]
-    gathered = [one.new_empty(group.size(), *one.shape) for one in own]
-    communicate(_gather_both, [one.flatten(0, 1) for one in gathered], own, group)
+    gathered = [x.new_empty(group.size(), *x.shape) for x in own]
+    communicate(_gather_both, [x.flatten(0, 1) for x in gathered], own, group)
     return gathered
 
 
 def _gather_both(gathered: list[torch.Tensor], own: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Each of `own` [B, ..] of all ranks, in rank order, to the tensor in its place [W * B, ..]."""
+    """Gathers each tensor [B, ..] of `own` from all ranks, in rank order, into its tensor [W * B, ..] of `gathered`."""
     if group._get_backend(own[0].device).name() == "nccl":
-        # One launch for both, on the current stream. Gloo's form of it takes memory of the CPU only.
+        # NCCL gathers both in one launch on the current stream. Gloo can do that with CPU memory only.
         options = distributed_c10d.AllgatherOptions()
         options.asyncOp = False
         work = group.allgather_into_tensor_coalesced(gathered, own, options)
-        # Only of a backend with a stream of its own.
+        # There is no work object if the collective ran on the current stream.
         if work is not None:
             work.wait()
     else:
-        for out, one in zip(gathered, own, strict=True):
-            dist.all_gather_into_tensor(out, one, group=group)
+        for out, x in zip(gathered, own, strict=True):
+            dist.all_gather_into_tensor(out, x, group=group)
 
 
 def make(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., Outputs]:
-    """(q, k, v, and a bias if the mask has one) -> [out, lse, (gathered k, gathered v)] for operands of this form."""
+    """Returns a function (q, k, v, and a bias if the mask has one) -> [out, lse, (gathered k, gathered v)] for operands
+    of this form.
+    """
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     sizes = node.mask, group.rank(), node.world_size, q.shape[2], k.shape[2]
     run = local_attention.choose(q, k, v, node.softcap, biased=node.mask.kind == GIVEN)

@@ -1,4 +1,4 @@
-"""Binds the ops of attention to their strategies; see lowering/register.py, which hands in what kinds share."""
+"""Prepares calls of the two attention ops: checks their operands, and lets the plan choose a strategy."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem
 from ditron_inductor.task.torch_dtypes import BIAS_DTYPES, precision_of
 
-Prepare = Callable[..., Callable[..., Any]]
 Node = TypeVar("Node", AllGatherAttention, AttentionReduceScatter)
 
 
 def prepare_forward(
     calls: PreparedCalls, key: Hashable, node: AllGatherAttention, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    """What runs a forward. prepare: see lowering/host/prepare.py, with the calls that it keeps."""
+    """Returns what runs a forward call; see host/prepare.py. Raises ValueError if the operands do not fit."""
     world_size = node.world_size
     q, k, v, *biases = operands
     _check_operands(node, q, k, v)
@@ -60,7 +59,7 @@ def prepare_forward(
         )
         reason = launch.workspace.capabilities.tile_reason
         in_tiles = requirement(launch, tiles.nbytes, reason or tile.obstacle(node, q))
-        # The kernels of `chunked` want what those of `tile` want, but for its limits.
+        # The kernels of `chunked` have the same requirements as those of `tile`, except the limits of its kernel.
         in_chunks = requirement(launch, chunks.nbytes, reason)
         return plan_request(launch, node, problem, tile=in_tiles, chunked=in_chunks), runners
 
@@ -71,7 +70,7 @@ def prepare_forward(
 def prepare_backward(
     calls: PreparedCalls, key: Hashable, node: AttentionReduceScatter, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    """What runs a backward; see `prepare_forward`."""
+    """Returns what runs a backward call; see `prepare_forward`."""
     world_size = node.world_size
     grad_out, q, k, v, out, lse, *biases = operands
     if k.shape[2] % world_size:
@@ -106,15 +105,15 @@ def prepare_backward(
 
 
 def _without_idle_window(node: Node, keys: int) -> Node:
-    """Without a window as long as all keys, where every row stands at a key: it hides nothing, and the plan would take
-    the library's kernel for slower than it is. The same on all ranks.
+    """Returns the node without its window if the window is as long as all keys and every row stands at a key. Such a
+    window hides nothing, and with it the plan would count the library's kernel as slower than it is.
     """
     return replace(node, mask=node.mask.within(node.world_size * keys)) if node.mask.kind in ALIGNED else node
 
 
 def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.Tensor], sizes: Sizes) -> int:
-    """Of what has the sizes of a bias, however it lies in memory, on the rank with most queries: agreed on once, like
-    the sizes.
+    """Returns the bytes of a tensor with the sizes of the bias, on the rank where it is largest; 0 without a bias. The
+    ranks agree on it once, as on the sizes.
     """
     if not biases:
         return 0
@@ -125,7 +124,7 @@ def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.T
 
 
 def _check_operands(node: AttentionNode, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises ValueError naming the operand that does not fit, and how."""
+    """Raises ValueError if an operand does not fit; the message names it."""
     where = f"{node.kind} at site '{node.site}'"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -146,7 +145,7 @@ def _check_operands(node: AttentionNode, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def _check_bias(node: AttentionNode, biases: Sequence[torch.Tensor], q: torch.Tensor, keys: int) -> None:
-    """Raises ValueError naming what does not fit of a bias, or of none; keys: of all ranks."""
+    """Raises ValueError if a bias is missing, superfluous or does not fit. keys: the number of keys on all ranks."""
     where = f"{node.kind} at site '{node.site}'"
     if (node.mask.kind == GIVEN) != bool(biases):
         found = "a bias" if biases else "no bias"

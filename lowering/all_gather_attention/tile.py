@@ -1,18 +1,18 @@
 """all_gather_attention, strategy `tile`: out = attention of q to the gathered k and v, in one launch.
 
-Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
-Algorithm. Two queues of work. The *send* queue pushes the own keys, and the own values, piece by piece into the slot of
-every peer whose mask shows them: rank + 1 first, since that rank comes to them first. SENDERS programs start on it. The
-*tile* queue has a block of queries of one head for each ticket, the last rows first. A tile attends to the
-own keys, which need no wait, then to those of rank - 1, rank - 2, ..., without what the mask hides, by online
-softmax in registers. A program that comes to a remote source first helps to empty the send queue, so every send
-precedes every wait and a launch completes even with one resident program. Where the gathered tensors are wanted
-elsewhere too, the last tickets copy them out of the slot.
-Signal protocol. Flag rows KEYS and VALUES, each written once per launch by the last program that pushed a piece of
-it to that peer; a program waits for both once for each source. A push waits for the credits of all peers for the
-slot's previous use; the next launch gives those of this one. A rank whose mask hides a source waits for nothing of
-it: it is held back by the credits alone.
-Limits. Keys and values have the same head size, 256 at most.
+Problem. Every rank holds queries, and the keys and values of a part of the sequence. Its queries attend to all keys.
+Algorithm. There are two queues of work. The *send* queue pushes the rank's own keys and values, piece by piece, into
+the slot of every peer whose mask shows them: to rank + 1 first, because that rank needs them first. SENDERS programs
+begin with this queue. The *tile* queue has a block of queries of one head for each ticket, with the last rows first. A
+tile attends to the own keys, which need no wait, then to those of rank - 1, rank - 2, ..., without what the mask hides,
+by online softmax in registers. A program that comes to a remote source first helps to empty the send queue. So every
+send precedes every wait, and a launch completes even with one resident program. If the node returns the gathered
+tensors, the last tickets copy them out of the slot.
+Signal protocol. Flag rows KEYS and VALUES of a peer are each written once per launch, by the last program that pushed a
+piece of them to this peer. A program waits for both, once for each source. A push waits for the credits of all peers
+for the slot's previous use; the next launch gives the credits of this use. A rank whose mask hides a source does not
+wait for it, and only the credits hold it back.
+Limits. Keys and values have the same head size, at most 256.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ NUMBERS = {
 
 
 class How(NamedTuple):
-    """What is known at compile time: ranks, the mask, jumps of `positions`, whether rows see the last keys only, and
-    whether the gathered tensors are wanted; heads; of a tile what core/attention.py takes, and its rows; elements of
-    the send queue.
+    """Values that are known at compile time: the number of ranks, the mask, the number of jumps of `positions`, whether
+    there is a window, whether the gathered tensors are returned, the numbers of heads, the How of core/attention.py,
+    the rows BLOCK_M of a tile, and the steps of the send queue.
     """
 
     WORLD: Any
@@ -92,8 +92,8 @@ class How(NamedTuple):
 def positions(
     rows, place_0, jump_rows, jumps, rank, keys, WORLD: tl.constexpr, MASK: tl.constexpr, JUMPS: tl.constexpr
 ):
-    """Where the `rows` of the queries stand: the first one at `place_0`, and from each of the `jump_rows` on farther
-    by a jump, JUMPS of them.
+    """Returns the positions of the `rows` of the queries. The first row is at `place_0`; from each of the JUMPS rows
+    `jump_rows` on, positions are larger by the jump that belongs to it.
     """
     if MASK == ZIGZAG:
         half = keys // 2
@@ -107,7 +107,7 @@ def positions(
 
 @triton.jit
 def seen_keys(places, source, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
-    """How many of the keys of `source` do not stand behind each of the `places`: the first ones."""
+    """Returns how many keys of `source` are not behind each of the positions `places`. These are its first keys."""
     if MASK == FULL:
         return places * 0 + keys
     elif MASK == CAUSAL:
@@ -120,9 +120,10 @@ def seen_keys(places, source, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def push_pieces(use, ticket, num_sends, kv, counters, numel, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Push piece `ticket` of the own keys or values [numel] to its peer, take the next one, until none is left.
+    """Pushes piece `ticket` of this rank's keys or values [numel] to its peer, then takes the next ticket, until none
+    is left.
 
-    num_sends: tickets in the queue, 0 if the workspace was poisoned before this program started.
+    num_sends: the tickets of the queue, 0 if the workspace was poisoned before this program began.
     """
     PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(numel, PIECE_NUMEL).to(tl.int32)
@@ -138,7 +139,7 @@ def push_pieces(use, ticket, num_sends, kv, counters, numel, HOW: tl.constexpr, 
                 offsets = i * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
                 wanted = inside + offsets < numel
                 tl.store(place + offsets, tl.load(kv + first + offsets, mask=wanted), mask=wanted)
-            # All keys, or all values, are a chunk.
+            # All keys are one chunk, and all values another.
             sent_piece(use, counters, target, part, pieces)
         event(use, began, part, target, SEND, TRACE)
         ticket = take_send(use)
@@ -146,8 +147,8 @@ def push_pieces(use, ticket, num_sends, kv, counters, numel, HOW: tl.constexpr, 
 
 @triton.jit
 def source_of(use, kv, source, numel):
-    """Pointer to the keys of `source`, which its values follow: the own ones where they are, a peer's in the own
-    slot.
+    """Returns a pointer to the keys of `source`, behind which its values lie: in `kv` for this rank itself, and in this
+    rank's slot for a peer.
     """
     received = data(use, use.rank, kv.dtype.element_ty) + source.to(tl.int64) * 2 * numel
     return tl.where(source == use.rank, kv, received)
@@ -155,9 +156,9 @@ def source_of(use, kv, source, numel):
 
 @triton.jit
 def received_all(use, source, TRACE: tl.constexpr):
-    """Wait for the keys and the values of `source`; 1 if they are there, 0 after a failure."""
+    """Waits for the keys and values of `source`. Returns 1 if they are there, and 0 after a failure."""
     began = now(TRACE)
-    # Acquire: all that the source pushed before it published these words.
+    # Acquire: everything is visible that the source pushed before it published these words.
     ok = wait(use, KEYS, source)
     ok = ok & wait(use, VALUES, source)
     event(use, began, VALUES, source, WAIT, TRACE)
@@ -183,11 +184,12 @@ def all_gather_attention_kernel(
     place_0, jump_rows, jumps, window, rank, slot, site, senders, num_targets,
     HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. q [batches, HEADS, queries, D] with contiguous D; kv [2, batches, keys, KEY_HEADS, D] contiguous.
+    """See the module. q is [batches, HEADS, queries, D] with contiguous D; kv is [2, batches, keys, KEY_HEADS, D],
+    contiguous. out has the memory of [batches, queries, HEADS, D]; lse is [batches, HEADS, queries]; gathered_k and
+    gathered_v are [batches, WORLD * keys, KEY_HEADS, D], if they are returned.
 
-    out: the memory of [batches, queries, HEADS, D]; lse [batches, HEADS, queries]; gathered_k and gathered_v [batches,
-    WORLD * keys, KEY_HEADS, D], if wanted. place_0, jump_rows, jumps: see `positions`; window: the keys that a row sees
-    at most, if WINDOWED. num_targets: peers that get the own keys.
+    place_0, jump_rows, jumps: see `positions`. window: the keys that a row sees at most, if WINDOWED. num_targets: the
+    number of peers that get this rank's keys.
     """
     BLOCK_D: tl.constexpr = HOW.BLOCK_D
     BLOCK_M: tl.constexpr = HOW.BLOCK_M
@@ -198,7 +200,7 @@ def all_gather_attention_kernel(
     numel = batches.to(tl.int64) * keys * (KEY_HEADS * D)
     pieces = tl.cdiv(numel, HOW.SEND_BLOCK * HOW.SEND_STEPS).to(tl.int32)
     num_sends = tl.where(alive != 0, num_targets * 2 * pieces, 0)
-    # 1 when this program has found the send queue empty.
+    # `drained` is 1 when this program has found the send queue empty.
     drained = (tl.program_id(0) < senders).to(tl.int32)
     if tl.program_id(0) < senders:
         ticket = take_send(use)
@@ -206,7 +208,7 @@ def all_gather_attention_kernel(
             settle(credits_due(use, alive), use, HOW.WORLD)
         push_pieces(use, ticket, num_sends, kv, pointers.counters, numel, HOW, TRACE)
     ok = alive
-    # One bit for each source whose keys and values are there.
+    # `there` has one bit for each source whose keys and values are there.
     there = tl.full((), 0, tl.int32)
     num_m = tl.cdiv(queries, BLOCK_M)
     num_tiles = num_m * batches * HOW.HEADS
@@ -214,7 +216,7 @@ def all_gather_attention_kernel(
     ticket = take_tile(use)
     while ticket < num_tiles:
         began = now(TRACE)
-        # The last rows see most.
+        # Begin with the last rows, which see the most keys.
         row = (num_m - 1 - ticket // (batches * HOW.HEADS)) * BLOCK_M
         head = ticket % (batches * HOW.HEADS)
         batch = (head // HOW.HEADS).to(tl.int64)
@@ -224,7 +226,7 @@ def all_gather_attention_kernel(
         places = positions(rows, place_0, jump_rows, jumps, rank, keys, HOW.WORLD, HOW.MASK, HOW.JUMPS)
         q_rows = q + batch * stride_qb + head.to(tl.int64) * stride_qh + rows.to(tl.int64)[:, None] * stride_qm
         query = tl.load(q_rows + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
-        # To the first key of the head.
+        # The offset of the first key of the head.
         inner = batch * keys * (KEY_HEADS * D) + head * KEY_HEADS // HOW.HEADS * D
         state = State(
             tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32),
@@ -237,14 +239,15 @@ def all_gather_attention_kernel(
             first_seen = seen
             last = tl.max(seen, axis=0)
             if HOW.WINDOWED:
-                # Those in front of the window: keys of a rank are in the order of their positions, whatever the mask.
+                # The keys in front of the window come first, because the keys of a rank are in the order of their
+                # positions, whatever the mask.
                 first_seen = seen_keys(places - window, source, keys, HOW.WORLD, HOW.MASK)
-                # Of rows on both sides of a zigzag none need see what lies between.
+                # If a tile has rows on both sides of a zigzag, there may be keys between that no row sees.
                 last = tl.where(tl.max(seen - first_seen, axis=0) > 0, last, 0)
             if last > 0:
                 if (source != rank) & (((there >> source) & 1) == 0):
                     if drained == 0:
-                        # Sends before waits.
+                        # Sends come before waits.
                         push_pieces(
                             use, take_send(use), num_sends, kv, pointers.counters, numel, HOW, TRACE,
                         )  # fmt: skip
@@ -252,7 +255,7 @@ def all_gather_attention_kernel(
                     ok = ok & received_all(use, source, TRACE)
                     there = there | (1 << source)
                 if ok == 0:
-                    # What lies there is not to be read.
+                    # The data must not be read after a failure.
                     last = last * 0
                 base = source_of(use, kv, source, numel) + inner
                 of_source = Keys(base, base + numel, KEY_HEADS * D)
@@ -260,7 +263,7 @@ def all_gather_attention_kernel(
                 begin = last * 0
                 if HOW.WINDOWED:
                     begin = tl.minimum(tl.min(first_seen, axis=0), last)
-                    # Past the last row's first key.
+                    # This lies behind the first key of the last row.
                     edge = begin + tl.cdiv(tl.max(first_seen, axis=0) - begin, HOW.BLOCK_N) * HOW.BLOCK_N
                     edge = tl.minimum(edge, last)
                     state = attend(state, query, of_source, begin, edge, rows_see, scale, HOW, True, True)
@@ -309,7 +312,7 @@ def all_gather_attention_kernel(
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tile of `block_m` queries, in steps of `block_n` keys."""
+    """A tile of `block_m` queries, computed in steps of `block_n` keys."""
 
     block_m: int
     block_n: int
@@ -317,7 +320,7 @@ class AttentionConfig:
     num_stages: int
 
     def for_arch(self, arch: str) -> AttentionConfig:
-        """The same on AMD GPUs, with half the steps and the stages that their shared memory has room for."""
+        """Returns this Config, on AMD GPUs with the smaller steps and the one stage that fit in their shared memory."""
         return replace(self, block_n=min(self.block_n, 32), num_stages=1) if arch.startswith("gfx") else self
 
 
@@ -327,15 +330,16 @@ CONFIGS = {
     128: AttentionConfig(128, 128, 8, 2),
     256: AttentionConfig(128, 32, 8, 2),
 }
-"""By the head size, rounded up to a power of two."""
-FEW_ROWS = 64
+"""The tiles by the head size, rounded up to a power of two."""
 FEW = {64: AttentionConfig(64, 128, 4, 3), 128: AttentionConfig(64, 64, 4, 3), 256: AttentionConfig(64, 32, 8, 3)}
-"""Where there are so few queries that larger tiles would leave SMs without one."""
+"""The tiles for so few queries that larger tiles would leave SMs idle."""
 FP32 = {64: AttentionConfig(64, 32, 8, 2), 128: AttentionConfig(32, 32, 4, 2), 256: AttentionConfig(32, 32, 8, 1)}
 
 
 def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *, interpreted: bool) -> AttentionConfig:
-    """tiles: blocks of 128 queries. Local to a rank: no layout follows from it."""
+    """Returns the tile shape. It may differ between ranks, because no layout depends on it. tiles: the number of blocks
+    of 128 queries.
+    """
     if interpreted:
         return INTERPRETER
     size = max(64, triton.next_power_of_2(head_dim))
@@ -346,14 +350,16 @@ def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *
 
 @dataclass(frozen=True)
 class Geometry:
-    """What calls with operands of one form share; the slot's bytes have to be equal on all ranks."""
+    """What calls with operands of one form have in common. Only `nbytes`, the bytes of the slot, have to be equal on
+    all ranks.
+    """
 
     config: AttentionConfig
     nbytes: int
 
 
 def obstacle(node: AllGatherAttention, q: torch.Tensor) -> str:
-    """Why the strategy cannot run these queries, or an empty string. Equal on all ranks."""
+    """Returns why the strategy cannot run for these queries, or ''. It is equal on all ranks."""
     if node.scale <= 0.0:
         return f"its online softmax takes a positive scale, not {node.scale:g}"
     if q.shape[3] > MAX_HEAD_DIM:
@@ -364,7 +370,7 @@ def obstacle(node: AllGatherAttention, q: torch.Tensor) -> str:
 
 
 def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Geometry:
-    """See Geometry."""
+    """Returns the Geometry."""
     B, heads, queries, D = q.shape
     tiles = B * heads * ceil_div(queries, 128)
     config = select_config(D, tiles, q.dtype, launch.num_sms, interpreted=launch.interpreted)
@@ -373,7 +379,9 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
 
 
 def num_targets(node: AllGatherAttention, rank: int, keys: int) -> int:
-    """How many peers get this rank's keys, those behind it in order: where it is not known which see them, all."""
+    """Returns how many peers get this rank's keys: the next ranks in order, as far as they see them; all peers if it is
+    not known which of them do.
+    """
     world, mask = node.world_size, node.mask
     if node.return_gathered or mask.kind != "causal_offset":
         return world - 1
@@ -382,10 +390,10 @@ def num_targets(node: AllGatherAttention, rank: int, keys: int) -> int:
 
 
 def kernel_window(mask: Mask, rank: int, world_size: int, queries: int) -> int:
-    """The window of a rank's rows, 0 where it hides nothing from them: never longer than their positions, which the
-    kernel counts in 32 bits.
+    """Returns the window of a rank's rows, 0 if it hides nothing from them. So it is never larger than their positions,
+    which the kernel counts in 32 bits.
     """
-    return mask.within(max(one.start + one.count for one in mask.positions(rank, world_size, queries))).window
+    return mask.within(max(run.start + run.count for run in mask.positions(rank, world_size, queries))).window
 
 
 def all_gather_attention(
@@ -396,7 +404,7 @@ def all_gather_attention(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """q [B, Hq, Sq, D], k and v [B, Hkv, S, D]; returns [out, lse, (gathered k, gathered v)]. See the module."""
+    """Returns [out, lse, (gathered k, gathered v)] for q [B, Hq, Sq, D], k and v [B, Hkv, S, D]; see the module."""
     q = with_rows(q)
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
@@ -404,9 +412,8 @@ def all_gather_attention(
     kv = stacked(k, v)
     (out,) = memory(q, [Output((B, heads, queries, D), sequence_first=True)])
     lse = torch.empty(B, heads, queries, dtype=torch.float32, device=q.device)
-    # Not one tensor: outputs of an op may not share their memory.
+    # These are two tensors, because outputs of an op must not share memory.
     gathered = [kv.new_empty(B, world * keys, key_heads, D) if node.return_gathered else kv for _ in range(2)]
-
     jumps = node.mask.row_jumps()
 
     def arguments() -> Arguments:
@@ -454,4 +461,4 @@ def all_gather_attention(
     launch.run(all_gather_attention_kernel, sizes.nbytes, arguments, tensors)
     if not node.return_gathered:
         return [out, lse]
-    return [out, lse, *(one.transpose(1, 2) for one in gathered)]
+    return [out, lse, *(x.transpose(1, 2) for x in gathered)]

@@ -1,7 +1,8 @@
-"""Attention of this rank alone: the library's fastest kernel for operands of one form, with logarithms of sums.
+"""Attention within one rank, by the library's fastest kernel for operands of one form.
 
-A `Local` computes (out, lse) of queries and any part of the keys, and from the lse and out of *all* keys the exact
-gradients of such a part: what lets keys be taken piece by piece.
+A `Local` computes (out, lse) of queries and any part of the keys; lse are the logarithms of the sums of the softmax.
+From out and lse of *all* keys it computes the exact gradients for any part of the keys. So keys can be taken part by
+part.
 """
 
 from __future__ import annotations
@@ -20,33 +21,32 @@ from ditron_inductor.task.attention_masks import Mask
 
 aten = torch.ops.aten
 
-
 BIAS_ALIGNMENT = 8
-"""Elements: what the library's kernels want of a bias' strides, and as torch pads one for them."""
+"""The strides of a bias, in elements, have to be multiples of this for the library's kernels. Torch pads to it too."""
 CUDNN_HIDES_BY_INF = 91900
-"""The oldest version of cuDNN seen to make 0 and -inf of rows that a bias of -inf hides, wherever their keys are."""
+"""The oldest version of cuDNN that was seen to return 0 and -inf for rows that a bias of -inf hides, for any keys."""
 CUDNN_HIDDEN = {torch.float16: torch.finfo(torch.float16).min, torch.bfloat16: -1e30}
-"""By dtype: what is not seen gets in the place of -inf for others, some of which make NaN of it. Beside a score that is
-larger by a thousand it counts for nothing.
+"""The bias, by dtype, that replaces -inf for older versions of cuDNN, some of which return NaN for -inf. Next to a
+score that is larger by a thousand it has no effect.
 """
 REACH = 1e30
-"""A row whose largest bias lies so far below 0 is hidden: scores do not show beside it. cuDNN's kernel sees -inf there,
-as its logarithms are of base 2, the others see all keys alike.
+"""A row whose largest bias is less than -REACH is hidden, because scores have no effect next to it. cuDNN's kernel
+takes it for -inf, since its logarithms are of base 2. To the other kernels all keys of such a row are alike.
 """
 ANCHORED = 1024.0
-"""Biases from which on logarithms of sums lose digits that show."""
+"""With biases of at least this size, the logarithms of sums lose digits that matter."""
 FAR = 1e8
-"""From there on scores beside a bias have no digits in fp32: a row stays what it is for the kernel."""
+"""With biases of at least this size, scores have no digits left in fp32, so such a row is not changed."""
 LOWEST = {torch.float16: -6.0e4, torch.float32: -1.0e30}
-"""Less than the largest bias of a row by so much, a key counts for nothing, by the range of the dtypes."""
+"""A key whose bias is less than the largest one of its row by this much has no effect, by the range of the dtype."""
 SUMS_ALIGNMENT = 32
-"""Rows: what the memory-efficient kernel fills its logarithms of sums up to."""
+"""The memory-efficient kernel pads its logarithms of sums to a multiple of this number of rows."""
 
 
 @dataclass(frozen=True)
 class ShownBlock:
-    """What rows see of keys, as `Block` has it; everything without arguments. bias: None, or the part for these rows
-    and keys of one that can be broadcast to the scores, of bool or floats.
+    """What rows see of keys; for `causal` and `lower` see `Block`. Without arguments they see everything. bias: None,
+    or the part of a bias, of bool or floats, for these rows and keys.
     """
 
     causal: bool = False
@@ -55,21 +55,20 @@ class ShownBlock:
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ShownBlock, float], tuple[torch.Tensor, torch.Tensor]]
-"""A function of q, k, v, what is seen, and the scale."""
+"""A function of (q, k, v, what is seen, the scale)."""
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""grad_out, q, k, v, out, lse: keys and values of any ranks."""
+"""(grad_out, q, k, v, out, lse). The keys and values may be those of any ranks."""
 Backward = Callable[[Given, ShownBlock, float], Gradients]
 
-
 Anchored = tuple[torch.Tensor | None, torch.Tensor | None]
-"""A bias, and how much of it is to be added to logarithms of sums beside it, [.., Sq]."""
+"""(a bias; the anchors [.., Sq] that were subtracted from it, which have to be added to the logarithms of sums)."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """A kernel of the library, by its name. speed: in that of the fastest, on an H200; windowed_speed: with a lower
-    bound. hides: whether a bias of less than -REACH hides a row like -inf.
+    """A kernel of the library. speed: relative to the fastest kernel, on an H200. windowed_speed: the same with a
+    window. hides: whether a bias of less than -REACH hides a row as -inf does.
     """
 
     name: str
@@ -80,14 +79,14 @@ class Local:
     hides: bool = False
 
     def speed_with(self, mask: Mask) -> float:
-        """The speed that counts where such a mask is seen."""
+        """Returns the speed with this mask."""
         return self.windowed_speed if mask.window else self.speed
 
     def anchored(self, bias: torch.Tensor | None, dtype: torch.dtype, *, whole: bool = False) -> Anchored:
-        """See `anchored`; what is no bias of floats stays as it is, with no anchors.
+        """Does `anchored` for a bias of floats. Any other bias is returned as it is, with anchors None.
 
-        whole: for one call with all keys, as torch's own is. Then it is done only where the kernel gets the bias in
-        another dtype, which may have another range, and on the CPU, where a time does not count, but a digit does.
+        whole: the bias is for one call with all keys, like torch's own. Then this does nothing on a GPU unless the
+        kernel gets the bias in another dtype, which may have another range.
         """
         if bias is None or bias.dtype == torch.bool or (whole and bias.is_cuda and bias.dtype == dtype):
             return bias, None
@@ -104,7 +103,7 @@ def _visible(q: torch.Tensor, k: torch.Tensor, seen: ShownBlock) -> torch.Tensor
 
 
 def _window(q: torch.Tensor, k: torch.Tensor, seen: ShownBlock) -> dict[str, int]:
-    """For FlashAttention, which counts from the last row and the last key on."""
+    """Returns the arguments for a window of FlashAttention, which counts from the last row and the last key on."""
     if seen.lower is None:
         return {}
     left = k.shape[2] - q.shape[2] - seen.lower
@@ -130,7 +129,7 @@ def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if seen.lower is not None:
-        rows, keys, values = (one.transpose(1, 2) for one in (q, k, v))
+        rows, keys, values = (x.transpose(1, 2) for x in (q, k, v))
         lengths = None, None, q.shape[2], k.shape[2]
         window = _window(q, k, seen)
         banded = aten._flash_attention_forward.default(
@@ -143,12 +142,12 @@ def _flash(
 
 def _flash_backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
     grad_out, q, k, v, out, lse = given
-    # Without dropout nobody reads the state of the generator.
+    # Without dropout, the state of the generator is not read.
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     lengths = None, None, q.shape[2], k.shape[2]
     if seen.lower is not None:
-        operands = [one.transpose(1, 2) for one in (grad_out, q, k, v, out)]
+        operands = [x.transpose(1, 2) for x in (grad_out, q, k, v, out)]
         window = _window(q, k, seen)
         banded = aten._flash_attention_backward.default(
             *operands, lse, *lengths, 0.0, seen.causal, state, unused, scale=scale, **window
@@ -161,13 +160,14 @@ def _flash_backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
 
 
 def anchored(bias: torch.Tensor, dtype: torch.dtype, hides: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a bias of floats less the largest one of each row, where that is far from 0; these, fp32, [..] of [.., keys]):
-    attention is the same, and its logarithms of sums are so much less.
+    """Subtracts from each row of a bias of floats [.., keys] its largest value, the row's anchor, if that is far from
+    0. Attention does not change, and its logarithms of sums become less by the anchor.
 
-    Where a mask hides all keys of a row by a large number the logarithm would have no digits left for the sum, by which
-    parts are merged. What hides beside other keys becomes -inf: of that, and not of numbers at the end of a dtype's
-    range, all that follows takes care. A row below -FAR stays as it is, or becomes -inf if it is below -REACH and the
-    kernel `hides` it. dtype: of the queries, in which kernels may get the bias.
+    Returns (the new bias; the anchors, fp32 [..]). If a mask hides all keys of a row by a large number, the logarithm
+    would have no digits left for the sum, by which parts are merged. A value that hides one key next to others becomes
+    -inf, because all that follows handles -inf, but not numbers at the end of a dtype's range. A row below -FAR is not
+    changed, or becomes -inf if it is below -REACH and the kernel `hides` such rows. dtype: that of the queries, in
+    which kernels may get the bias.
     """
     if bias.numel() == 0:
         return bias, torch.zeros((), device=bias.device)
@@ -177,7 +177,7 @@ def anchored(bias: torch.Tensor, dtype: torch.dtype, hides: bool = False) -> tup
     lowest = LOWEST[torch.float16 if torch.float16 in (dtype, bias.dtype) else torch.float32]
     near = torch.nn.functional.threshold(bias - base, lowest, -math.inf)
     if not hides or lowest > -REACH:
-        # In a dtype that has both of their least numbers.
+        # The comparison is in a dtype that has the smallest numbers of both.
         kept = bias.to(torch.promote_types(bias.dtype, dtype)).clamp_min(torch.finfo(dtype).min)
         stays = (most <= -FAR) & (most > -REACH) if hides else most <= -FAR
         near = torch.where(stays & bias.isfinite(), kept, near)
@@ -185,14 +185,14 @@ def anchored(bias: torch.Tensor, dtype: torch.dtype, hides: bool = False) -> tup
 
 
 def _laid_out(bias: torch.Tensor, q: torch.Tensor, keys: int, hidden: float) -> torch.Tensor:
-    """A bias as a view [B, Hq, Sq, keys] of memory that the library's kernels take, in the dtype of q: of bool, and
-    where it is -inf, with `hidden` for what is not seen.
+    """Returns a bias as a view [B, Hq, Sq, keys], in the dtype of q, of memory that the library's kernels take. Keys
+    that are not seen have the value `hidden`, where a bias of bool is False or a bias of floats is -inf.
     """
     while bias.ndim < 4:
         bias = bias.unsqueeze(0)
     usable = bias.dtype == q.dtype and hidden == -math.inf and bias.shape[3] == keys
     if not usable or not _is_aligned(bias):
-        # What is repeated stays one.
+        # Dimensions that are broadcast are not copied.
         given = bias
         for dim, stride in enumerate(bias.stride()[:3]):
             given = given.narrow(dim, 0, 1) if stride == 0 and bias.shape[dim] else given
@@ -213,30 +213,30 @@ def _is_aligned(bias: torch.Tensor) -> bool:
 
 
 def _unseen(bias: torch.Tensor) -> torch.Tensor:
-    """Which rows a bias hides all keys from, [.., Sq], broadcastable as it is."""
+    """Returns which rows see no key by this bias, [.., Sq]; it broadcasts like the bias."""
     return ~bias.any(-1) if bias.dtype == torch.bool else bias.amax(-1) == -math.inf
 
 
 def _hidden_rows(out: torch.Tensor, lse: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with 0 and -inf in the rows that see nothing, of which kernels make what they like."""
+    """Returns (out, lse) with 0 and -inf in the rows that see nothing, for which a kernel may return anything."""
     unseen = _unseen(bias)
     return out.masked_fill_(unseen.unsqueeze(-1), 0.0), lse.masked_fill(unseen, -math.inf)
 
 
 def _dividing(lse: torch.Tensor) -> torch.Tensor:
-    """Logarithms for the library's backward: of rows that see nothing inf, by which all weights are 0, also where the
-    forward saw -inf in what a bias has there.
-    """
+    """Returns lse for the library's backward: inf for rows that see nothing, so that all their weights are 0."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Keys or values with every head as often as queries want it: what the memory-efficient kernel takes."""
+    """Returns keys or values with every head repeated for each of its heads of queries, as the memory-efficient kernel
+    needs it.
+    """
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _together(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The gradient of repeated heads as that of the heads themselves."""
+    """Adds up the gradients of repeated heads."""
     heads = like.shape[1]
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
@@ -244,7 +244,7 @@ def _together(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert seen.bias is not None, "only what has a bias comes here"
+    assert seen.bias is not None, "this kernel is chosen only with a bias"
     bias = _laid_out(seen.bias, q, k.shape[2], -math.inf)
     keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
     found = aten._scaled_dot_product_efficient_attention.default(q, keys, values, bias, True, 0.0, False, scale=scale)
@@ -253,12 +253,12 @@ def _efficient(
 
 def _efficient_backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
     grad_out, q, k, v, out, lse = given
-    assert seen.bias is not None, "only what has a bias comes here"
+    assert seen.bias is not None, "this kernel is chosen only with a bias"
     bias = _laid_out(seen.bias, q, k.shape[2], -math.inf)
     keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
     rows = q.shape[2]
     sums = torch.nn.functional.pad(_dividing(lse), (0, round_up(rows, SUMS_ALIGNMENT) - rows), value=math.inf)
-    # Without dropout nobody reads the state of the generator.
+    # Without dropout, the state of the generator is not read.
     state = torch.empty((), dtype=torch.int64, device=q.device)
     wanted = [True, True, True, False]
     found = aten._scaled_dot_product_efficient_attention_backward.default(
@@ -281,7 +281,7 @@ def _cudnn_backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
     bias, sums = _bias_for_cudnn(q, k, seen), lse if seen.bias is None else _dividing(lse)
     state = torch.empty(2, dtype=torch.int64, device=q.device)
     sizes, causal = (q.shape[2], k.shape[2]), seen.causal
-    # No lengths: None stands for an undefined tensor.
+    # There are no lengths: None stands for an undefined tensor.
     gradients: Gradients = aten._scaled_dot_product_cudnn_attention_backward.default(
         grad_out, q, k, v, out, sums.unsqueeze(-1), state, state, bias, None, None, *sizes, 0.0, causal, scale=scale
     )
@@ -290,7 +290,7 @@ def _cudnn_backward(given: Given, seen: ShownBlock, scale: float) -> Gradients:
 
 @functools.cache
 def cudnn_hides_by_inf() -> bool:
-    """Whether cuDNN's kernel takes -inf in a bias as it is."""
+    """Returns whether cuDNN's kernel takes -inf in a bias."""
     version = torch.backends.cudnn.version()
     return version is not None and version >= CUDNN_HIDES_BY_INF
 
@@ -302,7 +302,9 @@ def _bias_for_cudnn(q: torch.Tensor, k: torch.Tensor, seen: ShownBlock) -> torch
 
 
 def _beside(plain: Local, windowed: Local) -> Local:
-    """`plain`, and `windowed` for what has a lower bound, which `plain` does not know."""
+    """Returns a Local that runs `windowed` for blocks with a lower bound, which `plain` does not know, and otherwise
+    `plain`.
+    """
 
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float
@@ -316,9 +318,9 @@ def _beside(plain: Local, windowed: Local) -> Local:
 
 
 def in_plain_operations(softcap: float) -> Local:
-    """With a soft cap on the scores, or 0 for none."""
+    """Returns the Local that computes with torch's operations. softcap: 0 for none."""
     forward, backward = functools.partial(_math, softcap), functools.partial(_math_backward, softcap)
-    # Every score is written and read again several times.
+    # It is slow, because every score is written to memory and read again several times.
     return Local("math", forward, backward, 0.1, 0.1)
 
 
@@ -327,30 +329,30 @@ FLASH = Local("flash", _flash, _flash_backward, 0.52, 0.45)
 _CUDNN = Local("cudnn", _cudnn, _cudnn_backward, 1.0, 1.0)
 CUDNN = _beside(_CUDNN, FLASH)
 CUDNN_AND_MATH = _beside(_CUDNN, MATH)
-# 4096 and 8192 queries of 32 heads of 128, twice as many keys: forward 0.52 to 0.64 and 0.19, backward 0.50 to 0.66
-# and 0.21.
+# Measured for 4096 and 8192 queries of 32 heads of 128, and twice as many keys: cuDNN's kernel with a bias has 0.52 to
+# 0.64 of the speed without one in the forward and 0.50 to 0.66 in the backward; the memory-efficient one 0.19 and 0.21.
 CUDNN_BIASED = Local("cudnn with a bias", _cudnn, _cudnn_backward, 0.54, 0.54, hides=True)
 EFFICIENT = Local("memory-efficient", _efficient, _efficient_backward, 0.19, 0.19)
 
 
 def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0.0, *, biased: bool = False) -> Local:
-    """The fastest that can run q [B, Hq, Sq, D] and k, v [B, Hkv, S, D], and what the user has not switched off.
-    biased: with a bias.
+    """Returns the fastest kernel that can run q [B, Hq, Sq, D] and k, v [B, Hkv, S, D], and that the user has not
+    switched off. biased: there is a bias.
 
-    cuDNN's, where it can, was measured faster than FlashAttention-2 on Hopper at every size. It has no windows as aten
-    calls it: what one cuts is FlashAttention's, or else done in plain operations, all scores in memory. So is what has
-    a soft cap, which none of these kernels knows.
+    cuDNN's kernel was faster than FlashAttention-2 on Hopper at every size. As aten calls it, it has no windows, so
+    FlashAttention computes the blocks that a window cuts, or torch's operations if it cannot. Torch's operations also
+    compute attention with a soft cap, which none of the kernels knows.
 
-    Its speed is the same on all ranks, however many queries each of them has.
+    The speed of the result is equal on all ranks, even if they have different numbers of queries.
     """
     if softcap:
         return in_plain_operations(softcap)
     if q.shape[2] == 0:
-        # None of the kernels takes these, and none is called. But the plan is that of ranks that have queries.
+        # No kernel is called without queries. But the plan needs the speed that ranks with queries have.
         row = q.new_empty(q.shape[3]).expand(*q.shape[:2], 1, q.shape[3])
         others = choose(row, k, v, biased=biased)
         return replace(MATH, speed=others.speed, windowed_speed=others.windowed_speed)
-    # The library pads other heads before it calls these.
+    # The kernels take only head sizes that are multiples of 8.
     if not q.is_cuda or q.shape[3] % 8 != 0:
         return MATH
     if biased:
@@ -363,14 +365,14 @@ def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0
 
 
 def _choose_biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Local:
-    """Of those that add a bias. From operands that all ranks have alike, and not from how a rank's bias lies in memory:
-    the plan follows from the kernel's speed.
+    """Returns the fastest kernel that adds a bias. The choice depends only on operands whose sizes all ranks share, and
+    not on the memory of a rank's bias, because the plan depends on the kernel's speed.
     """
     like = q.new_empty(k.shape[2]).expand(*q.shape[:3], k.shape[2])
     params = SDPAParams(q, k, v, like, 0.0, False, q.shape[1] != k.shape[1])
     if torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.can_use_cudnn_attention(params):
         return CUDNN_BIASED
-    keys, values = (one[:, :1].expand(-1, q.shape[1], -1, -1) for one in (k, v))
+    keys, values = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
     params = SDPAParams(q, keys, values, like, 0.0, False, False)
     if torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.can_use_efficient_attention(params):
         return EFFICIENT

@@ -1,9 +1,9 @@
 """Merges attention to parts of the keys: out = sum_i exp(lse_i - lse) out_i, lse = log(sum_i exp(lse_i)), in one
 kernel.
 
-Partial i covers rows first_i .. last_i of the queries, ends excluded. The sums are in fp32 and in the order of the
-partials, whatever order they came in. A row that no partial covers, or whose lse are all -inf, becomes 0 and -inf.
-Without weights: out = sum_i out_i, the gradient of the queries.
+Partial i covers the rows first_i .. last_i - 1 of the queries. Sums are in fp32 and in the order of the partials. A row
+that no partial covers, or whose lse are all -inf, becomes 0 and -inf. Without weights the kernel computes out = sum_i
+out_i, for the gradient of the queries.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ditron_inductor.lowering.host.launch import ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 
 MERGE_ROWS = 32
-"""Rows of one program. A rank has as many programs as heads times this many rows: enough to fill a GPU's memory
-pipes."""
+"""The rows of one program. They are few, so that there are enough programs to use all of the memory bandwidth."""
 MERGE_WARPS = 4
 
 
 class MergedParts(NamedTuple):
-    """Of each partial: its first row and the one behind its last, and strides of batch, head and row; tuples."""
+    """The sizes of the partials, as tuples: the first row, the row behind the last, and the strides of batch, head and
+    row.
+    """
 
     firsts: Any
     lasts: Any
@@ -35,8 +36,8 @@ class MergedParts(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is known at compile time: heads, and elements of one; WEIGHTED: partials have weights; rows of a program,
-    and places of a row.
+    """Values that are known at compile time: the number of heads, the elements D of a head, whether partials have
+    weights, the rows of a program, and D rounded up to a power of two.
     """
 
     HEADS: Any
@@ -48,9 +49,9 @@ class How(NamedTuple):
 
 @triton.jit(do_not_specialize=["queries"])
 def merge_kernel(outs, lses, out, lse, queries, parts, HOW: tl.constexpr):
-    """outs[i] [B, HEADS, lasts[i] - firsts[i], D] with these strides, lses[i] [B, HEADS, ..] contiguous, fp32.
-
-    out: the memory of [B, queries, HEADS, D]; lse [B, HEADS, queries]. A program has BLOCK_M rows of one head.
+    """See the module. outs[i] is [B, HEADS, lasts[i] - firsts[i], D] with the strides of `parts`; lses[i] is [B, HEADS,
+    ..], contiguous, fp32. out has the memory of [B, queries, HEADS, D], and lse is [B, HEADS, queries]. A program has
+    BLOCK_M rows of one head.
     """
     BLOCK_D: tl.constexpr = HOW.BLOCK_D
     BLOCK_M: tl.constexpr = HOW.BLOCK_M
@@ -79,7 +80,7 @@ def merge_kernel(outs, lses, out, lse, queries, parts, HOW: tl.constexpr):
             weight = tl.full((BLOCK_M,), 1.0, tl.float32)
         start = outs[i] + batch * parts.strides_b[i] + (head % HOW.HEADS).to(tl.int64) * parts.strides_h[i]
         places = (offs_m - parts.firsts[i]).to(tl.int64)[:, None] * parts.strides_m[i] + offs_d[None, :]
-        # A partial that saw no key holds anything.
+        # The values of a partial that saw no key have no meaning.
         wanted = (covered & (weight != 0.0))[:, None] & (offs_d < HOW.D)[None, :]
         total += weight[:, None] * tl.load(start + places, mask=wanted, other=0.0).to(tl.float32)
         weights += weight
@@ -91,14 +92,14 @@ def merge_kernel(outs, lses, out, lse, queries, parts, HOW: tl.constexpr):
 
 
 Partial = tuple[torch.Tensor, torch.Tensor]
-"""(out, lse) of some rows."""
+"""(out, lse) of a run of rows."""
 
 
 class Merge:
-    """Merges partials of these `rows` of q [B, H, Sq, D], always of the same strides.
+    """Merges partials that cover these `rows` of q [B, H, Sq, D]. Their strides have to be the same in all calls.
 
-    Called as merge(stream, partials): out and lse of all rows; `add` adds tensors up. Both results have the memory of a
-    contiguous [B, Sq, H, D].
+    merge(stream, partials) returns out and lse of all rows, and merge.add(..) the sum of tensors. The results out and
+    sum have the memory of a contiguous [B, Sq, H, D].
     """
 
     def __init__(self, q: torch.Tensor, rows: Sequence[tuple[int, int]]) -> None:
@@ -112,15 +113,14 @@ class Merge:
         if len(partials) == 1 and self._rows[0] == (0, queries):
             out, lse = partials[0]
             return in_order(out), lse.contiguous()
-        outs = [one for one, _ in partials]
         device = self._launcher.device
         lse = torch.empty(B, heads, queries, dtype=torch.float32, device=device)
         if not partials:
             lse.fill_(float("-inf"))
-        return self._run(stream, outs, [one.contiguous() for _, one in partials], lse), lse
+        return self._run(stream, [x for x, _ in partials], [x.contiguous() for _, x in partials], lse), lse
 
     def add(self, stream: int, partials: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """The sum of the partials, in the dtype of `like`."""
+        """Returns the sum of the partials. like: any tensor of the dtype of the sum."""
         if len(partials) == 1 and self._rows[0] == (0, self._shape[2]):
             return in_order(partials[0])
         return self._run(stream, partials, [], like)
@@ -130,12 +130,12 @@ class Merge:
     ) -> torch.Tensor:
         B, heads, queries, D = self._shape
         like = outs[0] if outs else lse
-        # Where no row sees anything there are no partials.
+        # There are no partials if no row sees anything.
         dtype = like.dtype if outs else self._dtype
         out = like.new_empty(B, queries, heads, D, dtype=dtype).transpose(1, 2)
         if not outs or out.numel() == 0:
             return out.zero_()
-        given = tuple(one if one.stride(3) == 1 else one.contiguous() for one in outs)
+        given = tuple(x if x.stride(3) == 1 else x.contiguous() for x in outs)
 
         def arguments() -> Arguments:
             return Arguments(
@@ -145,21 +145,21 @@ class Merge:
                     "parts": MergedParts(
                         firsts=tuple(first for first, _ in self._rows),
                         lasts=tuple(last for _, last in self._rows),
-                        strides_b=tuple(one.stride(0) for one in given),
-                        strides_h=tuple(one.stride(1) for one in given),
-                        strides_m=tuple(one.stride(2) for one in given),
+                        strides_b=tuple(x.stride(0) for x in given),
+                        strides_h=tuple(x.stride(1) for x in given),
+                        strides_m=tuple(x.stride(2) for x in given),
                     ),
                     "HOW": How(heads, D, bool(lses), MERGE_ROWS, max(16, triton.next_power_of_2(D))),
                     "num_warps": MERGE_WARPS,
                 },
             )
 
-        # Without weights it gets sums that it does not look at.
+        # Without weights, the kernel does not read `lses`.
         tensors = {"outs": given, "lses": tuple(lses) or given, "out": out, "lse": lse}
         self._launcher(stream, arguments, (), (), tensors)
         return out
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, S, D] with the memory of a contiguous [B, S, H, D]; itself if it has that."""
+    """Returns x [B, H, S, D] with the memory of a contiguous [B, S, H, D]; x itself if it has that."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,8 +1,8 @@
 """attention_reduce_scatter, strategy `library`: the library's backward of attention, then its reduce-scatter.
 
-The mask is cut into blocks that the library's kernels know, as few as there can be; with the logarithms of the sums
-over *all* keys each block's gradients of its keys are exact, and those of the queries add up. On the CPU device:
-torch's own operations, with the mask.
+The mask is cut into as few blocks as possible that the library's kernels know. With the logarithms of the sums over
+*all* keys, the gradients of each block's keys are exact, and those of the queries are added up. On the CPU device
+torch's own operations compute everything, with the mask.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def gradients(
     scale: float,
     bias: torch.Tensor | None = None,
 ) -> Outputs:
-    """Of its rows of q, and of its keys and values, of which there are `keys` on a rank. bias: of all keys."""
+    """Returns the gradients for one call: those of its rows of q, and of its keys and values. keys: the number of keys
+    of a rank. bias: the bias of all keys.
+    """
     grad_out, q, k, v, out, lse = operands
     rows, seen = span.queries, span.seen(bias, keys)
     given = rows(grad_out), rows(q), span.among(k, keys), span.among(v, keys), rows(out), rows(lse).contiguous()
@@ -41,22 +43,17 @@ def gradients(
 
 
 def lowered(run: local_attention.Local, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(the bias or None, lse beside it) of what is Given, behind which there may be a bias; see `Local.anchored`."""
+    """Returns (the anchored bias or None; the lse that belongs to it) for Given and perhaps a bias behind it; see
+    `Local.anchored`.
+    """
     q, lse, bias = given[1], given[5], given[6] if len(given) > 6 else None
     bias, anchors = run.anchored(bias, q.dtype, whole=True)
     return bias, lse if anchors is None else lse - anchors
 
 
-def apart(grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients [2, B, S, H, D] as those of keys and of values, [B, H, S, D]. Outputs of an op may not share their
-    memory: one of them is copied.
-    """
-    return grads[0].transpose(1, 2), grads[1].clone().transpose(1, 2)
-
-
 def make(node: AttentionReduceScatter, operands: Given) -> Callable[..., Outputs]:
-    """(grad_out, q, k, v, out, lse, and a bias if the mask has one) -> (grad_q, grad_k, grad_v) for operands of this
-    form.
+    """Returns a function (grad_out, q, k, v, out, lse, and a bias if the mask has one) -> (grad_q, grad_k, grad_v) for
+    operands of this form.
     """
     _, q, k, v, _, _ = operands
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
@@ -73,21 +70,22 @@ def make(node: AttentionReduceScatter, operands: Given) -> Callable[..., Outputs
         found = reference_attention.attend_backward(
             grad_out, q, k, v, out, lse, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
         )
-        grad_k, grad_v = scattered(torch.stack([_apart(one, world) for one in found[1:]], 1).to(k.dtype))
+        grad_k, grad_v = scattered(torch.stack([_by_source(grad, world) for grad in found[1:]], 1).to(k.dtype))
         return in_order(found[0].to(q.dtype)), grad_k, grad_v
 
     def scattered(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """parts [W, 2, B, S, H, D], summed up over the ranks: this rank's two, [B, H, S, D]."""
+        """Returns this rank's sums over the ranks, of keys and of values [B, H, S, D], for parts [W, 2, B, S, H, D]."""
         mine = parts.new_empty(parts.shape[1:])
         communicate(dist.reduce_scatter_tensor, mine, parts.flatten(0, 1), group=group)
-        return apart(mine)
+        # One of them is copied, because outputs of an op must not share memory.
+        return mine[0].transpose(1, 2), mine[1].clone().transpose(1, 2)
 
     def by_blocks(*given: torch.Tensor) -> Outputs:
-        grad_out, q, k, v, out = (with_rows(one) for one in given[:5])
+        grad_out, q, k, v, out = (with_rows(x) for x in given[:5])
         bias, lse = lowered(run, given)
         operands = grad_out, q, k, v, out, lse
         B, heads, _, D = k.shape
-        # Not all of it may be seen.
+        # These are zeros, because the mask may hide some keys from all queries.
         parts = k.new_zeros(world, 2, B, keys, heads, D)
         partials = []
         for span in spans:
@@ -95,12 +93,12 @@ def make(node: AttentionReduceScatter, operands: Given) -> Callable[..., Outputs
             partials.append(grad_q)
             for which, grad in enumerate(grads):
                 mine = parts[span.source : span.source + span.count, which, :, span.first_key : span.last_key]
-                mine += _apart(grad, span.count)
+                mine += _by_source(grad, span.count)
         return merge.add(torch.cuda.current_stream(q.device).cuda_stream, partials, q), *scattered(parts)
 
     return by_blocks if q.is_cuda else by_math
 
 
-def _apart(x: torch.Tensor, count: int) -> torch.Tensor:
-    """x [B, H, count * S, D] as [count, B, S, H, D]."""
+def _by_source(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns x [B, H, count * S, D] as [count, B, S, H, D]."""
     return x.unflatten(2, (count, -1)).permute(2, 0, 3, 1, 4)

@@ -1,4 +1,4 @@
-"""Blocks of the decode attention kernels, and into how many splits a cache is cut."""
+"""The blocks of the decode attention kernels, and the number of splits into which a cache is cut."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ import torch
 from ditron_inductor.lowering.host.launch import ceil_div
 
 MOST_ROWS = 64
-"""Query heads that one program carries; of more that share a key head, several programs read it."""
+"""The most query heads of one program. If more of them share a key head, several programs read the key head."""
 LEAST_ROWS = 16
-"""Of a matrix product."""
+"""The fewest rows of a matrix product."""
 MERGED_ELEMENTS = 8192
-"""Of the partial results that a program loads at once to merge them: all of these loads are under way together."""
+"""The elements of partial results that a program loads at once to merge them. All these loads are under way together.
+"""
 SMALL_PART = 1024
-"""Elements of a partial result up to which twice as many stay in registers; those of more query heads do not."""
+"""Twice as many elements fit in registers if a partial result has at most this many."""
 MERGED_SPLITS, INTERPRETED_MERGED_SPLITS = 16, 2
-"""Partial results that are loaded at once, at most: the loads are unrolled."""
+"""The most partial results that are loaded at once. The loads are unrolled."""
 START_BLOCKS = 2
-"""What a split costs beyond its blocks, in blocks: its start, and its partial result on the way through memory."""
+"""The time that a split takes besides its blocks, in blocks: its start, and the way of its result through memory."""
 SATURATING = 0.9
-"""This part of all programs reads as fast as all of them, as memory is the limit."""
+"""This fraction of all programs reads as fast as all of them, because memory is the limit."""
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """block_n tokens in one step, num_stages of them under way; a split has at least `least_blocks` of them.
+    """The blocks of a kernel: `block_n` tokens in one step, `num_stages` steps under way, and at least `least_blocks`
+    steps in a split.
 
-    programs_per_sm: programs of a persistent grid for each SM, where there are more heads than SMs. Then one program
-    reads while the other exchanges; else one that reads longer is faster than two whose parts have to be merged.
-    least_rounds: how often all programs of the grid should get a split, at least; the more, the less they wait for the
-    slowest one.
+    programs_per_sm: the programs of a persistent grid for each SM if there are more heads than SMs. Then one program
+    reads while the other exchanges. With fewer heads, one program that reads longer is faster than two whose results
+    have to be merged. least_rounds: the fewest splits for each program of the grid. With more splits, programs wait
+    less for the slowest one.
     """
 
     block_n: int
@@ -42,15 +44,15 @@ class DecodeConfig:
     least_rounds: int = 1
 
     def programs(self, heads: int, num_sms: int) -> int:
-        """That run together, for so many pieces of heads."""
+        """Returns how many programs run together for `heads` pieces of heads."""
         return num_sms * (self.programs_per_sm if heads > num_sms else 1)
 
     def for_arch(self, arch: str) -> DecodeConfig:
-        """The same blocks with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""
+        """Returns these blocks with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""
         return replace(self, num_stages=min(self.num_stages, 2)) if arch.startswith("gfx") else self
 
     def validate(self) -> DecodeConfig:
-        """Return self; ValueError naming the field that no kernel could run with."""
+        """Returns this Config. Raises ValueError, with the name of the field, if no kernel can run with it."""
         if self.block_n < 16 or self.block_n & (self.block_n - 1):
             raise ValueError(f"Config.block_n = {self.block_n}: a power of two of at least 16 is needed (tl.dot)")
         if self.num_warps not in (1, 2, 4, 8):
@@ -61,16 +63,17 @@ class DecodeConfig:
 
 
 INTERPRETER = DecodeConfig(block_n=16, num_warps=4, num_stages=1, least_blocks=1).validate()
-"""Small blocks, so that small test problems have several splits."""
+"""The blocks are small, so that small test problems have several splits."""
 INTERPRETED_PROGRAMS = 4
 INTERPRETED_SPLITS = 12
-"""What the splits of the interpreter are cut for."""
+"""The number of programs for which caches are cut in the interpreter."""
 
 BY_HEAD_DIM = {
     most: DecodeConfig(block_n=block_n, num_warps=4, num_stages=4).validate()
     for most, block_n in ((64, 128), (128, 64), (256, 32))
 }
-"""By most elements of a head: two programs of an SM have 192 KB of keys and values in shared memory together."""
+"""The blocks by the largest head size that fits. Two programs of an SM have 192 KB of keys and values in shared memory.
+"""
 WIDE = {
     most: DecodeConfig(block_n=block_n, num_warps=4, num_stages=3).validate()
     for most, block_n in ((64, 64), (128, 32), (256, 16))
@@ -78,33 +81,33 @@ WIDE = {
 """The same for fp32."""
 
 CROWDED = {128: DecodeConfig(block_n=128, num_warps=4, num_stages=2).validate()}
-"""In the place of those of BY_HEAD_DIM where more programs than SMs read long caches: memory is faster for fewer bytes
-that each of them has under way, in larger pieces.
+"""These replace the blocks of BY_HEAD_DIM if more programs than SMs read long caches. Memory is faster if each of them
+has fewer bytes under way, in larger pieces.
 """
 CROWDED_TOKENS = 15000
-"""Of all heads together, for each SM: from so many on a cache is long."""
+"""Caches are long if all heads together have more tokens for each SM than this."""
 
 CONFIGS = (*BY_HEAD_DIM.values(), *WIDE.values(), *CROWDED.values(), INTERPRETER)
-"""Every one that a kernel is launched with, all of them compiled by the tests."""
+"""All blocks that kernels are launched with. The tests compile every one."""
 
 
 def select_config(
     *, head_dim: int, dtype: torch.dtype, paged: bool, crowded: bool = False, interpreted: bool
 ) -> DecodeConfig:
-    """The blocks for heads of `head_dim` elements. crowded: there are more heads than SMs, and long caches."""
+    """Returns the blocks for heads of `head_dim` elements. crowded: there are more heads than SMs, and long caches."""
     if interpreted:
         return INTERPRETER
     known = WIDE if dtype == torch.float32 else BY_HEAD_DIM
     if crowded and not paged and known is BY_HEAD_DIM and head_dim in CROWDED:
         return CROWDED[head_dim]
     config = known[min(most for most in known if most >= head_dim)]
-    # Loads by a block table wait for it: with so many stages as many blocks are under way.
+    # Loads with a block table wait for the table first, so it takes more stages to have as many blocks under way.
     return replace(config, num_stages=2 * config.num_stages - 1) if paged else config
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How query heads are dealt to programs: `heads` pieces of `rows` heads, `parts` of them for each key head."""
+    """How query heads are divided among programs: `heads` pieces of `rows` query heads, `parts` for each key head."""
 
     heads: int
     rows: int
@@ -112,24 +115,24 @@ class Heads:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a program's matrix products."""
+        """The rows of a program's matrix products."""
         return max(LEAST_ROWS, self.merged_rows)
 
     @property
     def merged_rows(self) -> int:
-        """Rows where nothing is multiplied: a power of two."""
+        """The rows of a program where nothing is multiplied, a power of two."""
         return 1 << (self.rows - 1).bit_length()
 
 
 def deal(batch: int, query_heads: int, kv_heads: int) -> Heads:
-    """Pieces of at most MOST_ROWS query heads that share a key head, as few as possible."""
+    """Divides the query heads into as few pieces as possible of at most MOST_ROWS heads that share a key head."""
     group = query_heads // kv_heads
     parts = next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= MOST_ROWS)
     return Heads(batch * kv_heads * parts, group // parts, parts)
 
 
 def merged_splits(heads: Heads, head_dim: int, splits: int, interpreted: bool) -> int:
-    """Partial results, of `splits`, that a program loads at once: a power of two."""
+    """Returns how many partial results, of `splits`, a program loads at once, a power of two."""
     size = heads.merged_rows * head_dim
     room = MERGED_ELEMENTS // size * (2 if size <= SMALL_PART else 1)
     most = INTERPRETED_MERGED_SPLITS if interpreted else MERGED_SPLITS
@@ -138,10 +141,10 @@ def merged_splits(heads: Heads, head_dim: int, splits: int, interpreted: bool) -
 
 
 def count_splits(heads: int, capacity: int, programs: int, config: DecodeConfig) -> int:
-    """Into how many splits the cache of every piece of heads is cut, for `programs` that run together.
+    """Returns into how many splits the cache of every piece of heads is cut, for `programs` programs that run together.
 
-    capacity: tokens that a cache may hold. How long it really is, only the device knows: with fewer tokens the splits
-    are shorter, and when they would be shorter than `least_blocks`, fewer.
+    capacity: the tokens that a cache has room for. Only the device knows how many there are. With fewer tokens the
+    splits are shorter, and there are fewer splits if they would be shorter than `least_blocks`.
     """
     blocks = ceil_div(max(capacity, 1), config.block_n)
     most = max(1, min(ceil_div(blocks, config.least_blocks), ceil_div(4 * programs, heads)))

@@ -1,16 +1,17 @@
 """flash_decode, strategy `tile` for a few sequences: attention, exchange and merging in one launch, in band.
 
-Problem. As in tile.py. With few sequences the rounds of signals behind the attention take as long as some caches do.
-Algorithm. As in tile.py, but a rank's part of a head is its own signal: see core/in_band.py. Every element of it is
-sent with the logarithm of its row beside it, so that the thread that waits for them needs nothing from another one.
-The program that sends a head's part waits for those of the peers and merges them, in rank order: all ranks hold the
-same bits.
-Signal protocol. A program does one thing, and its number says which, so that tokens are loaded while all else is asked
-for. Number 0 gives the credits that are due, and signs; each of the others has a ticket (see attention.py). Those put
-back zeros, too. A program waits when it has sent what it waits for, so heads are sent in the order of the programs'
-numbers, in which they start: the first head that some rank has not sent is attended to by programs that wait for none.
-Limits. MOST_ELEMENTS of a head, one area for the parts of all ranks, MOST_RANKS; where the group's devices do
-it (device/capabilities.py).
+Problem. It is that of tile.py. With few sequences, the rounds of signals behind the attention take as long as reading
+some caches does.
+Algorithm. It is that of tile.py, but a rank's part of a head is its own signal (see core/in_band.py). Every element is
+sent together with the logarithm of its row, so a thread that waits for both needs nothing from another thread. The
+program that sends a head's part waits for the peers' parts and merges them in rank order, so all ranks get equal bits.
+Signal protocol. Each program has one task, given by its number, so that it can load tokens while everything else is
+requested. Program 0 gives the credits that are due, and signs. Every other program has one ticket (see
+split_attention.py) and sets zeros back. A program waits for a head after it has sent this head, so heads are sent in
+the order of the programs' numbers, in which they start. The first head that some rank has not sent is computed by
+programs that wait for no head.
+Limits. A head has at most MOST_ELEMENTS, the parts of all ranks fit in one area, and there are at most MOST_RANKS. All
+devices of the group have to be able to send in band (device/capabilities.py).
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode
 
 MOST_ELEMENTS = 2048
-"""Of a head's part: a program holds those of all ranks in registers, and a logarithm beside each element."""
+"""The most elements of a head's part. A program holds the parts of all ranks in registers, with a logarithm for each
+element.
+"""
 WORDS_PER_ELEMENT = 2
 INTERPRETED_MOST_BYTES = 4096
-"""Of an area, so that not all small problems are in band."""
+"""The most bytes of an area in the interpreter, so that some small problems are not sent in band."""
 
 
 class InBandSending(NamedTuple):
-    """What is known at compile time of the exchange: ranks, and threads of a program."""
+    """Values of the exchange that are known at compile time: the number of ranks, and the threads of a program."""
 
     WORLD: Any
     THREADS: Any
@@ -66,14 +69,16 @@ class InBandSending(NamedTuple):
 
 @triton.jit
 def pairs(o, lse, R: tl.constexpr, D: tl.constexpr):
-    """The words [R, 2 * D] of a part: each element of o [R, D] and the logarithm of its row, of lse [R]."""
+    """Returns the words [R, 2 * D] of a part: each element of o [R, D], followed by the logarithm of its row, of lse
+    [R].
+    """
     logarithms = tl.broadcast_to(lse[:, None], (R, D))
     return encode(tl.reshape(tl.join(o, logarithms), (R, 2 * D)).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def merge_words(parts, WORLD: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
-    """[R, D], merged in the order of the parts, a tuple of words as by `pairs`."""
+    """Returns the attention [R, D] merged from `parts`, a tuple of results of `pairs`, in their order."""
     os = ()
     lses = ()
     for source in tl.static_range(WORLD):
@@ -90,7 +95,7 @@ def merge_words(parts, WORLD: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
         weight = tl.exp2(lses[source] - known)
         total += weight
         acc += weight * os[source]
-    # Not `> 0`: NaN has to stay.
+    # The test is not `> 0`, because NaN has to stay NaN.
     return acc * (1.0 / tl.where(total != 0.0, total, 1.0))
 
 
@@ -99,8 +104,8 @@ def flash_decode_in_band_kernel(
     tensors, pointers, heads, kv_heads, splits, sizes, rank, slot, site, HOW: tl.constexpr, SENDING: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous. One program, and one
-    for each ticket.
+    """See the module, and split_attention.py for the operands. out is [heads * ROWS, HEAD_DIM], contiguous. There is
+    program 0 and a program for each ticket.
     """
     WORLD: tl.constexpr = SENDING.WORLD
     began = now(TRACE)
@@ -109,7 +114,7 @@ def flash_decode_in_band_kernel(
     work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes.capacity)
     if program != 0:
         head, used, last = attend_ticket(program - 1, tl.load(tensors.lengths), work, sizes.strides, HOW)
-    # Asked for together with the parts: while tokens are read, the registers are needed for those.
+    # This is requested together with the parts, because the registers are needed while tokens are read.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     asked = ask(words, SENDING.THREADS)
     own, heaps = heap_of(words, rank), heaps_of_peers(words, WORLD)
@@ -153,7 +158,9 @@ def flash_decode_in_band_kernel(
 
 
 def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
-    """Whether the parts of all ranks find place, and a program holds those of a head. From what every rank knows."""
+    """Returns whether the parts of all ranks fit in an area, and those of a head in a program. It is equal on all
+    ranks.
+    """
     most_bytes = INTERPRETED_MOST_BYTES if launch.interpreted else IN_BAND_BYTES.value
     words = WORDS_PER_ELEMENT * shape.rows * shape.head_dim
     return (
@@ -167,7 +174,7 @@ def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
 def flash_decode(
     node: FlashDecode, launch: Launch, local: LocalAttention, shape: Shape, given: DecodeOperands
 ) -> torch.Tensor:
-    """[B, Hq, D]. See the module."""
+    """Returns the attention [B, Hq, D]; see the module."""
     config, splits = local.config, local.splits
     out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
 

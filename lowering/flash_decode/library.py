@@ -1,6 +1,7 @@
-"""flash_decode, strategy `library`: the local tokens by one kernel, NCCL's all-gather of the parts, one kernel more.
+"""flash_decode, strategy `library`: a kernel for the local tokens, NCCL's all-gather of the parts, and a kernel that
+merges them.
 
-On the CPU device, and for operands that the kernels do not take, torch's own operations take their place.
+On the CPU device, and for operands that the kernels do not take, torch's own operations are used instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ditron_inductor.task.watch import communicate
 
 
 def make(node: FlashDecode, shape: Shape, device: torch.device, arch: str) -> Callable[[DecodeOperands], torch.Tensor]:
-    """[B, Hq, D] of operands of this shape."""
+    """Returns a function from operands of this shape to the attention [B, Hq, D]."""
     if device.type == "cpu" or shape.problem:
 
         def by_torch(given: DecodeOperands) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Decode attention over the local part of a cache: a rank's part (o, lse), and the merging of all ranks' parts.
 
-Problem, algorithm. Those of tile.py without the exchange: what `library` does before and after its all-gather.
-Signal protocol. None; a local counter tells which split of a head is the last one.
-Limits. See `Shape.problem`: anything else is left to torch, in `library`.
+Problem, algorithm. They are those of tile.py without the exchange. `library` runs these kernels before and after its
+all-gather.
+Signal protocol. There is none. A local counter tells which split of a head is the last one.
+Limits. See `Shape.problem`. `library` leaves anything else to torch.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ MERGE_WARPS = 4
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """x with contiguous rows; a copy where it has others, since no rank may choose another strategy for its own x."""
+    """Returns x with contiguous rows; a copy if x has others, because a rank must not choose another strategy for them.
+    """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def strides_in_rows(x: torch.Tensor) -> tuple[int, ...]:
-    """Those of `in_rows`, but for the last one."""
+    """Returns the strides of `in_rows(x)` except the last one."""
     if x.stride(-1) == 1:
         return tuple(x.stride()[:-1])
     return tuple(math.prod(x.shape[place + 1 :]) for place in range(x.dim() - 1))
@@ -61,7 +63,7 @@ def strides_in_rows(x: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DecodeOperands:
-    """The tensors of a call, see `nodes.FlashDecode`."""
+    """The tensors of a call; see `nodes.FlashDecode`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -70,9 +72,9 @@ class DecodeOperands:
     block_table: torch.Tensor | None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As the kernels take them."""
+        """Returns the tensors as the kernels take them."""
         lengths = self.lengths.contiguous()
-        # Without pages anything that it does not look at.
+        # Without pages, kernels do not read the block table.
         pages = lengths if self.block_table is None else in_rows(self.block_table)
         return {
             "q": in_rows(self.q),
@@ -85,8 +87,8 @@ class DecodeOperands:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a launch takes from operands of one form. capacity: tokens that a sequence's cache holds. page: tokens of a
-    block, 0 in a dense cache. problem: why no kernel of ours can run, empty if one can.
+    """What a launch needs to know of operands of one form. capacity: the tokens that a sequence's cache has room for.
+    page: the tokens of a block of a paged cache, 0 for a dense one. problem: why our kernels cannot run, or ''.
     """
 
     batch: int
@@ -111,7 +113,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Query heads of all sequences."""
+        """The query heads of all sequences."""
         return self.batch * self.query_heads
 
     def config(self, interpreted: bool) -> DecodeConfig:
@@ -125,11 +127,11 @@ class Shape:
         )
 
     def new_partials(self, x: torch.Tensor, splits: int) -> torch.Tensor:
-        """Memory for the parts of all splits."""
+        """Allocates the parts of all splits."""
         return torch.empty(self.rows * splits * (self.head_dim + 1), dtype=torch.float32, device=x.device)
 
     def how(self, config: DecodeConfig, splits: int, interpreted: bool) -> How:
-        """What the kernels have in common that is known at compile time."""
+        """Returns the compile-time values that the kernels have in common."""
         heads = self.heads
         return How(
             ROWS=heads.rows,
@@ -150,8 +152,8 @@ class Shape:
     def constants(
         self, config: DecodeConfig, splits: int, interpreted: bool, area: int | None = None
     ) -> dict[str, Any]:
-        """The arguments, but for tensors, that the kernels with attention have in common, and their options. area:
-        elements of a rank's parts in a slot, if there is one.
+        """Returns the options, and the arguments except tensors, that the kernels with attention have in common. area:
+        the elements of a rank's parts in a slot, None without a slot.
         """
         heads = self.heads
         strides = Strides(self.strides_q, self.strides_k, self.strides_v, self.stride_pages)
@@ -167,7 +169,7 @@ class Shape:
 
 
 def shape_of(node: FlashDecode, given: DecodeOperands, num_sms: int) -> Shape:
-    """See Shape. The operands are those of a call that `FlashDecode` allows."""
+    """Returns the Shape of the operands of a call, which `task.flash_decode.check_operands` has allowed."""
     batch, query_heads, head_dim = given.q.shape
     pages, page = given.block_table, given.k.shape[1]
     problem = ""
@@ -196,7 +198,9 @@ def shape_of(node: FlashDecode, given: DecodeOperands, num_sms: int) -> Shape:
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
 def local_attention_kernel(tensors, counters, heads, kv_heads, splits, sizes, HOW: tl.constexpr):
-    """part: this rank's o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS]. One program for each ticket."""
+    """Stores this rank's part in `tensors.out`: o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS]. It has a program
+    for each ticket.
+    """
     work = work_of(tensors, counters, heads, kv_heads, splits, sizes.capacity)
     head, used, last = attend_ticket(tl.program_id(0), None, work, sizes.strides, HOW)
     if last != 0:
@@ -208,7 +212,7 @@ def local_attention_kernel(tensors, counters, heads, kv_heads, splits, sizes, HO
 
 @triton.jit(do_not_specialize=["heads"])
 def merge_ranks_kernel(parts, out, heads, area, WORLD: tl.constexpr, HOW: tl.constexpr):
-    """out [heads * ROWS, HEAD_DIM] of the gathered parts [WORLD, area]. One program for each head."""
+    """Merges the gathered parts [WORLD, area] into out [heads * ROWS, HEAD_DIM]. It has a program for each head."""
     whole = tl.full((), 1, tl.int32)
     merge_ranks(parts, out, tl.program_id(0), heads, area, whole, WORLD, HOW)
 
@@ -225,18 +229,20 @@ class LocalAttention:
 
     @functools.cached_property
     def splits(self) -> int:
-        """Of every head."""
+        """The number of splits of every head."""
         heads = self.shape.heads.heads
         programs = INTERPRETED_SPLITS if self.interpreted else self.config.programs(heads, self.shape.num_sms)
         return count_splits(heads, self.shape.capacity, programs, self.config)
 
     @property
     def area(self) -> int:
-        """Elements of a rank's parts."""
+        """The number of elements of a rank's parts, rounded up."""
         return round_up(self.shape.rows * (self.shape.head_dim + 1), 16)
 
     def part(self, given: DecodeOperands, counters: torch.Tensor | None = None) -> torch.Tensor:
-        """The local tokens' part, fp32 [area]. counters: int32 zeros, one for each head, which are zeros afterwards."""
+        """Returns the part of the local tokens, fp32 [area]. counters: int32 zeros, one for each head, which are zeros
+        afterwards again; None to allocate them.
+        """
         q, shape = given.q, self.shape
         splits = self.splits
         part = torch.empty(self.area, dtype=torch.float32, device=q.device)
@@ -253,7 +259,7 @@ class LocalAttention:
         return part
 
     def merged(self, parts: torch.Tensor, world_size: int, q: torch.Tensor) -> torch.Tensor:
-        """[B, Hq, D] of the parts [world_size * area] of all ranks."""
+        """Returns the attention [B, Hq, D] merged from the parts [world_size * area] of all ranks."""
         heads = self.shape.heads
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
 
@@ -272,7 +278,7 @@ class LocalAttention:
 
 
 def make_local(shape: Shape, device: torch.device, arch: str, config: DecodeConfig | None = None) -> LocalAttention:
-    """For a shape without a problem, on a device of `arch`. config: in place of the one that is chosen by default."""
+    """Returns the kernels for a shape without a problem, on a device of `arch`. config: None to choose it."""
     interpreted = device.type == "cpu"
     config = (config or shape.config(interpreted)).for_arch(arch)
     attention = local_launcher(local_attention_kernel, device)

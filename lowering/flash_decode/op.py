@@ -1,4 +1,4 @@
-"""Prepares a call of `flash_decode`, as lowering/host/prepare.py does for the ops with matmuls."""
+"""Prepares a call of `flash_decode`, as lowering/host/prepare.py does for the other ops."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Runner = Callable[..., torch.Tensor]
 def prepare(
     calls: PreparedCalls, key: Hashable, node: FlashDecode, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    """What runs a call, kept in `calls` under `key`. What the ranks decide alike follows from the query alone: the size
-    of a cache may be this rank's own.
+    """Returns what runs a call, and keeps it in `calls` under `key`. The choice depends only on the query, because each
+    rank may have a cache of another size.
     """
     given = DecodeOperands(*node.split(operands))
     node.verify()
@@ -60,11 +60,11 @@ def prepare(
     prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name), trial)
     calls.keep(key, prepared)
     if eager is not captured and workspace.shared.is_first(launch.site_text):
-        # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
+        # This makes what a later capture needs and cannot make: memory and compiled kernels. All ranks do the same.
         return captured.noted()
     return prepared.now().noted()
 
 
 def _of_tensors(run: Callable[[DecodeOperands], torch.Tensor]) -> Runner:
-    """The same as a function of the tensors of a call."""
+    """Returns `run` as a function of the tensors of a call."""
     return lambda *tensors: run(DecodeOperands(*tensors))

@@ -1,12 +1,12 @@
-"""Decode attention over one part of a cache, and the merging of parts: what the kernels of flash_decode share.
+"""Decode attention over one part of a cache, and the merging of parts, for all kernels of flash_decode.
 
 A part is `o`, the attention of a query over some tokens, and `lse`, the base-2 logarithm of the sum of their
-exponentials: with no tokens 0 and -inf. Parts are merged by weights 2 ** (lse - their maximum), in fp32.
+exponentials. Without tokens these are 0 and -inf. Parts are merged by the weights 2 ** (lse - largest lse), in fp32.
 
-Work is in *tickets*: ticket = head * splits + split. A *head* is a piece of query heads that share a key head (see
-`config.deal`): batch = head // (kv_heads * PARTS), and head * ROWS is its first row of q [batch * query heads, ..]. How
-many tokens a split has, and how many splits there are, follows from the sequence's length, read from the device, so a
-replayed CUDA graph is right. The last split of a head to arrive finds the parts of all.
+Work is divided into *tickets*: ticket = head * splits + split. Here a *head* is a piece of query heads that share a key
+head (see `decode_config.deal`): batch = head // (kv_heads * PARTS), and head * ROWS is its first row of q [batch *
+query heads, ..]. The number of splits and their tokens depend on the sequence's length, which is read on the device, so
+a replayed CUDA graph is right. The program of the last split of a head merges the parts of all its splits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ditron_inductor.core.signals import arrive
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_SHARED_ROWS = tl.constexpr(32)
-"""Up to so many query heads, the warps of a program share them in a matrix product."""
+"""Up to this many query heads, the warps of a program share all of them in a matrix product."""
 
 
 class Counts(NamedTuple):
-    """Heads, key heads, splits of a head, and tokens that a cache holds at most."""
+    """The numbers of heads, of key heads, of splits of a head, and of tokens that a cache has room for."""
 
     heads: Any
     kv_heads: Any
@@ -33,8 +33,8 @@ class Counts(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Pointers to queries, keys, values, the sequences' lengths, the block table, where there are pages, the parts of
-    splits, and local counters, one for each head; and how many heads and splits there are.
+    """Pointers to the queries, keys, values, lengths of the sequences, block table (if there are pages), parts of
+    splits and local counters, one for each head; and the Counts.
     """
 
     q: Any
@@ -48,8 +48,8 @@ class Work(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What a kernel is given: pointers to queries, keys, values, lengths and block table, see `Work`, to the output, or
-    the rank's part, and to memory for the parts of splits.
+    """The tensors of a kernel: pointers to the queries, keys, values, lengths and block table (see `Work`), to the
+    output or the rank's part, and to memory for the parts of splits.
     """
 
     q: Any
@@ -62,7 +62,7 @@ class Tensors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Tokens that a cache holds at most, elements of a rank's parts in a slot, and Strides."""
+    """The tokens that a cache has room for, the elements of a rank's parts in a slot, and the Strides."""
 
     capacity: Any
     area: Any
@@ -70,8 +70,8 @@ class Sizes(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of batch and head of q; of batch, token and head of keys and of values, or (PAGE > 0) of page, token and head; of
-    the block table's rows.
+    """Strides: of batch and head of q; of batch (with pages: page), token and head of keys and of values; and of the
+    rows of the block table.
     """
 
     q: Any
@@ -81,8 +81,8 @@ class Strides(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is known at compile time: see config.py. PAGE: tokens of a page, 0 in a dense work. SOFTCAP: 0 for none.
-    UPCAST: see core/matmul.py.
+    """Values that are known at compile time; see decode_config.py. PAGE: the tokens of a page, 0 for a dense cache.
+    SOFTCAP: 0 for none. UPCAST: see core/matmul.py.
     """
 
     ROWS: Any
@@ -102,7 +102,7 @@ class How(NamedTuple):
 
 @triton.jit
 def work_of(tensors, counters, heads, kv_heads, splits, capacity):
-    """The Work of a kernel."""
+    """Returns the Work of a kernel."""
     counts = Counts(heads, kv_heads, splits, capacity)
     return Work(
         tensors.q, tensors.k, tensors.v, tensors.lengths, tensors.block_table, tensors.partials, counters, counts
@@ -111,7 +111,7 @@ def work_of(tensors, counters, heads, kv_heads, splits, capacity):
 
 @triton.jit
 def cut_splits(length, splits, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr):
-    """(splits of a sequence that have tokens, at least 1; tokens of all but the last one)."""
+    """Returns (the number of splits of a sequence that have tokens, at least 1; the tokens of each but the last)."""
     blocks = tl.cdiv(length, BLOCK_N)
     per_split = tl.maximum(tl.cdiv(blocks, splits), LEAST_BLOCKS)
     return tl.maximum(tl.cdiv(blocks, per_split), 1), per_split * BLOCK_N
@@ -119,7 +119,9 @@ def cut_splits(length, splits, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr
 
 @triton.jit
 def load_query(q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """[BLOCK_ROWS, HEAD_DIM], 0 behind ROWS query heads from `row` on; strides_q: of batch and head."""
+    """Loads ROWS query heads from `row` on, as [BLOCK_ROWS, HEAD_DIM] with zeros behind them. strides_q: the strides of
+    batch and head.
+    """
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, HEAD_DIM)
     q_at = q + batch.to(tl.int64) * strides_q[0] + (row + rows)[:, None] * strides_q[1] + dims[None, :]
@@ -128,9 +130,9 @@ def load_query(q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.cons
 
 @triton.jit
 def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr):
-    """(o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]) in fp32 of `query`, of `load_query`, over tokens begin .. end - 1.
+    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens begin .. end - 1.
 
-    pages: pointer to the sequence's row of the block table, where there are pages.
+    query: the result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -147,7 +149,7 @@ def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.cons
     k_inside = tokens[:, None] * strides.k[1] + dims[None, :]
     v_inside = tokens[:, None] * strides.v[1] + dims[None, :]
     most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    # Warps share so few rows. What they would have to add up together for each block, they do once, behind the loop.
+    # If the warps share the rows, they add up the weights of a row once, behind the loop, and not for each block.
     APART: tl.constexpr = BLOCK_ROWS <= MOST_SHARED_ROWS
     total = tl.zeros((BLOCK_ROWS, BLOCK_N if APART else 1), dtype=tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
@@ -163,7 +165,7 @@ def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.cons
             keys = tl.load(k_rows + dims[None, :], mask=loaded, other=0.0)
             values = tl.load(v_rows + dims[None, :], mask=loaded, other=0.0)
         else:
-            # Whatever lies behind the last token, NaN too, must not be multiplied.
+            # What lies behind the last token may be NaN, and must not be multiplied.
             keys = tl.load(k_at + first.to(tl.int64) * strides.k[1] + k_inside, mask=loaded, other=0.0)
             values = tl.load(v_at + first.to(tl.int64) * strides.v[1] + v_inside, mask=loaded, other=0.0)
         if HOW.UPCAST:
@@ -191,8 +193,8 @@ def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.cons
 
 @triton.jit
 def normalised(acc, most, total):
-    """(o, lse) of sums with weights 2 ** (.. - most), whose own sum is `total`: 0 without any."""
-    # Not `> 0`: NaN has to stay.
+    """Returns (o, lse) for sums with weights 2 ** (.. - most) that add up to `total`, which is 0 without tokens."""
+    # The test is not `> 0`, because NaN has to stay NaN.
     some = total != 0.0
     total = tl.where(some, total, 1.0)
     return acc * (1.0 / total)[:, None], tl.where(some, most + tl.log2(total), float("-inf"))
@@ -200,18 +202,18 @@ def normalised(acc, most, total):
 
 @triton.jit
 def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
-    """Attend to one split, and put its part into `partials`: o [head][split][ROWS, HEAD_DIM], then lse [..][ROWS].
+    """Attends to one split, and stores its part in `partials`: o [head][split][ROWS, HEAD_DIM], then lse [..][ROWS].
 
-    first_length: of the first sequence, if it was loaded before the ticket was known, else None: where every
-    microsecond counts, there is no other. Returns (the head, how many splits it has, whether this was the last one of
-    them; then all are visible here).
+    first_length: the length of the first sequence if it was loaded before the ticket was known, and otherwise None.
+    (With a single sequence this saves the time of a load.) Returns (the head, the number of its splits, whether this
+    was the last of them; then all parts are visible to this program).
     """
     head = ticket // work.counts.splits
     split = ticket % work.counts.splits
     batch = head // (work.counts.kv_heads * HOW.PARTS)
     kv_head = head // HOW.PARTS % work.counts.kv_heads
     row = (kv_head * HOW.PARTS + head % HOW.PARTS) * HOW.ROWS
-    # On its way while the length is looked at.
+    # This load is under way while the length is loaded.
     query = load_query(work.q, strides.q, batch, row, HOW.ROWS, HOW.BLOCK_ROWS, HOW.HEAD_DIM)
     if first_length is None:
         length = tl.load(work.lengths + batch)
@@ -219,7 +221,7 @@ def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
         length = first_length
         if batch > 0:
             length = tl.load(work.lengths + batch)
-    # No sequence is longer than its cache, whatever the tensor says.
+    # A sequence is never longer than its cache, even if the tensor says so.
     length = tl.minimum(tl.maximum(length, 0), work.counts.capacity)
     used, per_split = cut_splits(length, work.counts.splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     last = tl.full((), 0, tl.int32)
@@ -234,14 +236,16 @@ def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
         tl.store(work.partials + at, o, mask=(rows < HOW.ROWS)[:, None] & (at >= 0))
         lses = work.partials + (work.counts.heads * work.counts.splits).to(tl.int64) * (HOW.ROWS * HOW.HEAD_DIM)
         tl.store(lses + place, lse, mask=rows < HOW.ROWS)
-        # Local to this GPU. The last one acquires what the others have stored.
+        # The counter is local to this GPU. The program of the last split acquires what the others have stored.
         last = arrive(work.counters + head, used).to(tl.int32)
     return head, used, last
 
 
 @triton.jit
 def merge_splits(partials, counts, head, used, HOW: tl.constexpr):
-    """(o [MERGED_ROWS, HEAD_DIM], lse [MERGED_ROWS]) of the `used` parts of a head that `attend_ticket` stored."""
+    """Returns (o [MERGED_ROWS, HEAD_DIM], lse [MERGED_ROWS]) merged from the `used` parts of a head that
+    `attend_ticket` has stored.
+    """
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     MERGED_ROWS: tl.constexpr = HOW.MERGED_ROWS
     MERGED_SPLITS: tl.constexpr = HOW.MERGED_SPLITS
@@ -253,8 +257,8 @@ def merge_splits(partials, counts, head, used, HOW: tl.constexpr):
     total = tl.zeros((MERGED_ROWS,), dtype=tl.float32)
     acc = tl.zeros((MERGED_ROWS, HEAD_DIM), dtype=tl.float32)
     for first in range(0, used, HOW.MERGED_SPLITS):
-        # One part after the other, as in `merge_ranks`: no thread needs what another one has loaded. But all are under
-        # way before the first one is looked at.
+        # Parts are merged one after the other, as in `merge_ranks`, so no thread needs what another one has loaded. But
+        # all loads are under way before the first result is used.
         place = (head * counts.splits + first).to(tl.int64) * HOW.ROWS + rows
         at = place[:, None] * HEAD_DIM + dims[None, :]
         found = ()
@@ -282,9 +286,9 @@ def merge_splits(partials, counts, head, used, HOW: tl.constexpr):
 
 @triton.jit
 def part_offsets(head, heads, HOW: tl.constexpr):
-    """Where a rank's part of a head lies among its parts, o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS].
-
-    (offsets of o [MERGED_ROWS, HEAD_DIM], mask; offsets of lse [MERGED_ROWS], mask). Those of o are the result's too.
+    """Returns the place of a head among a rank's parts, o [heads * ROWS, HEAD_DIM] and then lse [heads * ROWS]:
+    (offsets of o [MERGED_ROWS, HEAD_DIM], mask, offsets of lse [MERGED_ROWS], mask). The offsets of o are those of the
+    result too.
     """
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     ROWS: tl.constexpr = HOW.ROWS
@@ -297,9 +301,9 @@ def part_offsets(head, heads, HOW: tl.constexpr):
 
 @triton.jit
 def merge_ranks(parts, out, head, heads, area, whole, WORLD: tl.constexpr, HOW: tl.constexpr):
-    """Store the attention of a head over the tokens of all ranks; NaN unless `whole`.
+    """Stores the attention of a head over the tokens of all ranks; NaN if `whole` is 0.
 
-    parts: those of source s begin at s * area. In rank order, so that equal parts give equal bits everywhere.
+    parts: those of source s begin at s * area. They are merged in rank order, so equal parts give equal bits.
     """
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     MERGED_ROWS: tl.constexpr = HOW.MERGED_ROWS

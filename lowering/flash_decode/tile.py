@@ -1,23 +1,24 @@
 """flash_decode, strategy `tile`: attention over the local tokens, the exchange and the merging in one launch, or two.
 
-Problem. While a long answer is generated, every rank holds some tokens of the KV cache, and all need the attention of
-the new tokens over all of them. It takes as long as reading the local keys and values does; what follows is small, and
-what counts there is launches and rounds of signals, one after the other.
-Algorithm. Split-KV: a ticket is a part of the local tokens of one piece of heads (see config.py), so that all SMs read
-even for one sequence. The last split of a head merges their parts and puts the rank's part, o and lse in fp32, into the
-slot of every rank, the own one too. A program merges the ranks' parts of a head, in rank order, once it has sent the
-next one, or has no further ticket: every rank adds up the same values in the same order, so all hold the same bits.
-Lengths are read on the device: splits follow them in a replayed CUDA graph. A rank without tokens sends 0 and -inf.
-Where tickets are no more than programs, there is no loop over them, and that over the tokens has all registers. Else,
-where the local tokens are many, what it must leave to the exchange costs more than a launch. Then the kernel of
-local.py makes the rank's parts; this one finds them ATTENDED and begins with the merging of their splits, of which
-there is one. Peers cannot tell these apart, so every rank chooses by the size of its own cache.
-Signal protocol. Flag row `head // PER_FLAG`, one word for each source, by the program that sends the flag's last head.
-Before its first push a program waits for the credits of all peers. A program that waits for a head has finished all the
-tickets that it took, and every rank takes the tickets of a head before those of later ones: the first head that some
-rank has not sent is being computed by programs that wait for none. So one resident program is enough.
-After a failure a head's part is not sent; its result is NaN.
-Limits. A local counter for each head and flag: see `obstacle`. The parts of a few sequences go another way: in_band.py.
+Problem. While an answer is generated, every rank holds some tokens of the KV cache, and all ranks need the attention of
+the new tokens over all of them. It takes as long as reading the local keys and values does. What follows is small, and
+its time is that of launches and rounds of signals that follow each other.
+Algorithm. Split-KV: a ticket is a part of the local tokens of one piece of heads (see split_attention.py), so all SMs
+read even for one sequence. The program of the last split of a head merges the splits, and puts the rank's part, o and
+lse in fp32, into the slot of every rank, including its own. A program merges the ranks' parts of a head after it has
+sent its next head, or if it has no further ticket. All ranks merge the same values in rank order, so they get equal
+bits. Lengths are read on the device, and the splits follow them in a replayed CUDA graph. A rank without tokens sends 0
+and -inf.
+If there are not more tickets than programs, there is no loop over tickets, and the loop over tokens has all registers.
+Otherwise, if the local tokens are many, the registers that the loop leaves to the exchange cost more than a launch.
+Then the kernel of local_decode.py computes the rank's parts, and this kernel (ATTENDED) begins with merging the single
+split of each. Peers cannot tell the difference, so every rank chooses by the size of its own cache.
+Signal protocol. Flag row `head // PER_FLAG` has one word for each source, written by the program that sends the flag's
+last head. Before its first push a program waits for the credits of all peers. A program that waits for a head has
+finished all tickets that it took, and every rank takes the tickets of a head before those of later heads. So the first
+head that some rank has not sent is being computed by programs that wait for none: one resident program is enough. After
+a failure a head's part is not sent, and its result is NaN.
+Limits. There is a local counter for each head and flag; see `obstacle`. For a few sequences see decode_in_band.py.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ from ditron_inductor.task.nodes import FlashDecode
 
 FUSED_TOKENS = 3072
 INTERPRETED_FUSED_TOKENS = 198
-"""Of all heads together, for each SM: up to so many, one launch with a loop over tickets is faster than two."""
+"""Up to this many tokens of all heads together for each SM, one launch with a loop over tickets is faster than two."""
 
 
 @triton.jit
 def all_slots(use, WORLD: tl.constexpr):
-    """Where the parts lie on every rank, from `rank` on."""
+    """Returns pointers to the parts in the slots of all ranks, from this rank on."""
     slots = (data(use, use.rank, tl.float32),)
     for i in tl.static_range(1, WORLD):
         slots = slots + (data(use, (use.rank + i) % WORLD, tl.float32),)  # type: ignore[assignment]
@@ -78,8 +79,9 @@ def all_slots(use, WORLD: tl.constexpr):
 
 
 class Sending(NamedTuple):
-    """What is known at compile time of the exchange: ranks, heads of a flag, threads of a program; ATTENDED: partials
-    are the rank's parts, of one split; ONE_EACH: there are as many programs as tickets.
+    """Values of the exchange that are known at compile time: the number of ranks, the heads of a flag, and the threads
+    of a program. ATTENDED: `partials` has the rank's parts, with one split each. ONE_EACH: every program has one
+    ticket.
     """
 
     WORLD: Any
@@ -94,8 +96,8 @@ def send_ticket(
     use, ticket, first_length, asked, due, ok, work, strides, area,
     HOW: tl.constexpr, SENDING: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one split; if it is the last one of its head, send the head. ok: -1 before the first head. Returns (the
-    flag that was completed, -1 for none; ok).
+    """Attends to one split and, if it is the last of its head, sends the head. Returns (the flag that was completed, or
+    -1; ok). ok: whether this program may send, -1 before its first head.
     """
     WORLD: tl.constexpr = SENDING.WORLD
     began = now(TRACE)
@@ -105,7 +107,7 @@ def send_ticket(
     else:
         head, used, last = attend_ticket(ticket, first_length, work, strides, HOW)
     if last != 0:
-        # Asked for with the parts. While tokens are read, the registers are needed for those.
+        # These are loaded together with the parts, because the registers are needed while tokens are read.
         heaps = all_heaps(use, SENDING.WORLD)
         slots = all_slots(use, SENDING.WORLD)
         o, lse = merge_splits(work.partials, work.counts, head, used, HOW)
@@ -122,7 +124,7 @@ def send_ticket(
         if SENDING.PER_FLAG > 1:
             others = tl.minimum(SENDING.PER_FLAG, work.counts.heads - current * SENDING.PER_FLAG)
             if arrive(work.counters + work.counts.heads + current, others):
-                # A head that was not sent, by another program, has left the workspace poisoned.
+                # If another program has not sent its head, the workspace is poisoned.
                 ok = ok & healthy(use)
             else:
                 current = tl.full((), -1, tl.int32)
@@ -138,10 +140,10 @@ def send_ticket(
 
 @triton.jit
 def merge_flag(use, flag, ok, out, heads, area, HOW: tl.constexpr, SENDING: tl.constexpr, TRACE: tl.constexpr):
-    """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them."""
+    """Waits for the peers' parts of the heads of a flag that this program has sent, and merges them."""
     began = now(TRACE)
     own = data(use, use.rank, tl.float32)
-    # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
+    # Acquire: the peers' parts are visible. The own parts were acquired before, or stored before a barrier.
     whole = ok & timed_wait_all(use, flag, SENDING.WORLD, TRACE)
     for index in range(0, SENDING.PER_FLAG):
         head = flag * SENDING.PER_FLAG + index
@@ -155,33 +157,31 @@ def flash_decode_kernel(
     tensors, pointers, heads, kv_heads, splits, sizes, rank, slot, site, HOW: tl.constexpr, SENDING: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous.
-
-    area: elements of a source's parts in the slot.
-    """
-    # All questions before the first answer: one after the other they would take as long as a signal.
+    """See the module, and split_attention.py for the operands. out is [heads * ROWS, HEAD_DIM], contiguous."""
+    # Ask for everything before the first answer is needed: one after the other, the loads would take as long as a
+    # signal.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, SENDING.THREADS, True)
     use = use_of(words)
     due = last_use(use)
     first_length = tl.load(tensors.lengths)
-    # Last, as it takes an address that is loaded.
+    # This comes last, because it needs an address that is loaded.
     asked = ask_to_send(use, SENDING.WORLD, SENDING.THREADS)
     ticket = granted(request, SENDING.THREADS)
     tickets = heads * splits
     work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes.capacity)
-    # -1 as long as the answers have not been looked at.
+    # `ok` says whether this program may send; it is -1 until the answers have been read.
     ok = tl.full((), -1, tl.int32)
     if SENDING.ONE_EACH:
         current, ok = send_ticket(
             use, ticket, first_length, asked, due, ok, work, sizes.strides, sizes.area, HOW, SENDING, TRACE
         )
-        # Before the wait.
+        # This comes before the wait.
         left = leave(use, ticket, due, SENDING.THREADS, True)
         if current >= 0:
             merge_flag(use, current, ok, tensors.out, heads, sizes.area, HOW, SENDING, TRACE)
     else:
-        # The flag that was sent last, and whose heads are not merged yet.
+        # `pending` is the flag that was sent last, whose heads are not merged yet.
         pending = tl.full((), -1, tl.int32)
         left = request
         if ticket >= tickets:
@@ -195,7 +195,7 @@ def flash_decode_kernel(
                 )
                 ticket = granted(request, SENDING.THREADS)
                 if ticket >= tickets:
-                    # Before the last wait.
+                    # This comes before the last wait.
                     left = leave(use, ticket, due, SENDING.THREADS, True)
             if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
                 merge_flag(use, pending, ok, tensors.out, heads, sizes.area, HOW, SENDING, TRACE)
@@ -206,7 +206,9 @@ def flash_decode_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all ranks share: elements of a rank's parts, heads of a flag, the slot's bytes; or all is sent in band."""
+    """The layout of a call, equal on all ranks: the elements of a rank's parts, the heads of a flag, the bytes of the
+    slot, and whether everything is sent in band.
+    """
 
     area: int
     per_flag: int
@@ -216,7 +218,7 @@ class Geometry:
 
 
 def obstacle(shape: Shape) -> str:
-    """Why the kernel cannot run for operands of this shape, empty if it can."""
+    """Returns why the kernel cannot run for operands of this shape, or ''."""
     if shape.problem:
         return shape.problem
     most = COUNTERS.value // 2
@@ -225,13 +227,13 @@ def obstacle(shape: Shape) -> str:
 
 
 def in_two_launches(shape: Shape, splits: int, programs: int, interpreted: bool) -> bool:
-    """Whether the attention gets a launch of its own: with more tickets than programs, and many tokens."""
+    """Returns whether the attention gets a launch of its own: there are more tickets than programs, and many tokens."""
     heads, most = shape.heads.heads, INTERPRETED_FUSED_TOKENS if interpreted else FUSED_TOKENS
     return heads * splits > programs and heads * shape.capacity > most * shape.num_sms
 
 
 def geometry(node: FlashDecode, launch: Launch, shape: Shape) -> Geometry:
-    """See Geometry: from what is the same on every rank, so not from how many tokens a cache holds."""
+    """Returns the Geometry. It does not depend on the capacity of a cache, which may differ between ranks."""
     area = round_up(shape.rows * (shape.head_dim + 1), 16)
     per_flag = launch.chunk_tiles(shape.heads.heads, REVOKED_ROW.value)
     workspace = launch.workspace
@@ -244,11 +246,11 @@ def geometry(node: FlashDecode, launch: Launch, shape: Shape) -> Geometry:
 def flash_decode(
     node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shape, given: DecodeOperands
 ) -> torch.Tensor:
-    """[B, Hq, D]. See the module."""
+    """Returns the attention [B, Hq, D]; see the module."""
     if sizes.in_band:
         return decode_in_band.flash_decode(node, launch, sizes.local, shape, given)
     config = sizes.local.config
-    # Of this device: how its cache is cut is nobody else's business.
+    # These are the programs of this device, because how a rank cuts its cache does not concern the others.
     programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)
     attended = in_two_launches(shape, sizes.local.splits, programs, launch.interpreted)
     splits = 1 if attended else sizes.local.splits
@@ -275,7 +277,7 @@ def flash_decode(
         launch.run(flash_decode_kernel, sizes.nbytes, arguments, tensors)
         return out
     with launch.call(sizes.nbytes) as call:
-        # Within the use of the slot: its counters are zeros, and no other call's.
+        # This is within the use of the slot, whose counters are zeros and belong to this call.
         partials = sizes.local.part(given, call.counters)
         tensors = {"tensors": Tensors(**given.tensors(), out=out, partials=partials)}
         launch.run_within(call, flash_decode_kernel, arguments, tensors)

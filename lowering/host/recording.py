@@ -68,7 +68,7 @@ class Scout:
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
-        assert recording.active is None and recording.lock.locked(), "one call is watched at a time"
+        assert recording.active is None and recording.lock.locked(), "one watches at a time"
         recording.active = self
         return self
 
