@@ -13,7 +13,7 @@ from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
 from ditron_inductor.lowering.attention import local_attention
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.host.launch import Launch
-from ditron_inductor.lowering.host.planning import plan_request, requirement
+from ditron_inductor.lowering.host.planning import name_of, plan_request, requirement
 from ditron_inductor.lowering.host.prepare import prepare
 from ditron_inductor.lowering.host.prepared import PreparedCalls
 from ditron_inductor.task import schema
@@ -21,7 +21,6 @@ from ditron_inductor.task.attention_masks import ALIGNED, GIVEN, mask_problem
 from ditron_inductor.task.node import Sizes
 from ditron_inductor.task.nodes import AllGatherAttention, AttentionNode, AttentionReduceScatter
 from ditron_inductor.task.plan import PlanRequest
-from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem
 from ditron_inductor.task.torch_dtypes import BIAS_DTYPES, precision_of
 
@@ -118,8 +117,7 @@ def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.T
     if not biases:
         return 0
     own = sum(bias.numel() * bias.element_size() for bias in biases)
-    name = f"{shared_site(node.site) or node.kind} {node.kind}"
-    what = f"bytes of the bias of {name} beside {sizes.k} columns, {sizes.m} rows"
+    what = f"bytes of the bias of {name_of(node)} beside {sizes.k} columns, {sizes.m} rows"
     return launch.workspace.largest(what, own)
 
 

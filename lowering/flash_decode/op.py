@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.flash_decode import library, tile
 from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, shape_of
 from ditron_inductor.lowering.host.chosen import Chosen
-from ditron_inductor.lowering.host.launch import Launch
-from ditron_inductor.lowering.host.planning import plan_request, requirement
+from ditron_inductor.lowering.host.planning import launch_of, name_of, plan_request, requirement
+from ditron_inductor.lowering.host.prepare import begun
 from ditron_inductor.lowering.host.prepared import Prepared, PreparedCalls
 from ditron_inductor.lowering.host.trials import choose_both
 from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task.nodes import FlashDecode
-from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem, Requirement
 from ditron_inductor.task.torch_dtypes import precision_of
 
@@ -34,15 +32,12 @@ def prepare(
     given = DecodeOperands(*node.split(operands))
     node.verify()
     task.check_operands(given.q, given.k, given.v, given.lengths, given.block_table)
-    policy = node.policy
-    options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s, policy.trials)
-    device = given.q.device
-    workspace = workspaces.get(node.group_name, device, options)
+    device, (batch, query_heads, head_dim) = given.q.device, given.q.shape
+    sizes = batch, query_heads, given.k.shape[2], head_dim
+    launch = launch_of(node, device, given.q.dtype, sizes)
+    workspace = launch.workspace
     capabilities = workspace.capabilities
     shape = shape_of(node, given, capabilities.num_sms)
-    sizes = (shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim)
-    name = f"{shared_site(node.site) or node.kind} {node.kind}"
-    launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(shape.dtype).removeprefix('torch.')}")
     runners: dict[str, Runner] = {"library": _of_tensors(library.make(node, shape, device, capabilities.arch))}
     eager = captured = Chosen(runners["library"])
     trial = None
@@ -57,12 +52,8 @@ def prepare(
         problem = Problem(node.kind, shape.rows, shape.head_dim, 1, precision, node.world_size, captured=False)
         request = plan_request(launch, node, problem, tile=wants)
         eager, captured, trial = choose_both(workspace, node, sizes, request, runners)
-    prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name), trial)
-    calls.keep(key, prepared)
-    if eager is not captured and workspace.shared.is_first(launch.site_text):
-        # This makes what a later capture needs and cannot make: memory and compiled kernels. All ranks do the same.
-        return captured.noted()
-    return prepared.now().noted()
+    name = name_of(node)
+    return begun(calls, key, Prepared(workspace, eager, captured, name, workspace.agreed(name), trial), launch)
 
 
 def _of_tensors(run: Callable[[DecodeOperands], torch.Tensor]) -> Runner:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.task.plan import PlanRequest
+from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import NOTHING, Problem, Requirement
+
+
+def name_of(node: Any) -> str:
+    """Returns the name of a node's site, without what differs between ranks."""
+    return f"{shared_site(node.site) or node.kind} {node.kind}"
+
+
+def launch_of(node: Any, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> Launch:
+    """Returns the Launch of a node's calls, in the workspace of its group. sizes: those that all ranks share."""
+    policy = node.policy
+    options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s, policy.trials)
+    workspace = workspaces.get(node.group_name, device, options)
+    return Launch(workspace, f"{name_of(node)}[{'x'.join(map(str, sizes))}] {str(dtype).removeprefix('torch.')}")
 
 
 def requirement(launch: Launch, nbytes: int, reason: str = "") -> Requirement:

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.device import AgreedOptions, groups, workspaces
+from ditron_inductor.device import groups
 from ditron_inductor.device.meetings import meetings
 from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.kind import Lowering, Runner
 from ditron_inductor.lowering.host.launch import Launch
-from ditron_inductor.lowering.host.planning import plan_request, requirement
+from ditron_inductor.lowering.host.planning import launch_of, name_of, plan_request, requirement
 from ditron_inductor.lowering.host.prepared import Prepared, PreparedCalls
 from ditron_inductor.lowering.host.trials import choose_both
 from ditron_inductor.lowering.norms import rows as norms
@@ -35,7 +35,6 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.node import Sizes
 from ditron_inductor.task.nodes import TaskNode
 from ditron_inductor.task.plan import Choice, PlanRequest
-from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem, Requirement
 from ditron_inductor.task.torch_dtypes import precision_of
 
@@ -77,13 +76,10 @@ def prepare(
     reason = meetings.library_reason(node.group_name, node.site)
     if reason:
         return _by_library(calls, key, node, x, library, reason, sizes)
-    policy = node.policy
-    options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s, policy.trials)
-    workspace = workspaces.get(node.group_name, x.device, options)
-    name = f"{shared_site(node.site) or node.kind} {node.kind}"
-    launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes.wire))}] {str(x.dtype).removeprefix('torch.')}")
+    launch = launch_of(node, x.device, x.dtype, sizes.wire)
+    workspace = launch.workspace
     own, shared = (sizes.n, sizes.k) if sizes.local == "n" else (sizes.k, sizes.n)
-    what = f"{WORDS[sizes.local]} of {name} beside {shared} {x.dtype}"
+    what = f"{WORDS[sizes.local]} of {name_of(node)} beside {shared} {x.dtype}"
     if rows_decide:
         what += f", {sizes.m} rows"
     largest: dict[str, Any] = {sizes.local: workspace.largest(what, own)}
@@ -96,10 +92,15 @@ def prepare(
         runners = {"library": library, **runners}
         eager, captured, trial = choose_both(workspace, node, sizes.wire, request, runners)
     prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what), trial)
+    return begun(calls, key, prepared, launch)
+
+
+def begun(calls: PreparedCalls, key: Hashable, prepared: Prepared, launch: Launch) -> Callable[..., Any]:
+    """Keeps a prepared call under `key`, and returns what runs its first call."""
     calls.keep(key, prepared)
-    if eager is not captured and workspace.shared.is_first(launch.site_text):
+    if prepared.eager is not prepared.captured and launch.workspace.shared.is_first(launch.site_text):
         # This makes what a later capture needs and cannot make: memory and compiled kernels. All ranks do the same.
-        return captured.noted()
+        return prepared.captured.noted()
     return prepared.now().noted()
 
 
