@@ -1,44 +1,40 @@
-"""A cost model: predicted microseconds of a site by each strategy, from sizes and a GPU's few numbers alone.
+"""A cost model: the predicted microseconds of a site by each strategy, from its sizes and a few numbers of the GPU.
 
-With F the rate of the matmul, H of the memory, B of the links (one for each collective), C of copies between GPUs, all
-on one rank of W; `transfer` is bytes received / rate; P = 2 M N bytes / H for each pass over partial results, or over
-the parts of a gathered product that are put in their place:
+The model decides only if no table has measured times, and then the plan asks for a clear win (`GAIN`). For one rank of
+W let F be the rate of the matmul, H of the memory, B of the links (with a value for each collective) and C of copies
+between GPUs. P = 2 M N bytes / H is the time of a pass over partial results, or over a gathered product.
 
-    matmul        = max(2 M N K / F, bytes touched / H) + launch
-    library       = matmul + collective [+ passes P]  collective = latency + protocol + bytes received / B
-    chunked       = overlapped(matmul / chunk efficiency, transfer at C) + passes P + W chunk costs
-    tile          = overlapped(matmul / tile efficiency, transfer at B) + passes P + signals
-    epilogue      = bytes that a kernel of its own reads and writes / H + launch, added to library and chunked; tile
-                    computes it in registers, for nothing but PAIR_COST where it joins two products, and so does the
-                    last kernel of chunked reductions, but for all-reduces in parts
-    overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
-                    scatter does not end before the last one; W chunks, and at least MIN_CHUNKS
+    matmul        = max(2 M N K / F, bytes read and written / H) + launch
+    collective    = latency + protocol + bytes received / B
+    library       = matmul + collective [+ passes P] [+ epilogue]
+    chunked       = overlapped(matmul / chunk efficiency, bytes received / C) + passes P + W chunk costs [+ epilogue]
+    tile          = overlapped(matmul / tile efficiency, bytes received / B) + passes P + signals
+    epilogue      = bytes that a kernel of its own reads and writes / H + launch
+    overlapped    = the longer time + the shorter time / chunks, because a gather cannot begin before the first chunk,
+                    nor a scatter end before the last one; there are W chunks, but at least MIN_CHUNKS
 
-Where the gathered or scattered dimension lies inside others, as in a batch of sequences, the library copies what it
-moves once more, and `chunked` multiplies slice by slice: rows that do not fill SLICE_ROWS are lost.
-
-`protocol` is what a collective of some megabytes costs over one of some kilobytes: the library changes its protocol
-there. Two ranks have the links of one pair to themselves, and copy faster (`pair_gain`). An all-reduce sends its
-partial results like a scatter, and its results like a gather: two rounds of passes and signals. The product of a
-`matmul_all_gather` is copied out of the slots (W - 1 passes), and `library` copies what it gathered into columns (W
-passes and a launch). It receives whole products, and as fast as an all-reduce does.
-
-An all-to-all is as fast as a reduce-scatter; `library` copies what it moves once, so that it lies together, and so does
-our kernel behind a product (`matmul_all_to_all`), out of its slot.
-
-Attention is the matmul that `attention_sizes` makes of it, at the speed of the library's or of our kernel; `chunked`
-reads what its parts return once more. Its parts are as fast as the blocks that `library` calls where these are the
-library's fastest kernel's. The backward has `library` alone.
-
-A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
-what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
-
-`flash_decode` (m query heads of n elements, k = 1) has no matmul here: what is compared is what follows the attention,
-launches, a round of signals or a collective, and the parts that each rank receives.
+* `protocol` is the additional time of a collective of megabytes, for which the library changes its protocol.
+* Two ranks have the links between them to themselves, and copy faster (`pair_gain`).
+* An epilogue that `tile` computes in registers takes no time, except PAIR_COST if it combines two products. The last
+  kernel of chunked reductions computes it for nothing too, except for all-reduces in parts.
+* An all-reduce sends partial results like a scatter and results like a gather: two rounds of passes and signals.
+* `matmul_all_gather` copies the product out of the slots (W - 1 passes), and its `library` copies what it has gathered
+  into columns (W passes and a launch). It receives whole products, at the rate of an all-reduce.
+* An all-to-all is as fast as a reduce-scatter. `library` copies what it moves once, so that it lies together, and so
+  does our kernel of `matmul_all_to_all`, out of its slot.
+* If the gathered or scattered dimension lies inside others, as in a batch of sequences, the library copies what it
+  moves once more, and `chunked` multiplies slice by slice, where rows that do not fill SLICE_ROWS are lost.
+* Attention is an equivalent matmul (`attention_sizes`) at the speed of the library's or of our kernel. `chunked` reads
+  the results of its parts once more. If the library's fastest kernel computes the parts, they are as fast as the blocks
+  that `library` computes. The backward has only `library`.
+* A norm behind an all-reduce without a product (n columns, k = 1) has a launch, and passes over what it reads and
+  writes, in place of the matmul. Our kernel needs no further launch, and one or two rounds of signals, whichever is
+  faster.
+* For `flash_decode` (m query heads of n elements, k = 1) only the time behind the attention is compared: launches, a
+  round of signals or a collective, and the parts that each rank receives.
 
 The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
-`python -m benchmarks.plan`; `python -m ditron_inductor tune --model-error` shows the model's error.
-The model decides only where no table of measured times does, and the plan asks for a clear win (`GAIN`) then.
+`python -m benchmarks.plan`. `python -m ditron_inductor tune --model-error` shows the model's error.
 """
 
 from __future__ import annotations
@@ -58,69 +54,78 @@ from ditron_inductor.task.problem import Problem
 
 MICRO = 1e6
 GAIN = 0.945
-"""A strategy has to be predicted below this part of `library`: the model's own error must not cost anybody time."""
+"""A strategy has to be predicted to take less than this fraction of `library`, to allow for the model's error."""
 SAME_KERNELS_GAIN = 0.983
-"""The same where both call the same kernels, and the model errs about the transfer only."""
+"""The same if both strategies call the same kernels, so that only the predicted transfer has an error."""
 MEAN_ERROR_BOUND = 0.20
-"""The model's mean error on the results in benchmarks/results; `model_error` reports it, a test checks it."""
+"""The largest mean error of the model on benchmarks/results that a test allows. `model_error` reports the error."""
 MIN_CHUNKS = 4
-"""On two GPUs a rank's part is cut further."""
+"""The fewest chunks. On two GPUs a rank's part is cut into several."""
 PROTOCOL_BYTES = 4e6
-"""Half of `protocol_us` is due at this size."""
+"""At this size of a collective, half of `protocol_us` counts."""
 SMALL_BYTES = 8 << 20
 SMALL_ALL_REDUCE = 0.86
-"""Up to so many bytes `chunked` is one kernel of ours in the place of the library's all-reduce; on 2 and 4 H200s it
-took 0.67 to 0.97 of the library's time.
+"""Up to SMALL_BYTES `chunked` replaces the library's all-reduce by one kernel of ours, and takes this fraction of the
+time of `library`. It was 0.67 to 0.97 on 2 and 4 H200s.
 """
 EPILOGUE_HOST_US = 12.0
-"""Of the launch of its kernel."""
+"""The host's time for the launch of an epilogue's kernel."""
 PRODUCT_HOST_US = 12.0
-"""Of one more matmul of the library in a call."""
+"""The host's time for one more matmul of the library in a call."""
 IN_BAND_US = 2.5
-"""What `chunked` takes less where a norm's kernel sends in band in the place of that of a small all-reduce: 2.1 to 3.1
-were measured (M = 1 to 16, N = 4096 and 8192, benchmarks/results/norm.csv).
+"""`chunked` takes this much less time if a norm's kernel that sends in band replaces the kernel of a small all-reduce.
+It was 2.1 to 3.1 (M = 1 to 16, N = 4096 and 8192, benchmarks/results/norm.csv).
 """
 SMALL_HOST_US = 55.0
-"""Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
+"""The host's time for a small all-reduce by `chunked`. A large one runs in parts, with many launches each."""
 
 PAIR_COST = 1.9
-"""What an epilogue of two products costs `tile`, in passes over the memory that it saves: two accumulators of half the
-columns each, and registers that do not suffice. 1.4 to 2.4 on H200s, 2048 to 8192 rows, with and without products that
-are stored too.
+"""The time that an epilogue of two products takes in `tile`, in passes over the memory that it saves. Its tile has two
+accumulators of half the columns each, and too few registers. It was 1.4 to 2.4 on H200s, for 2048 to 8192 rows, with
+and without products that are stored too.
 """
 ATTENTION_SPEED = 0.82
-"""Of the library's attention, in that of its matmul: 600 TFLOP/s on an H200."""
+"""The speed of the library's attention relative to its matmul: 600 TFLOP/s on an H200."""
 ATTENTION_TILE = 0.62
-"""Speed of our attention in that of the library's: 0.63 to 0.69 on an H200."""
+"""The speed of our attention relative to the library's. It was 0.63 to 0.69 on an H200."""
 BACKWARD_WORK = 2.5
-"""Operations of the backward of attention in those of the forward."""
+"""The operations of the backward of attention relative to those of the forward."""
 
 BIASED_PARTS = 0.95
-"""Speed of attention with a bias in parts, in that of one call: 0.89 to 0.97 on two H200s."""
+"""The speed of attention with a bias in parts relative to one call. It was 0.89 to 0.97 on two H200s."""
 BIAS_PASSES = 5
-"""Over a bias, before it can be cut: the largest one of each row, and what it leaves."""
+"""The passes over a bias before it is cut: to find the largest value of each row, and to subtract it."""
 
 MIDDLE_ROWS = range(33, 1024)
 MIDDLE_EFFICIENCY = 0.5
-"""Speed of `tile` with so many rows, in that with others: large tiles are too few, small ones read the rows again."""
+"""The speed of `tile` with this many rows relative to others: there are too few large tiles, and small tiles read the
+rows again.
+"""
 SLICE_ROWS = 64
 """The rows of a small tile of the library's batched product. Not fitted: no batch was in the measurements."""
 FEW_ROWS = 64
 WIDE_COLUMNS = 16384
-"""Up to so many rows a gathered product has tiles that read the weight once; from so many columns on, as those of
-logits, it has enough large ones.
+"""MIDDLE_EFFICIENCY does not hold for a gathered product with at most FEW_ROWS, whose tiles read the weight once, nor
+with at least WIDE_COLUMNS, such as logits, where there are enough large tiles.
 """
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the model knows of a GPU and its links. Rates are what one rank reaches, not data sheet peaks.
+    """The numbers of a GPU and its links. Rates are those that one rank reaches, not those of a data sheet.
 
-    matmul_flops, matmul_flops_fp32: FLOP/s. memory_bytes_per_s; gather_, scatter_, all_reduce_bytes_per_s: of the
-    library's collectives; copy_bytes_per_s: of the copy engines, all ranks at once. pair_gain: factor on link and copy
-    rates of two ranks. collective_us, protocol_us: see the module. launch_us: of a kernel. signal_us: a round of
-    signals of a `tile` launch, its queues and the host's part included. chunk_us: a chunk's copy, signal and launches.
-    tile_efficiency, chunk_efficiency: speed of the matmul in the kernel, and cut into chunks, in that of the library's.
+    Attributes:
+        matmul_flops, matmul_flops_fp32: the FLOP/s of a matmul.
+        memory_bytes_per_s: the rate of the memory.
+        gather_bytes_per_s, scatter_bytes_per_s, all_reduce_bytes_per_s: the rates of the library's collectives.
+        copy_bytes_per_s: the rate of the copy engines when all ranks copy.
+        pair_gain: a factor for the rates of links and copies between two ranks.
+        collective_us, protocol_us: the `latency` and `protocol` of the module.
+        launch_us: the time of a kernel's launch.
+        signal_us: a round of signals of `tile`, including its queues and the host's part.
+        chunk_us: the copy, the signal and the launches of a chunk.
+        tile_efficiency, chunk_efficiency: the speed of the matmul in our kernel, and cut into chunks, relative to the
+            library's.
     """
 
     name: str
@@ -178,7 +183,7 @@ H100 = Hardware(
     tile_efficiency=0.8,
     chunk_efficiency=0.95,
 )
-# For a GPU that nobody has measured: close enough to order the strategies, cautious about our own kernels.
+# These numbers are for GPUs that have not been measured. They are cautious about our own kernels.
 UNKNOWN = Hardware(
     name="",
     matmul_flops=300e12,
@@ -201,26 +206,22 @@ KNOWN: tuple[Hardware, ...] = (H200, H100)
 
 
 def hardware(device_name: str) -> Hardware:
-    """The numbers of a GPU by the name that its driver gives it."""
-    for one in KNOWN:
-        if one.name in device_name:
-            return one
-    return UNKNOWN
+    """Returns the numbers of the GPU to which its driver gives this name."""
+    return next((known for known in KNOWN if known.name in device_name), UNKNOWN)
 
 
 def exchange_of(problem: Problem) -> Exchange:
-    """The collective of the problem's kind."""
-    exchange = TASKS[problem.kind].exchange
-    return exchange
+    """Returns the collective of the problem's kind."""
+    return TASKS[problem.kind].exchange
 
 
 def computes(problem: Problem) -> str:
-    """What the problem's kind computes, see `Node`."""
+    """Returns what the problem's kind computes; see `Node`."""
     return TASKS[problem.kind].computes
 
 
 def predict(problem: Problem, on: Hardware) -> dict[str, float]:
-    """Predicted microseconds of one call, by strategy."""
+    """Returns the predicted microseconds of one call, by strategy; of an eager call at least the host's time."""
     problem = problem.as_expected()
     if computes(problem) == "norm":
         device = {"library": _norm_library_us(problem, on), "tile": _norm_tile_us(problem, on)}
@@ -234,12 +235,12 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
 
 
 def least_gain(problem: Problem, strategy: str) -> float:
-    """Below which part of `library` a strategy has to be predicted."""
+    """Returns the fraction of the predicted time of `library` below which a strategy has to be predicted."""
     return SAME_KERNELS_GAIN if strategy == "chunked" and _has_same_kernels(problem) else GAIN
 
 
 def _has_same_kernels(problem: Problem) -> bool:
-    """Whether `chunked` and `library` make the same calls: of attention by the library's fastest kernel."""
+    """Returns whether `chunked` and `library` call the same kernel: attention by the library's fastest one."""
     fastest = problem.library_speed == 1.0 and not problem.bias_bytes
     return computes(problem) == "attention" and fastest
 
@@ -251,7 +252,7 @@ def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
 
 
 def host_us(problem: Problem, strategy: str) -> float:
-    """Microseconds of the host for one eager call."""
+    """Returns the microseconds of the host for one eager call."""
     if strategy == "chunked" and _is_small_all_reduce(problem):
         return SMALL_HOST_US
     kernels = _has_epilogue_kernel(problem, strategy) + _has_pre_kernel(problem, strategy)
@@ -260,7 +261,7 @@ def host_us(problem: Problem, strategy: str) -> float:
 
 
 def beside_us(problem: Problem, on: Hardware, strategy: str) -> float:
-    """Microseconds on the GPU of the epilogue, and of what a norm makes of the reduction."""
+    """Returns the microseconds on the GPU of the epilogue, less those that a norm saves that sends in band."""
     saved = IN_BAND_US if problem.in_band and strategy == "chunked" else 0.0
     return _epilogue_us(problem, on, strategy) - saved
 
@@ -274,12 +275,12 @@ def _epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
 
 
 def _has_pre_kernel(problem: Problem, strategy: str) -> bool:
-    """Whether what an epilogue does before the reduction is a launch of its own, or one for each chunk."""
+    """Returns whether the part of an epilogue before the reduction takes launches of its own."""
     return problem.pre_bytes > 0 and strategy != "tile"
 
 
 def _has_epilogue_kernel(problem: Problem, strategy: str) -> bool:
-    """Whether the epilogue is a launch of its own."""
+    """Returns whether the epilogue is a launch of its own."""
     if problem.epilogue_bytes == 0 or strategy == "tile":
         return False
     ends_with_it = exchange_of(problem) == SCATTERED_PRODUCT or _is_small_all_reduce(problem)
@@ -292,13 +293,13 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 
 
 def received_bytes(problem: Problem) -> int:
-    """What one rank receives from its peers in one call."""
+    """Returns the bytes that one rank receives from its peers in one call."""
     return exchange_of(problem).received_bytes(problem)
 
 
 def _decode_library_us(problem: Problem, on: Hardware) -> float:
-    """Two kernels and a collective. Attention itself, the same for all strategies, is left out: nobody here knows how
-    long the sequences are.
+    """Returns the time of two kernels and a collective. Attention itself is left out: all strategies compute it alike,
+    and the lengths of the sequences are not known here.
     """
     return 2 * on.launch_us + collective_us(problem, on)
 
@@ -308,7 +309,7 @@ def _decode_tile_us(problem: Problem, on: Hardware) -> float:
 
 
 NORM_PASSES = 4
-"""Over the sum: it is read with the residual, and written with its norm."""
+"""The passes over the sum: it and the residual are read, and it and its norm are written."""
 
 
 def _norm_library_us(problem: Problem, on: Hardware) -> float:
@@ -327,14 +328,14 @@ def _norm_passes_us(problem: Problem, on: Hardware) -> float:
 
 
 def collective_us(problem: Problem, on: Hardware) -> float:
-    """The library's collective alone."""
+    """Returns the time of the library's collective alone."""
     nbytes = received_bytes(problem)
     protocol = on.protocol_us * nbytes / (nbytes + PROTOCOL_BYTES)
     return on.collective_us + protocol + nbytes / _link_rate(problem, on) * MICRO
 
 
 def product_us(problem: Problem, on: Hardware) -> float:
-    """The library's matmul or attention alone."""
+    """Returns the time of the library's matmul or attention alone."""
     return _matmul_us(problem, on, efficiency=problem.library_speed)
 
 
@@ -357,7 +358,7 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     rate = on.copy_bytes_per_s * _pair_gain(problem, on)
     passes_us = _partials_us(problem, on)
     if computes(problem) == "attention":
-        # What the parts return is read again, one [rows, heads * head size] for each source; k has keys and values.
+        # The results of the parts are read again: [rows, heads * head size] for each source. k counts keys and values.
         parts = problem.world_size * problem.n * problem.k / 2
         read = parts * problem.operand_bytes + BIAS_PASSES * problem.bias_bytes
         passes_us = read / on.memory_bytes_per_s * MICRO
@@ -389,7 +390,7 @@ def _chunks(problem: Problem) -> int:
 
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
-    """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
+    """Returns the time to write and read again partial results, the results of an all-reduce, or gathered products."""
     exchange = exchange_of(problem)
     if exchange.of == "operand":
         return 0.0
@@ -399,13 +400,13 @@ def _partials_us(problem: Problem, on: Hardware) -> float:
 
 
 def _moved_us(problem: Problem, on: Hardware) -> float:
-    """What is moved is read and written once, to lie together for each rank, or to be put in its place."""
+    """Returns the time to copy once what is moved, so that it lies together for each rank, or to its place."""
     width = problem.n if exchange_of(problem).of == "product" else problem.k
     return 2.0 * problem.m * width * problem.result_bytes / on.memory_bytes_per_s * MICRO
 
 
 def _passes_us(problem: Problem, on: Hardware, passes: int) -> float:
-    """P of the module, `passes` times."""
+    """Returns the time of `passes` passes; see P of the module."""
     return passes * 2.0 * problem.m * problem.n * problem.result_bytes / on.memory_bytes_per_s * MICRO
 
 
@@ -433,7 +434,7 @@ def _matmul_us(problem: Problem, on: Hardware, *, efficiency: float) -> float:
 
 
 def _slice_fill(problem: Problem) -> float:
-    """How much is needed of what `chunked` computes: of one slice of a rank's rows after the other."""
+    """Returns the fraction of what `chunked` computes that is needed, since it multiplies slice by slice."""
     if problem.slices == 1:
         return 1.0
     rows = problem.m / (problem.world_size * problem.slices)
@@ -441,6 +442,6 @@ def _slice_fill(problem: Problem) -> float:
 
 
 def _fill(problem: Problem) -> float:
-    """How much of the tiles that the kernel computes is needed: edges that do not fill a 128 x 128 tile are lost."""
+    """Returns the fraction of the computed tiles that is needed: tiles of 128 x 128 at the edges are not full."""
     padded = 128 * math.ceil(problem.m / 128) * 128 * math.ceil(problem.n / 128)
     return problem.m * problem.n / padded if padded else 1.0

@@ -1,15 +1,16 @@
 """Which strategy runs a site: a pure function of facts that all ranks of the group share.
 
-The order: what the user forced; what cannot run here; the group's table of measured choices (a user's own, rank 0's
-on all ranks); the tables that ship with the package; the cost model. Whatever decides, `library` is left only for a
-gain: measured, of at least `MARGIN`; predicted, by `cost.least_gain`. Ties go to `library`.
+These decide, in this order: the strategy that the user forced; what cannot run here; the group's table of measured
+choices (a user's own table, that of rank 0 on all ranks); the tables that ship with the package; the cost model.
+Another strategy than `library` has to gain something: at least `MARGIN` by measured times, and as much as
+`cost.least_gain` demands by predicted ones.
 
 A site may run by one strategy in eager mode and by another inside CUDA graphs, where the host's time does not count.
 
-Two ranks that choose differently wait for each other forever, so every field of a `PlanRequest` has to be equal
-on all ranks. Of the sizes, those of the tensor that is communicated are (m and k of an all-gather, m and n of
-the reductions). The third one, n or k, is a dimension of this rank's weight alone: equal where the weight is
-sharded evenly, and otherwise not. Whoever builds the request sees to it that all ranks put in the same number.
+Two ranks that choose differently wait for each other forever, so every field of a `PlanRequest` has to be equal on all
+ranks. The sizes of the tensor that is communicated are (m and k of an all-gather, m and n of a reduction). The third
+size, n or k, is a dimension of the rank's own weight, and differs if the weight is sharded unevenly. Whoever builds the
+request makes all ranks use the same number.
 """
 
 from __future__ import annotations
@@ -27,31 +28,33 @@ from ditron_inductor.task.problem import NOTHING, Problem, Requirement
 
 MARGIN = 0.01
 NEAR_MARGIN = 0.03
-"""What a strategy has to gain over `library` where its shape was measured, and where only one close to it was."""
+"""The fraction of the time of `library` that a strategy has to save: MARGIN if the very shape was measured, NEAR_MARGIN
+if only a shape close to it was.
+"""
 SLOW_HOST = 3.0
-"""In eager mode a strategy counts with at least what its launches take on a host so many times slower than the one that
-`Node.host_us` is from, where one op is called again and again. In the middle of a model, on hosts that share their
-cores, they were seen to take 3 to 4 times as long.
+"""In eager mode the time of a strategy is at least the time that its launches take on the host. That is `Node.host_us`,
+measured with one op that is called again and again, times this factor: in the middle of a model, on hosts that share
+their cores, launches took 3 to 4 times as long.
 """
 SLOWEST_HOST = 12.0
-"""And at most so many times, where the group's slowest host was measured."""
+"""The largest value of the factor SLOW_HOST, for a group whose slowest host was measured."""
 HOST_SPREAD = 1.5
-"""So much longer than back to back launches take in the middle of a model."""
+"""In the middle of a model, launches take this much longer than back to back."""
 LAUNCH_US = 11.0
-"""Of an eager torch.mm on the hosts that `Node.host_us` is from."""
+"""The time of an eager torch.mm on the hosts where `Node.host_us` was measured."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything that the choice for one call depends on, the table of measured choices aside.
+    """Everything on which the choice for one call depends, except the table of measured choices.
 
     Attributes:
         problem: what is computed and moved.
         site: the site's name, for messages.
-        strategy: what the user asked for, `auto` to leave it to the plan.
-        workspace_limit: bytes of symmetric memory that the site may use.
+        strategy: the strategy that the user asked for, or `auto`.
+        workspace_limit: the bytes of symmetric memory that the site may use.
         device_type, device_name: `cuda` or `cpu`, and the name that the driver gives the GPU.
-        tile, chunked: what these strategies want, nothing of a strategy that the kind lacks.
+        tile, chunked: what these strategies require; NOTHING for a strategy that the kind lacks.
         launch_us: microseconds of a launch on the slowest host of the group, 0 if unknown.
     """
 
@@ -66,23 +69,23 @@ class PlanRequest:
     launch_us: float = 0.0
 
     def wants(self, strategy: str) -> Requirement:
-        """What one of our strategies wants."""
+        """Returns what one of our strategies requires."""
         return self.tile if strategy == "tile" else self.chunked
 
     def inside_graphs(self) -> PlanRequest:
-        """The same call inside a CUDA graph."""
+        """Returns the request of the same call inside a CUDA graph."""
         return replace(self, problem=replace(self.problem, captured=True))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy that runs, and a sentence saying why.
+    """The strategy that runs, and a sentence that says why.
 
-    predicted_us: the cost model's microseconds by strategy, None where it has none; in eager mode at least the host's.
+    predicted_us: the cost model's microseconds by strategy, None if it has none.
     source: what decided: `forced` by the option, a `table` of measurements, the cost `model`, a `trial` of the first
-    calls, or an `obstacle` that left the library only.
-    tried_us: the microseconds by strategy that a trial ended with, empty without one.
-    settled: whether the user's own table has this very problem, so that a trial would measure it again.
+    calls, or an `obstacle` that left only the library.
+    tried_us: the microseconds by strategy with which a trial ended, empty without a trial.
+    settled: whether the user's own table has this very problem, so that a trial would only measure it again.
     """
 
     strategy: str
@@ -95,9 +98,9 @@ class Choice:
 
 @functools.lru_cache(maxsize=4096)
 def choose(request: PlanRequest, table: str = "") -> Choice:
-    """The strategy for one call. table: the text of the group's table of measured choices, equal on all ranks.
+    """Returns the strategy for one call. table: the text of the group's table of measured choices, equal on all ranks.
 
-    Raises `StrategyUnavailable` if a strategy is forced and cannot run here; `auto` takes another one then.
+    Raises `StrategyUnavailable` if a strategy is forced and cannot run here.
     """
     problem = request.problem
     predicted = _predicted(request, problem)
@@ -138,14 +141,14 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
 
 
 def possible(request: PlanRequest) -> tuple[str, ...]:
-    """Those strategies but `library` that can run a call."""
+    """Returns the strategies, without `library`, that can run a call."""
     strategies = NODES[request.problem.kind].strategies
-    return tuple(one for one in strategies if one != "library" and _obstacle(request, one) is None)
+    return tuple(name for name in strategies if name != "library" and _obstacle(request, name) is None)
 
 
 def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str, bool]:
-    """The best strategy that `known` vouches for, what it says, and whether it says it of this very problem; empty
-    texts where it says nothing.
+    """Returns (the best strategy by the table `known`; what the table says; whether it has this very problem), or empty
+    texts if it says nothing.
     """
     problem = request.problem.as_expected()
     measured = known.lookup(
@@ -161,7 +164,7 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
     )
     if measured is None or not any(strategy in measured.ratio for strategy in able):
         return "", "", False
-    # The tables are of products alone, and perhaps of one slice.
+    # The tables have the times of products without an epilogue, and perhaps only those of one slice.
     alone = replace(problem, epilogue_bytes=0, pre_bytes=0, in_band=False, pair_bytes=0)
     plain = _predicted(request, replace(alone, slices=measured.slices))
     library_us = measured.library_us or (plain["library"] if plain else 1.0)
@@ -179,7 +182,9 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
 
 
 def _best(request: PlanRequest, us: Mapping[str, float], gains: Mapping[str, float]) -> str:
-    """The fastest by these times of those that take at most their part in `gains` of the library's, or `library`."""
+    """Returns the fastest strategy, by the times `us`, of those that take at most the fraction in `gains` of the time
+    of `library`; `library` if there is none.
+    """
     problem = request.problem
     if request.device_type != "cpu" and not problem.captured:
         slow = slow_host(request.launch_us)
@@ -189,15 +194,15 @@ def _best(request: PlanRequest, us: Mapping[str, float], gains: Mapping[str, flo
 
 
 def _of_the_host(request: PlanRequest) -> str:
-    """What a reason says of a host that counts as slower than usual."""
+    """Returns the end of a reason if the host counts as slower than usual, and otherwise ''."""
     if request.problem.captured or slow_host(request.launch_us) == SLOW_HOST:
         return ""
     return f"; a launch takes the slowest host {request.launch_us:.0f} us, so many launches count"
 
 
 def slow_host(launch_us: float) -> float:
-    """How much slower the host counts than that of `Node.host_us`: by doubling, so that a choice seldom changes from
-    run to run.
+    """Returns the factor for `Node.host_us`, which is SLOW_HOST, twice or four times as much. It grows in large steps,
+    so that a choice seldom changes from run to run. launch_us: see PlanRequest.
     """
     slow = SLOW_HOST
     while slow < SLOWEST_HOST and HOST_SPREAD * launch_us > slow * LAUNCH_US:
@@ -212,7 +217,7 @@ def _predicted(request: PlanRequest, problem: Problem) -> Mapping[str, float] | 
 
 
 def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:
-    """Why one of our strategies cannot run this call, and what to do about it; None if it can."""
+    """Returns (why one of our strategies cannot run this call; what to do about it), or None if it can."""
     instead = "Use 'auto' or 'library'"
     precision = request.problem.precision
     if precision not in PRECISIONS:
@@ -231,14 +236,13 @@ def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:
 
 Sizes = tuple[int | None, int | None, int | None]
 SIZES_KEPT = 16
-"""Of how many sizes a site's last choices are kept."""
+"""The number of sizes for which a site's last choices are kept."""
 
 
 class Decisions:
-    """The last choice of every site in this process, kept for `explain`: what ran, and from which request.
+    """The last choice of every site in this process, with its request, for `explain`. Nothing else reads it.
 
-    Two graphs with the same launches have sites of the same names, so a site's last choices of several sizes are kept.
-    The only writer is the binding of the ops; nothing reads it to decide anything.
+    Two graphs with the same launches have sites of the same names, so the last choices for several sizes are kept.
     """
 
     def __init__(self) -> None:
@@ -246,10 +250,10 @@ class Decisions:
         self._sized: dict[tuple[str, str], dict[Sizes, tuple[PlanRequest, Choice]]] = {}
 
     def note(self, group_name: str, request: PlanRequest, choice: Choice) -> None:
-        """Remember `choice` as the last one of the request's site in a group."""
+        """Remembers `choice` as the last choice of the request's site in a group."""
         key = (group_name, request.site)
         last = self._last.get(key)
-        # Every call of a model comes by: nearly always with what the call before it noted.
+        # Every call of a model comes here, nearly always with the same objects as the call before.
         if last is not None and last[0] is request and last[1] is choice:
             return
         self._last[key] = (request, choice)
@@ -261,11 +265,13 @@ class Decisions:
             del sized[next(iter(sized))]
 
     def last(self, group_name: str, site: str, sizes: Sizes | None = None) -> tuple[PlanRequest, Choice] | None:
-        """The last request and choice of a site, those of (m, n, k) `sizes` if it ran so; None if it never ran here."""
+        """Returns the last request and choice of a site, those for the (m, n, k) `sizes` if there are any; None if the
+        site has not run in this process.
+        """
         key = (group_name, site)
         found = self._sized.get(key, {}).get(sizes) if sizes is not None else None
         return found or self._last.get(key)
 
 
 decisions = Decisions()
-"""Those of this process."""
+"""The Decisions of this process."""
