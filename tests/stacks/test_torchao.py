@@ -53,7 +53,7 @@ def configs() -> dict[str, Any]:
 
 
 def compiled(ctx: RankContext) -> dict[tuple[str, str], tuple[str, str, float]]:
-    """By layer and configuration: the collective's node, why it was left alone, and the error relative to eager mode."""
+    """By layer and configuration: the collective's node, why it was left alone, the error relative to eager mode."""
     from torchao.quantization import quantize_
 
     found = {}
