@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from ditron_inductor.task.schema import node_from_call, operands_from_call
 from ditron_inductor.task.site_records import GraphRecord, SiteRecord
 from ditron_inductor.task.torch_dtypes import precision_of
 
+NO_PATTERN = "no_pattern"
+"""The reason for a collective that no pass has looked at."""
+
 
 def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
     """Returns a record of what the passes did with the collectives of `graph`, read from the rewritten graph."""
@@ -35,6 +39,12 @@ def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> Gra
         graph_before=graph_before,
         graph_after=graph_after,
     )
+
+
+def count_left_alone(graph: fx.Graph) -> dict[str, int]:
+    """Returns the number of collectives that no pass fused, by the code of the reason."""
+    reasons = [node.meta.get(LEFT_ALONE) for node in graph.nodes if launches_collective(node)]
+    return dict(Counter(NO_PATTERN if reason is None else str(reason.code) for reason in reasons))
 
 
 def _task_record(node: fx.Node) -> SiteRecord:
@@ -112,7 +122,7 @@ def _collective_record(node: fx.Node) -> SiteRecord:
         strategy="",
         node=node.name,
         text=node.format_node() or node.name,
-        reason_code=reason.code if reason is not None else "no_pattern",
+        reason_code=reason.code if reason is not None else NO_PATTERN,
         reason=reason.text if reason is not None else f"no fusion takes {kind}",
         line=describe(node).line,
         culprit=reason.culprit if reason is not None else None,
