@@ -21,6 +21,8 @@ from io import BytesIO
 from pathlib import Path
 
 from benchmarks.records import RESULTS, Row, read_lines, write_lines
+from ditron_inductor.task.exchange import GATHERED_OPERAND
+from ditron_inductor.task.nodes import matmul_of
 
 ROOT = Path(__file__).parents[1]
 SOURCES = RESULTS / "sources.csv"
@@ -29,7 +31,7 @@ FOLDERS = {"ditron_inductor.lowering": KERNELS, "ditron_inductor.core": "ditron_
 """What a kernel is made of, by the name that it is imported by. The path of the host is no part of a kernel."""
 HOST = f"{KERNELS}/host"
 GATHERED = ("gather_norm", "swiglu")
-"""Ops of benchmarks whose kernels are those of `all_gather_matmul`."""
+"""Ops of benchmarks whose kernels are those of the matmul of a gathered operand."""
 OLD, UNKNOWN, CURRENT = "old", "age unknown", ""
 
 
@@ -134,7 +136,7 @@ def kinds_of(row: Row, fused: str = "") -> tuple[str, ...]:
     if row.bench == "models":
         named = tuple(kind for kind in re.findall(r"\d+ (\w+)", fused) if kind in kinds())
         return named or kinds()
-    return ("all_gather_matmul",) if row.op in GATHERED else (row.op,)
+    return (matmul_of(GATHERED_OPERAND),) if row.op in GATHERED else (row.op,)
 
 
 def complete(commits: Iterable[str], path: Path = SOURCES) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,10 @@ class Fusion:
         """That of the pass."""
         return self.node.kind
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        # By name, as functions are pickled: the ops of torch cannot be.
+        return _by_name, (self.rewrite.__module__, self.__name__)
+
     def __call__(self, graph: fx.Graph, *, options: Options) -> int:
         """Fuses every collective that matches; returns how many did. The others get a reason."""
         return self.fuse(graph, [node for op in self.ops for node in collectives(graph, op)], options)
@@ -52,3 +57,8 @@ class Fusion:
             self.rewrite(graph, match, options)
             count += 1
         return count
+
+
+def _by_name(module: str, name: str) -> Fusion:
+    found: Fusion = getattr(importlib.import_module(module), name)
+    return found
