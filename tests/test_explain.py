@@ -31,7 +31,7 @@ def site(**changes: Any) -> SiteRecord:
     values: dict[str, Any] = dict(
         site="ab12/0:matmul_all_reduce",
         kind="matmul_all_reduce",
-        fused=True,
+        matched=True,
         pattern="matmul -> all_reduce(sum)",
         group_name="0",
         world_size=4,
@@ -58,7 +58,7 @@ def report(*sites: ExplainedSite, options: Options | None = None) -> Report:
 def test_the_table_has_a_row_for_every_collective() -> None:
     predictions = {"library": 20.1, "tile": 12.4}
     fused = ExplainedSite("forward", site(), "tile", 12.4, "the plan's sentence", "model", predictions)
-    alone = site(fused=False, kind="all_reduce", pattern="all_reduce", world_size=None, bytes_moved=None)
+    alone = site(matched=False, kind="all_reduce", pattern="all_reduce", world_size=None, bytes_moved=None)
     text = str(report(fused, ExplainedSite("backward", alone, "-", None, "no matmul stands next to it")))
     header, _, first, _, second, *_, summary = text.splitlines()
     assert header.split() == "graph collective pattern shape dtype group strategy moved by predicted why".split()
@@ -72,8 +72,8 @@ def test_the_table_has_a_row_for_every_collective() -> None:
 def test_what_stopped_a_site_is_below_the_table() -> None:
     culprit = NodeRecord("addmm", "aten.addmm.default", "[8, 16] bfloat16", "model.py:12 in forward: x = self.down(x)")
     own = NodeRecord("all_reduce", "_c10d_functional.all_reduce.default", "[8] float32", "")
-    one = site(fused=False, node="all_reduce", reason_code="bias", line="model.py:13 in forward: f(x)", culprit=culprit)
-    other = site(fused=False, node="all_reduce", reason_code="reduce_op", culprit=own)
+    one = site(matched=False, node="all_reduce", reason_code="bias", line="model.py:13 in forward: f(x)", culprit=culprit)
+    other = site(matched=False, node="all_reduce", reason_code="reduce_op", culprit=own)
     result = report(*(ExplainedSite("forward", record, "-", None, "") for record in (one, other)))
     assert result.text() == str(result)
     assert result.text().splitlines()[-6:-1] == [
@@ -161,7 +161,7 @@ def _forward(ctx: RankContext, options: dict[str, Any]) -> Report:
 
 def test_a_fused_site_and_one_left_alone(rank_pools: RankPools) -> None:
     for result in rank_pools.get("cpu", 2).run(_forward, {}, timeout=LIMIT_S):
-        (fused,), (alone,) = result.fused, result.left_alone
+        (fused,), (alone,) = result.matched, result.left_alone
         assert fused.record.kind == "all_gather_matmul" and fused.strategy == "library"
         assert fused.record.bytes_moved == 4 * 8 * 4 and fused.record.world_size == 2
         assert "interpreter" in fused.reason
@@ -188,8 +188,8 @@ def test_strategies_are_timed_on_request(rank_pools: RankPools) -> None:
     reports = rank_pools.get("cpu", 2).run(_measured, timeout=LIMIT_S)
     for report in reports:
         assert "measured" in str(report) and "library" in str(report)
-        assert report.fused and report.left_alone[0].measured is None
-    for first, second in zip(*(report.fused for report in reports), strict=True):
+        assert report.matched and report.left_alone[0].measured is None
+    for first, second in zip(*(report.matched for report in reports), strict=True):
         assert first.measured is not None and first.measured == second.measured
         assert {"library", "tile"} <= set(first.measured.us), first.measured.notes
         assert all(us > 0 for us in first.measured.us.values())
@@ -201,19 +201,19 @@ def test_strategies_are_timed_on_gpus(rank_pools: RankPools, mode: str | None) -
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs, one for each rank: shared ones cannot be timed")
     for report in rank_pools.get("cuda", 2).run(_measured, mode, timeout=LIMIT_S):
-        for one in report.fused:
+        for one in report.matched:
             assert one.source in ("table", "model") and set(one.predictions) == {"library", "chunked", "tile"}
             assert one.measured is not None and {"library", "tile"} <= set(one.measured.us), one.measured
 
 
 def test_a_forced_strategy_is_shown(rank_pools: RankPools) -> None:
     result = rank_pools.get("cpu", 2).run(_forward, {"ditron.strategy": "library"}, timeout=LIMIT_S)[0]
-    assert result.fused[0].strategy == "library" and "forced" in result.fused[0].reason
+    assert result.matched[0].strategy == "library" and "forced" in result.matched[0].reason
 
 
 def test_a_fusion_that_is_switched_off_is_a_reason(rank_pools: RankPools) -> None:
     result = rank_pools.get("cpu", 2).run(_forward, {"ditron.fusions": ["matmul_all_reduce"]}, timeout=LIMIT_S)[0]
-    assert not result.fused
+    assert not result.matched
     assert "ditron.fusions" in result.left_alone[0].reason
 
 
@@ -242,7 +242,7 @@ def test_training_leaves_no_gradients_and_the_callers_graph(rank_pools: RankPool
     result, untouched, same, directions = rank_pools.get("cpu", 2).run(_training, timeout=LIMIT_S)[0]
     assert untouched and same
     assert len(result.graphs) == 2, "the backward graph is compiled too"
-    assert directions[0] == "forward" and result.fused[0].record.kind == "matmul_all_reduce"
+    assert directions[0] == "forward" and result.matched[0].record.kind == "matmul_all_reduce"
 
 
 def _twice(ctx: RankContext) -> list[int]:
@@ -253,7 +253,7 @@ def _twice(ctx: RankContext) -> list[int]:
 
     x, w = torch.ones(4, 8), torch.ones(8, 6)
     torch.compile(fn, backend="ditron")(x, w)
-    return [len(ditron_inductor.explain(fn)(x, w).fused) for _ in range(2)]
+    return [len(ditron_inductor.explain(fn)(x, w).matched) for _ in range(2)]
 
 
 def test_a_function_that_was_compiled_before_is_explained_each_time(rank_pools: RankPools) -> None:
@@ -272,7 +272,7 @@ def _two_of_one_name(ctx: RankContext) -> Report:
 
 
 def test_graphs_with_sites_of_one_name_are_told_apart(rank_pools: RankPools) -> None:
-    first, second = rank_pools.get("cpu", 2).run(_two_of_one_name, timeout=LIMIT_S)[0].fused
+    first, second = rank_pools.get("cpu", 2).run(_two_of_one_name, timeout=LIMIT_S)[0].matched
     assert shared_site(first.record.site) == shared_site(second.record.site)
     assert first.request is not None and second.request is not None
     problems = [site.request.problem for site in (first, second) if site.request]

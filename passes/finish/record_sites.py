@@ -62,7 +62,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
     return SiteRecord(
         site=task.site,
         kind=task.kind,
-        fused=True,
+        matched=True,
         pattern=task.pattern,
         group_name=task.group_name,
         world_size=task.world_size,
@@ -107,7 +107,7 @@ def _collective_record(node: fx.Node) -> SiteRecord:
     return SiteRecord(
         site="",
         kind=kind,
-        fused=False,
+        matched=False,
         pattern=reason.pattern if reason is not None else kind,
         group_name=str(group_name),
         world_size=world_size,
