@@ -199,7 +199,7 @@ class DitronPipeline(CustomGraphPass):
             moved = ", ".join(f"{name} {rewritten[name]}" for name in MOVING if rewritten.get(name))
             add_meeting(graph, before or Before({}, ""), moved, plain, self.options)
         if self.sink is not None:
-            self.sink.add(record_graph(graph, graph_before=text, graph_after=graph_text(graph)))
+            self.sink.add(record_graph(graph, self.options, graph_before=text, graph_after=graph_text(graph)))
 
     def uuid(self) -> str:
         """Returns a hash of everything that decides what the passes do: sources, shipped tables, options, order, the

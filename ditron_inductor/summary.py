@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ditron_inductor.device.facts import GraphFacts
 from ditron_inductor.options import Options
-from ditron_inductor.task.plan import Choice, decisions
+from ditron_inductor.task.plan import decisions
 from ditron_inductor.task.policy import shared_site
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ CHOSEN = "measured or predicted to be no slower"
 NOT_RUN: Ran = ("", "")
 
 
-def ran_by(choice: Choice) -> Ran:
-    """What the plan decided, without the times that each site has of its own."""
-    if choice.strategy != "library":
-        return choice.strategy, ""
-    return "library", CHOSEN if choice.source in ("table", "model", "trial") else choice.reason
+def ran_by(strategy: str, source: str, reason: str) -> Ran:
+    """What the plan decided, by the fields of its `Choice`, without the times that each site has of its own."""
+    if strategy != "library":
+        return strategy, ""
+    return "library", CHOSEN if source in ("table", "model", "trial") else reason
 
 
 def ran_text(ran: Iterable[Ran]) -> str:
@@ -148,7 +148,7 @@ class FirstRun:
         if self._plain:
             return "library", self._plain
         last = decisions.last(group_name, site)
-        return NOT_RUN if last is None else ran_by(last[1])
+        return NOT_RUN if last is None else ran_by(last[1].strategy, last[1].source, last[1].reason)
 
 
 summary = Summary()

@@ -6,6 +6,8 @@ import contextlib
 import io
 import re
 import runpy
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import ditron_inductor
 import ditron_inductor.backend  # the name, where the package is not installed
 from ditron_inductor.errors import UnknownOption
 from ditron_inductor.options import Options
-from ditron_inductor.report.explain import ExplainedSite, Report, bytes_text
+from ditron_inductor.report.explain import Report
+from ditron_inductor.report.explained import ExplainedSite, bytes_text
+from ditron_inductor.report.graph_picture import BOX_HEIGHT, BOX_WIDTH, layout
 from ditron_inductor.report.measure import Timings
 from ditron_inductor.task.policy import shared_site
-from ditron_inductor.task.site_records import GraphRecord, NodeRecord, SiteRecord
+from ditron_inductor.task.site_records import GraphRecord, NodeRecord, OutsideRecord, PictureRecord, SiteRecord
 from tests.ranks import RankContext, RankPools
 
 # The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.
@@ -55,27 +59,112 @@ def report(*sites: ExplainedSite, options: Options | None = None) -> Report:
     return Report(sites, (graph,), options or Options())
 
 
-def test_the_table_has_a_row_for_every_collective() -> None:
+def test_the_table_has_a_row_for_different_collectives() -> None:
     predictions = {"library": 20.1, "tile": 12.4}
     fused = ExplainedSite("forward", site(), "tile", 12.4, "the plan's sentence", "model", predictions)
     alone = site(matched=False, kind="all_reduce", pattern="all_reduce", world_size=None, bytes_moved=None)
-    text = str(report(fused, ExplainedSite("backward", alone, "-", None, "no matmul stands next to it")))
-    header, _, first, _, second, *_, summary = text.splitlines()
-    assert header.split() == "graph collective pattern shape dtype group strategy moved by predicted why".split()
-    cells = ("forward", "matmul -> all_reduce(sum)", "[16, 32] [32, 8]", "0 (x4)", "tile", "1.5 KiB", "model")
-    for cell in (*cells, "library 20, tile"):
-        assert cell in first
-    assert "no matmul stands next to it" in second
-    assert summary == "1 of 2 collectives fused, in 1 graph"
+    alone = replace(alone, reason_code="no_matmul")
+    result = report(fused, ExplainedSite("backward", alone, "-", None, "no matmul stands next to it"))
+    assert result.matched == result.fused == (fused,) and result.left_alone == result.sites[1:]
+    assert str(result) == (
+        """\
+sites     collective                 operands          moved    runs by       predicted    why
+graph     pattern                    dtype             group    decided by
+--------  -------------------------  ----------------  -------  ------------  -----------  -----
+1         matmul_all_reduce          [16, 32] [32, 8]  1.5 KiB  tile          library 20   [1]
+forward   matmul -> all_reduce(sum)  bfloat16          0 (x4)   model         tile 12 us
+--------  -------------------------  ----------------  -------  ------------  -----------  -----
+1         all_reduce                 [16, 32] [32, 8]  -        left alone    -            [2]
+backward                             bfloat16          0        -
+why:
+[1] the plan's sentence
+[2] no matmul stands next to it
+left alone:
+  n
+    no_matmul
+1 of 2 collectives matched, in 1 graph; 1 ran fused (1 tile)"""
+    )
+
+
+def layers(count: int) -> list[ExplainedSite]:
+    """Equal sites as the layers of a model have them, which nothing but their names tells apart."""
+    why = "no GPU: on the CPU our kernels run in an interpreter, for tests only"
+    records = [site(site=f"ab12/{number}:matmul_all_reduce", node=f"n_{number}") for number in range(count)]
+    return [ExplainedSite("forward", record, "library", None, why, "obstacle") for record in records]
+
+
+def test_equal_sites_have_one_row_and_a_reason_is_printed_once() -> None:
+    (first,) = layers(1)
+    other = replace(first, record=site(shapes=("[8, 32]", "[32, 8]")))
+    text = str(report(*layers(16), other, *layers(16)))
+    assert text.count("obstacle") == 2 and text.count("[16, 32] [32, 8]") == 1
+    assert [line.split()[0] for line in text.splitlines() if "matmul_all_reduce" in line] == ["32", "1"]
+    assert text.count("[1] no GPU") == 1 and text.count("for tests only") == 2
+    assert " ".join(text.splitlines()[-2:]) == (
+        "33 of 33 collectives matched, in 1 graph; 0 ran fused, 33 by library (no GPU: on the CPU our kernels run "
+        "in an   interpreter, for tests only)"
+    )
+
+
+def test_a_site_that_ran_by_the_library_because_that_is_faster_is_not_called_fused() -> None:
+    faster = ExplainedSite("forward", site(), "library", 9.0, "measured (your table): library 9 us", "table")
+    idle = ExplainedSite("forward", site(), "-", None, "it has not run")
+    result = report(faster, idle, layers(1)[0])
+    assert result.fused == () and len(result.matched) == 3
+    assert result.conclusion() == (
+        "3 of 3 collectives matched, in 1 graph; 0 ran fused, 2 by library (1: measured or predicted to be no slower; "
+        "1: no GPU: on the CPU our kernels run in an interpreter, for tests only), 1 not at all"
+    )
+
+
+LONG = "/a/very/long/folder/of/site-packages" * 5
+NODE = NodeRecord("a_node", "aten.add.Tensor", "[1, 2, 3] bfloat16", f"{LONG}/model.py:12 in forward: return x + y")
+
+
+def large_report(*, timed: bool) -> Report:
+    """Everything that a report may show, all of it long."""
+    record = site(
+        kind="matmul_all_reduce_rms_norm_of_some_kind",
+        pattern="a matmul with an epilogue of many operations " * 4,
+        shapes=("[1024, 8192, 131072]",) * 9,
+        group_name="a_group_of_a_mesh_with_a_long_name",
+        line=f"{LONG}/model.py:13 in forward: return self.down(self.up(x))",
+        culprit=NODE,
+        outside=(OutsideRecord("norm behind", "norm_form", "a long reason " * 20, NODE),),
+        near=(PictureRecord(NODE, ()), PictureRecord(NodeRecord("n", "op", "<&>", ""), ("a_node",))),
+    )
+    times = dict.fromkeys(("library", "chunked", "tile"), 1234567.0)
+    measured = Timings(times, ("chunked: " + "it cannot run here " * 20,)) if timed else None
+    fused = ExplainedSite("backward", record, "chunked", 1.0, "a reason " * 40, "obstacle", times, measured)
+    alone = replace(record, matched=False, reason_code="bias")
+    sites = fused, ExplainedSite("forward", alone, "-", None, "another reason " * 40)
+    return report(*sites, options=Options(strategy="tile", table="t" * 300))
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_no_line_is_too_long_for_a_terminal(timed: bool) -> None:
+    lines = large_report(timed=timed).text().splitlines()
+    assert max(map(len, lines)) <= 120
+    assert "stayed outside of a node:" in lines and ("no time:" in lines) is timed
+
+
+def test_what_stayed_outside_of_a_node_has_a_note() -> None:
+    why = OutsideRecord("norm behind", "norm_form", "it is of no form that is known", replace(NODE, line="m.py:3"))
+    text = str(report(*(replace(one, record=replace(one.record, outside=(why,))) for one in layers(2))))
+    assert text.splitlines()[-5:-2] == [
+        "stayed outside of a node:",
+        "  2 matmul_all_reduce, norm behind (norm_form): it is of no form that is known",
+        "    a_node (aten.add.Tensor, [1, 2, 3] bfloat16), m.py:3",
+    ]
 
 
 def test_what_stopped_a_site_is_below_the_table() -> None:
     culprit = NodeRecord("addmm", "aten.addmm.default", "[8, 16] bfloat16", "model.py:12 in forward: x = self.down(x)")
     own = NodeRecord("all_reduce", "_c10d_functional.all_reduce.default", "[8] float32", "")
-    one = site(matched=False, node="all_reduce", reason_code="bias", line="model.py:13 in forward: f(x)", culprit=culprit)
+    line = "model.py:13 in forward: f(x)"
+    one = site(matched=False, node="all_reduce", reason_code="bias", line=line, culprit=culprit)
     other = site(matched=False, node="all_reduce", reason_code="reduce_op", culprit=own)
     result = report(*(ExplainedSite("forward", record, "-", None, "") for record in (one, other)))
-    assert result.text() == str(result)
     assert result.text().splitlines()[-6:-1] == [
         "left alone:",
         "  all_reduce, model.py:13 in forward: f(x)",
@@ -83,6 +172,70 @@ def test_what_stopped_a_site_is_below_the_table() -> None:
         "  all_reduce",
         "    reduce_op",
     ]
+
+
+class _Page(HTMLParser):
+    """The texts of a page, the elements that it has, and their attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_stands_alone_and_escapes_what_it_shows() -> None:
+    page = _Page(large_report(timed=True).html())
+    assert page.open == [], "every element is closed"
+    names = [name for name, _ in page.elements]
+    assert not {"script", "link", "img", "iframe"} & set(names)
+    links = {value for _, found in page.elements for name, value in found.items() if name in ("href", "src")}
+    targets = {f"#{found['id']}" for _, found in page.elements if "id" in found}
+    assert links == targets, "each link is to a place in the page, and each place has one"
+    assert "<&>" in page.texts and any("return self.down(self.up(x))" in text for text in page.texts)
+    assert names.count("svg") == 2 and names.count("rect") == 4 and names.count("path") == 4
+    classes = [found["class"] for name, found in page.elements if name == "rect"]
+    assert classes == ["cause", "matched", "cause", "alone"]
+
+
+def test_the_page_has_a_row_and_a_picture_for_equal_sites() -> None:
+    near = (PictureRecord(replace(NODE, name="n_0"), ()),)
+    page = _Page(report(*(replace(one, record=replace(one.record, near=near)) for one in layers(32))).html())
+    assert [name for name, _ in page.elements].count("svg") == 1
+    assert "32" in page.texts and "32 × matmul_all_reduce, forward" in page.texts
+    assert [text.startswith("no GPU") for text in page.texts].count(True) == 1
+
+
+def test_a_page_of_nothing() -> None:
+    assert "nothing to fuse" in "".join(_Page(report().html()).texts)
+
+
+def test_nodes_of_a_picture_stand_below_what_they_read() -> None:
+    reads = {"a": "", "b": "", "c": "a", "d": "ab", "e": "dc", "f": "", "g": "ef"}
+    near = [PictureRecord(replace(NODE, name=name), tuple(inputs)) for name, inputs in reads.items()]
+    picture = layout(near)
+    places = {box.node.name: (box.x, box.y) for box in picture.boxes}
+    assert set(places) == set(reads) and len(set(places.values())) == len(reads)
+    assert all(places[name][1] < places[reader][1] for reader, inputs in reads.items() for name in inputs)
+    assert places["f"][1] == places["e"][1], "just above its reader"
+    for x, y in places.values():
+        assert 0 <= x <= picture.width - BOX_WIDTH and 0 <= y <= picture.height - BOX_HEIGHT
+    assert len(picture.edges) == sum(map(len, reads.values()))
 
 
 def _example(ctx: RankContext, path: str) -> str:
@@ -108,8 +261,8 @@ def test_measured_times_have_a_column_and_what_has_none_a_note() -> None:
     timings = Timings({"library": 20.4, "tile": 15.5}, ("chunked: it cannot run here",))
     fused = ExplainedSite("forward", site(), "tile", 12.4, "", "table", {}, timings)
     text = str(report(fused, fused))
-    assert " measured " in text.splitlines()[0] and "library 20, tile" in text
-    assert text.splitlines()[-2] == "no time: chunked: it cannot run here"
+    assert "measured" in text.splitlines()[0] and "library 20" in text and "tile 16 us" in text
+    assert text.splitlines()[-3:-1] == ["no time:", "chunked: it cannot run here"]
 
 
 def test_options_that_differ_from_the_defaults_are_named() -> None:

@@ -44,7 +44,8 @@ from ditron_inductor.taxes.report import TaxReport
 if TYPE_CHECKING:
     import torch
 
-    from ditron_inductor.report.explain import ExplainedSite, Report
+    from ditron_inductor.report.explain import Report
+    from ditron_inductor.report.explained import ExplainedSite
     from ditron_inductor.report.timing import Clock
     from ditron_inductor.task.site_records import SiteRecord
     from ditron_inductor.taxes.probe import Key, Spent

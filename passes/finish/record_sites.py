@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import find_sites
+from ditron_inductor.passes.finish.near import near
+from ditron_inductor.passes.finish.outside import find_outside
 from ditron_inductor.passes.graph.collectives import group_size
 from ditron_inductor.passes.graph.culprits import describe
 from ditron_inductor.passes.graph.launches import GROUP_ARGUMENT, is_task, launches_collective
@@ -24,13 +28,17 @@ NO_PATTERN = "no_pattern"
 """The reason for a collective that no pass has looked at."""
 
 
-def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
+def record_graph(graph: fx.Graph, options: Options, *, graph_before: str, graph_after: str) -> GraphRecord:
     """Returns a record of what the passes did with the collectives of `graph`, read from the rewritten graph."""
     region, _ = find_sites(graph)
-    sites = [_task_record(node) for node in graph.nodes if is_task(node)]
-    alone = [_collective_record(node) for node in graph.nodes if launches_collective(node)]
-    order = {node.name: position for position, node in enumerate(graph.nodes)}
-    records = sorted([*sites, *alone], key=lambda record: order[record.node])
+    outside = find_outside(graph, options)
+    records = [
+        replace(_task_record(node), outside=outside.get(node, ()), near=near(node))
+        if is_task(node)
+        else replace(_collective_record(node), near=near(node))
+        for node in graph.nodes
+        if is_task(node) or launches_collective(node)
+    ]
     return GraphRecord(
         index=0,
         is_backward=any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")),
