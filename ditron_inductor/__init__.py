@@ -1,7 +1,7 @@
 """Ditron: a torch.compile backend that runs collectives and matmuls as one distributed kernel.
 
 ``torch.compile(model, backend="ditron")`` needs no import. This module adds ``explain``, ``tune``, ``profile_taxes``,
-``passes_for_inductor``, ``reset`` and ``Options``. It imports neither torch nor triton itself, so
+``passes_for_inductor``, ``reset``, ``save_trials`` and ``Options``. It imports neither torch nor triton itself, so
 ``python -m ditron_inductor doctor`` works where one is missing.
 """
 
@@ -18,9 +18,10 @@ from ditron_inductor.version import VERSION
 if TYPE_CHECKING:
     from ditron_inductor.backend import ditron, passes_for_inductor
     from ditron_inductor.device.reset import reset
+    from ditron_inductor.tune.saved_trials import save_trials
 
 __version__ = VERSION
-__all__ = ["Options", "ditron", "explain", "passes_for_inductor", "profile_taxes", "reset", "tune"]
+__all__ = ["Options", "ditron", "explain", "passes_for_inductor", "profile_taxes", "reset", "save_trials", "tune"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from ditron_inductor.backend import passes_for_inductor
 
         return passes_for_inductor
+    if name == "save_trials":
+        from ditron_inductor.tune.saved_trials import save_trials
+
+        return save_trials
     if name == "reset":
         from ditron_inductor.device.reset import reset
 

@@ -303,43 +303,67 @@ def store_flat_sum(total, ok, x, outs, places, inside, N, DTYPE: tl.constexpr, E
     store_sum(total, ok, x, outs, Elements(places // N, places % N, places, inside, inside, inside), DTYPE, EPILOGUE)
 
 
+class Layout(NamedTuple):
+    """How the products and the outputs of an epilogue lie in memory: `numel` elements in all, in rows of N columns.
+
+    `run` elements follow each other, and runs begin `pitch` elements apart, where there are several.
+    """
+
+    numel: Any
+    N: Any
+    run: Any
+    pitch: Any
+
+
+def layout_of(x: torch.Tensor) -> Layout:
+    """The layout of x [.., N], contiguous, or of several contiguous runs of rows [runs, rows, N]."""
+    if x.is_contiguous():
+        return Layout(x.numel(), x.shape[-1], x.numel(), x.numel())
+    return Layout(x.numel(), x.shape[-1], x[0].numel(), x.stride(0))
+
+
 @triton.jit
 def apply_epilogue_kernel(
-    mm, x, outs, numel, N,
+    mm, x, outs, sizes,
     GROUP: tl.constexpr, EPILOGUE: tl.constexpr, NUM_PRODUCTS: tl.constexpr, NUM_OUTS: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    IN_RUNS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """outs = EPILOGUE of group GROUP of the products mm, all of them contiguous [numel / N, N]. WIDE: 64-bit places."""
+    """outs = EPILOGUE of group GROUP of the products mm, all of them in the Layout `sizes`. IN_RUNS: the layout has
+    several runs, and no extra tensor has a value for each row. WIDE: 64-bit places.
+    """
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
     places = program * BLOCK + tl.arange(0, BLOCK)
-    inside = places < numel
+    inside = places < sizes.numel
+    held = places
+    if IN_RUNS:
+        held = places // sizes.run * sizes.pitch + places % sizes.run
     values = ()
     for i in tl.static_range(NUM_PRODUCTS):
-        values = values + (tl.load(mm[i] + places, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    results = EPILOGUE(GROUP, values, x, places // N, places % N, places, inside, inside, inside)
+        values = values + (tl.load(mm[i] + held, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    results = EPILOGUE(GROUP, values, x, places // sizes.N, places % sizes.N, places, inside, inside, inside)
     for i in tl.static_range(NUM_OUTS):
-        tl.store(outs[i] + places, results[i].to(outs[i].dtype.element_ty), mask=inside)
+        tl.store(outs[i] + held, results[i].to(outs[i].dtype.element_ty), mask=inside)
 
 
 class Elementwise:
-    """Launches of the elementwise kernel for an epilogue, one for each group. Each number of elements has its own
-    launcher.
-    """
+    """Launches of the elementwise kernel for an epilogue, one for each group. Each layout has its own launcher."""
 
     def __init__(self, epilogue: Epilogue, device: torch.device) -> None:
         self._groups = epilogue.groups()
         self._function = generated(epilogue.text()) if self._groups else None
         self._device = device
-        # By group and number of elements.
-        self._launchers: dict[tuple[int, int], Launcher] = {}
+        # By group and layout.
+        self._launchers: dict[tuple[int, Layout], Launcher] = {}
 
     def __call__(
         self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
-        """outs = what the epilogue makes of mm, all of them contiguous [.., N], on the current stream; an output may be
-        one of the products.
+        """outs = what the epilogue makes of mm, on the current stream; an output may be one of the products.
+
+        All of them are contiguous [.., N], or, where no extra tensor has a value for each row, [runs, rows, N] with
+        contiguous runs that begin as far apart in all of them.
         """
         # Never empty: without any it gets what it does not look at.
         x = tuple(extra.contiguous() for extra in extras) or (mm[0],)
@@ -349,13 +373,13 @@ class Elementwise:
                 "x": x,
                 "outs": tuple(outs[index] for index in group.outputs),
             }
-            numel, columns = tensors["mm"][0].numel(), tensors["mm"][0].shape[-1]
-            if numel > 0:
-                launcher = self._launchers.get((number, numel))
+            layout = layout_of(tensors["mm"][0])
+            if layout.numel > 0:
+                launcher = self._launchers.get((number, layout))
                 if launcher is None:
                     launcher = local_launcher(apply_epilogue_kernel, self._device)
-                    self._launchers[number, numel] = launcher
-                arguments = functools.partial(_arguments, numel, columns, number, group, self._function)
+                    self._launchers[number, layout] = launcher
+                arguments = functools.partial(_arguments, layout, number, group, self._function)
                 launcher(handle_for(mm[0]), arguments, (), (), tensors)
 
 
@@ -504,19 +528,22 @@ def preparer_of(node: WithEpilogue, device: torch.device) -> Preparer | None:
     return None if pre is None else Preparer(pre, device)
 
 
-def _arguments(numel: int, columns: int, number: int, group: OutputGroup, function: Any) -> Arguments:
+def _arguments(layout: Layout, number: int, group: OutputGroup, function: Any) -> Arguments:
+    runs = layout.numel // layout.run
+    # The end of the last run is the farthest place.
+    places = layout.numel if runs == 1 else (runs - 1) * layout.pitch + layout.run
     values = {
-        "numel": numel,
-        "N": columns,
+        "sizes": layout,
         "GROUP": number,
         "EPILOGUE": function,
         "NUM_PRODUCTS": len(group.products),
         "NUM_OUTS": len(group.outputs),
-        "WIDE": numel + BLOCK >= INT32,
+        "IN_RUNS": runs > 1,
+        "WIDE": max(places, layout.numel) + BLOCK >= INT32,
         "BLOCK": BLOCK,
         "num_warps": WARPS,
     }
-    return Arguments(ceil_div(numel, BLOCK), values)
+    return Arguments(ceil_div(layout.numel, BLOCK), values)
 
 
 def finished(

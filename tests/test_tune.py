@@ -15,12 +15,14 @@ import ditron_inductor
 from ditron_inductor.__main__ import main
 from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.report.matmul_shapes import MODELS, WHOLE_ROWS, MatmulShape, given_shapes, model_shapes
-from ditron_inductor.report.measure import SiteShape, Timings
+from ditron_inductor.report.measure import SiteShape
 from ditron_inductor.task import cost
+from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.model_error import mean_error, model_error, report_text
 from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.problem import Problem
 from ditron_inductor.task.table import FOLDER, Entry, Table, shipped
-from ditron_inductor.tune.tune_command import add_entries, entry_of, summary
+from ditron_inductor.tune.tune_command import add_entries, entry_of_times, summary
 from tests.ranks import RankContext, RankPools
 
 # The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.
@@ -121,11 +123,12 @@ def test_rows_that_do_not_divide_are_for_ops_that_have_them_on_all_ranks() -> No
     assert (gather.sizes.m, gather.sizes.n, gather.sizes.k) == (8, 24, 16)
 
 
-def test_a_site_whose_library_failed_has_no_line() -> None:
-    shape = MatmulShape("matmul_all_reduce", 4, 8, 16)
-    assert entry_of(shape, Timings({"tile": 5.0}, ()), "GPU", 4, "float32", False) == []
-    (entry,) = entry_of(shape, Timings({"library": 6.0, "tile": 5.0}, ()), "GPU", 4, "float32", True)
-    assert (entry.graph, entry.us) == (1, {"library": 6.0, "tile": 5.0}) and entry.commit.startswith("v")
+def test_a_line_has_what_was_measured() -> None:
+    problem = Problem("matmul_reduce_scatter", 4, 8, 16, PRECISIONS[0], 4, slices=3)
+    entry = entry_of_times(problem, {"library": 6.0, "tile": 5.0}, "GPU", graph=1)
+    assert (entry.gpu, entry.world, entry.dtype, entry.op) == ("GPU", 4, PRECISIONS[0].operand.name, problem.kind)
+    assert (entry.m, entry.n, entry.k, entry.graph, entry.slices) == (4, 8, 16, 1, 3)
+    assert entry.us == {"library": 6.0, "tile": 5.0} and entry.commit.startswith("v")
 
 
 def test_entries_are_added_to_what_is_there(tmp_path: Path) -> None:

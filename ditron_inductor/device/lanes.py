@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -35,10 +35,21 @@ HIGH_PRIORITY = -1
 """The priority of the side stream: its waiting kernels get the next free SM, before further blocks of a large product.
 """
 
-Transfer = tuple[int, int, int]
-"""A copy on the side stream: (its offset in bytes in the target tensor, its source address in a peer's slot, its size
-in bytes).
-"""
+
+class Transfer(NamedTuple):
+    """A copy on the side stream, from a peer's slot into a tensor. All numbers but `source` and `runs` are bytes.
+
+    offset: of the target in its tensor. source: an address in a peer's slot. nbytes: of one run. runs: how many runs of
+    `nbytes` follow each other at the source; in the target they begin `pitch` apart, as the rows of one rank do in each
+    sequence of a batch.
+    """
+
+    offset: int
+    source: int
+    nbytes: int
+    runs: int = 1
+    pitch: int = 0
+
 
 HERE: AbstractContextManager[object] = nullcontext()
 """The context to use if there is nothing to switch."""
@@ -101,8 +112,8 @@ class HostLane:
         return HERE
 
     def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
-        for offset, source, nbytes in transfers:
-            driver.host_copy(tensor + offset, source, nbytes, 0)
+        for offset, source, nbytes, runs, pitch in transfers:
+            driver.host_copy(tensor + offset, source, nbytes, 0, runs, pitch)
 
     def here(self) -> None:
         return None
@@ -184,8 +195,8 @@ class StreamLane:
     def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
         copy, side = self._copy, self.side
         assert copy is not None
-        for offset, source, nbytes in transfers:
-            copy(tensor + offset, source, nbytes, side)
+        for offset, source, nbytes, runs, pitch in transfers:
+            copy(tensor + offset, source, nbytes, side, runs, pitch)
 
     def here(self) -> torch.cuda.Event | None:
         return self._record(self._current)

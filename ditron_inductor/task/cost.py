@@ -14,6 +14,9 @@ the parts of a gathered product that are put in their place:
     overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
                     scatter does not end before the last one; W chunks, and at least MIN_CHUNKS
 
+Where the gathered or scattered dimension lies inside others, as in a batch of sequences, the library copies what it
+moves once more, and `chunked` multiplies slice by slice: rows that do not fill SLICE_ROWS are lost.
+
 `protocol` is what a collective of some megabytes costs over one of some kilobytes: the library changes its protocol
 there. Two ranks have the links of one pair to themselves, and copy faster (`pair_gain`). An all-reduce sends its
 partial results like a scatter, and its results like a gather: two rounds of passes and signals. The product of a
@@ -100,6 +103,8 @@ BIAS_PASSES = 5
 MIDDLE_ROWS = range(33, 1024)
 MIDDLE_EFFICIENCY = 0.5
 """Speed of `tile` with so many rows, in that with others: large tiles are too few, small ones read the rows again."""
+SLICE_ROWS = 64
+"""The rows of a small tile of the library's batched product. Not fitted: no batch was in the measurements."""
 FEW_ROWS = 64
 WIDE_COLUMNS = 16384
 """Up to so many rows a gathered product has tiles that read the weight once; from so many columns on, as those of
@@ -337,7 +342,7 @@ def _library_us(problem: Problem, on: Hardware) -> float:
     exchange, columns = exchange_of(problem), 0.0
     if exchange == GATHERED_PRODUCT:
         columns = on.launch_us + _passes_us(problem, on, problem.world_size)
-    if exchange.wire == "all_to_all":
+    if exchange.wire == "all_to_all" or problem.slices > 1:
         columns = on.launch_us + _moved_us(problem, on)
     return product_us(problem, on) + collective_us(problem, on) + columns
 
@@ -347,6 +352,7 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
         return SMALL_ALL_REDUCE * _library_us(problem, on)
     parts_speed = BIASED_PARTS if problem.bias_bytes else 1.0
     parts_speed *= 1.0 if _has_same_kernels(problem) else on.chunk_efficiency
+    parts_speed *= _slice_fill(problem)
     matmul = _matmul_us(problem, on, efficiency=parts_speed * problem.library_speed)
     rate = on.copy_bytes_per_s * _pair_gain(problem, on)
     passes_us = _partials_us(problem, on)
@@ -393,7 +399,7 @@ def _partials_us(problem: Problem, on: Hardware) -> float:
 
 
 def _moved_us(problem: Problem, on: Hardware) -> float:
-    """What an all-to-all moves is read and written once, to lie together for each rank, or to be put in its place."""
+    """What is moved is read and written once, to lie together for each rank, or to be put in its place."""
     width = problem.n if exchange_of(problem).of == "product" else problem.k
     return 2.0 * problem.m * width * problem.result_bytes / on.memory_bytes_per_s * MICRO
 
@@ -424,6 +430,14 @@ def _matmul_us(problem: Problem, on: Hardware, *, efficiency: float) -> float:
     operands = (problem.m * problem.k + problem.k * problem.n) * problem.operand_bytes
     memory = (operands + problem.m * problem.n * problem.result_bytes) / on.memory_bytes_per_s
     return max(compute, memory) * MICRO + on.launch_us
+
+
+def _slice_fill(problem: Problem) -> float:
+    """How much is needed of what `chunked` computes: of one slice of a rank's rows after the other."""
+    if problem.slices == 1:
+        return 1.0
+    rows = problem.m / (problem.world_size * problem.slices)
+    return rows / (SLICE_ROWS * math.ceil(rows / SLICE_ROWS))
 
 
 def _fill(problem: Problem) -> float:

@@ -88,7 +88,7 @@ def _value(
     return result
 
 
-def extra_shape(kind: str, shape: Sequence[Any]) -> tuple[Any, Any]:
-    """The shape of an extra tensor of `kind` beside outputs of `shape` [rows, N]."""
-    rows, columns = shape
-    return {"scalar": (1, 1), "row": (1, columns), "column": (rows, 1), "full": (rows, columns)}[kind]
+def extra_shape(kind: str, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The shape of an extra tensor of `kind` beside outputs of `shape` [.., N]."""
+    *rows, columns = shape
+    return {"scalar": (1, 1), "row": (1, columns), "column": (*rows, 1), "full": (*rows, columns)}[kind]

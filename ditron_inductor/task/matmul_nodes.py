@@ -275,9 +275,12 @@ class AllGatherMatmul(WithPrologue):
     epilogue: str = ""
     prologue: ShardNorm | None = None
 
+    def slices(self, shape: Sequence[int]) -> int:
+        return math.prod(shape[: self.gather_dim])
+
     def more_products(self, shape: Sequence[int]) -> int:
         # One for each weight and source; rows that do not lie together take the host as long as so many products.
-        apart = math.prod(shape[: self.gather_dim]) > 1
+        apart = self.slices(shape) > 1
         return self.world_size * (self.num_weights * (APART if apart else 1) - 1)
 
     def slots(self) -> Slots:
@@ -360,6 +363,9 @@ class MatmulReduceScatter(ReducedSum):
     has_bias: bool = False
     num_extras: int = 0
     epilogue: str = ""
+
+    def slices(self, shape: Sequence[int]) -> int:
+        return math.prod(shape[: self.scatter_dim])
 
     @property
     def pattern(self) -> str:

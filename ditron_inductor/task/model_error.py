@@ -34,7 +34,8 @@ def problem_of(entry: Entry) -> Problem:
     """Returns the problem that the model is asked about for an entry, whose dtype is one of the table of dtypes."""
     of_products = precision(entry.dtype)
     assert of_products is not None, f"no kernel of ours takes {entry.dtype}"
-    return Problem(entry.op, entry.m, entry.n, entry.k, of_products, entry.world, captured=bool(entry.graph))
+    sizes = entry.m, entry.n, entry.k
+    return Problem(entry.op, *sizes, of_products, entry.world, captured=bool(entry.graph), slices=entry.slices)
 
 
 def relative_error(entry: Entry, strategy: str, on: cost.Hardware) -> float:

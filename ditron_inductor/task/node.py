@@ -184,6 +184,12 @@ class TaskNode(Node):
         """Columns of the rows that a kernel of the node normalises, 0 where none does."""
         return 0
 
+    def slices(self, shape: Sequence[int]) -> int:
+        """The number of slices that the gathered or scattered dimension lies inside, for a first operand of this shape:
+        a batch has one for each sequence.
+        """
+        return 1
+
     def more_products(self, shape: Sequence[int]) -> int:
         """Matmuls that `chunked` makes beyond those of one weight, for a first operand of this shape."""
         return 0

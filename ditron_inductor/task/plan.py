@@ -87,6 +87,7 @@ class Choice:
     calls, an `obstacle` that left the library only, the `meeting` of the ranks, which left it too, or that the library
     is the `only` one: the kind has no other strategy, or there is nothing to compute.
     tried_us: the microseconds by strategy that a trial ended with, empty without one.
+    settled: whether the user's own table has this very problem, so that a trial would measure it again.
     """
 
     strategy: str
@@ -94,6 +95,7 @@ class Choice:
     predicted_us: Mapping[str, float] | None
     source: str
     tried_us: Mapping[str, float] = field(default_factory=dict)
+    settled: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,10 +129,11 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
         reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
         return _hindered(request, "; ".join(reasons), predicted)
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
-        best, reason = _best_measured(request, known, able)
+        best, reason, exact = _best_measured(request, known, able)
         if best:
             reason += _of_the_host(request)
-            return Choice(best, f"measured ({source}): {reason}", predicted, "table")
+            settled = exact and source == "your table"
+            return Choice(best, f"measured ({source}): {reason}", predicted, "table", settled=settled)
     if predicted is None:
         reason = "no GPU: on the CPU our kernels run in an interpreter, for tests only"
         return _hindered(request, reason, predicted)
@@ -153,8 +156,10 @@ def possible(request: PlanRequest) -> tuple[str, ...]:
     return tuple(one for one in strategies if one != "library" and _obstacle(request, one) is None)
 
 
-def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str]:
-    """The best strategy that `known` vouches for and what it says; empty texts where it says nothing."""
+def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str, bool]:
+    """The best strategy that `known` vouches for, what it says, and whether it says it of this very problem; empty
+    texts where it says nothing.
+    """
     problem = request.problem.as_expected()
     measured = known.lookup(
         gpu=request.device_name,
@@ -165,18 +170,25 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
         n=problem.n,
         k=problem.k,
         graph=problem.captured,
+        slices=problem.slices,
     )
     if measured is None or not any(strategy in measured.ratio for strategy in able):
-        return "", ""
-    # The tables are of products alone.
-    plain = _predicted(request, replace(problem, epilogue_bytes=0, pre_bytes=0, in_band=False, pair_bytes=0))
+        return "", "", False
+    # The tables are of products alone, and perhaps of one slice.
+    alone = replace(problem, epilogue_bytes=0, pre_bytes=0, in_band=False, pair_bytes=0)
+    plain = _predicted(request, replace(alone, slices=measured.slices))
     library_us = measured.library_us or (plain["library"] if plain else 1.0)
     us = {strategy: ratio * library_us for strategy, ratio in measured.ratio.items()}
-    if plain:
+    sliced = _predicted(request, alone)
+    if plain and sliced:
         on = cost.hardware(request.device_name)
-        us = {strategy: time + cost.beside_us(problem, on, strategy) for strategy, time in us.items()}
+        us = {
+            strategy: time * (sliced[strategy] / plain[strategy]) + cost.beside_us(problem, on, strategy)
+            for strategy, time in us.items()
+        }
     gain = 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)
-    return _best(request, us, dict.fromkeys(able, gain)), measured.text
+    settled = measured.exact and measured.slices == problem.slices
+    return _best(request, us, dict.fromkeys(able, gain)), measured.text, settled
 
 
 def _best(request: PlanRequest, us: Mapping[str, float], gains: Mapping[str, float]) -> str:

@@ -25,6 +25,8 @@ class Problem:
         pair_bytes: the bytes that an epilogue of two products reads of them and writes, including these products if
             they are outputs; 0 without such an epilogue.
         bias_bytes: the bytes of a bias of attention.
+        slices: the number of slices that the gathered or scattered dimension lies inside, as that of the sequences of a
+            batch does. Each slice has m / slices of the rows.
         expected_m: the expected number of the m rows, if only the device counts them, as it does for routed tokens;
             None if the host knows that there are m. Times are predicted for this number.
     """
@@ -43,6 +45,7 @@ class Problem:
     in_band: bool = False
     pair_bytes: int = 0
     bias_bytes: int = 0
+    slices: int = 1
     expected_m: int | None = None
 
     def as_expected(self) -> Problem:

@@ -4,7 +4,8 @@ A table is a CSV with one line per matmul and mode, columns `COLUMNS`; lines tha
 the driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`; k is 1 if nothing
 is multiplied. `graph`: 1 if it was timed inside a CUDA graph. Times are microseconds of one call, the maximum over
 ranks of each rank's median; they are empty if a strategy could not run. All times of a line come from one interleaved
-run, and only their ratios are used.
+run, and only their ratios are used. `slices`: how many slices the gathered or scattered dimension lies inside, as in a
+`Problem`; the column is missing where all lines have one.
 
 `Table.lookup` finds a shape that was measured, else one from its bucket or close to it:
 
@@ -24,7 +25,7 @@ import functools
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ditron_inductor.errors import InvalidTable
@@ -63,6 +64,7 @@ class Entry:
     tile_us: float | None
     commit: str
     date: str
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if not self.gpu:
@@ -73,10 +75,10 @@ class Entry:
             raise ValueError(f"world is {_shown(str(self.world))}, less than 2")
         if self.graph not in (0, 1):
             raise ValueError(f"graph is {_shown(str(self.graph))}, neither 0 nor 1")
-        for name in ("m", "n", "k"):
+        for name in ("m", "n", "k", "slices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {_shown(str(getattr(self, name)))}, less than 1")
-        for name in ("world", "m", "n", "k"):
+        for name in ("world", "m", "n", "k", "slices"):
             if getattr(self, name) > MOST_WHOLE:
                 raise ValueError(f"{name} is more than {MOST_WHOLE}")
         for name, us in self.us.items():
@@ -90,18 +92,20 @@ class Entry:
         return {name: us for name, us in times.items() if us is not None}
 
     @property
-    def family(self) -> tuple[str, int, str, str]:
+    def family(self) -> tuple[str, int, str, str, int]:
         """The values that have to be equal for this entry to say anything about a call."""
-        return self.gpu, self.world, self.dtype, self.op
+        return self.gpu, self.world, self.dtype, self.op, self.slices
 
     @property
-    def key(self) -> tuple[str, int, str, str, int, int, int, int]:
+    def key(self) -> tuple[str, int, str, str, int, int, int, int, int]:
         """The values by which a newer entry replaces an older one."""
         return *self.family, self.m, self.n, self.k, self.graph
 
 
 COLUMNS = tuple(field.name for field in fields(Entry))
-_INTEGERS = ("world", "m", "n", "k", "graph")
+PLAIN_COLUMNS = COLUMNS[:-1]
+"""Those of a table in which every line has one slice."""
+_INTEGERS = ("world", "m", "n", "k", "graph", "slices")
 _TIMES = tuple(f"{name}_us" for name in MEASURED)
 
 
@@ -110,12 +114,14 @@ class Measured:
     """What a table says about a shape.
 
     ratio: the time of each strategy divided by that of `library`. library_us: the time of `library` if this shape
-    itself was measured (`exact`), and None if only a neighbour was. text: what was measured, for people.
+    itself was measured (`exact`), and None if only a neighbour was. text: what was measured, for people. slices: of the
+    calls that were measured, those that were asked for or 1.
     """
 
     ratio: Mapping[str, float]
     library_us: float | None
     text: str
+    slices: int = 1
 
     @property
     def exact(self) -> bool:
@@ -131,7 +137,7 @@ class Table:
         self.unused: Mapping[str, int] = {} if unused is None else unused
         newest = {entry.key: entry for entry in entries}
         self.entries = tuple(newest[key] for key in sorted(newest))
-        self._families: dict[tuple[str, int, str, str], dict[tuple[int, int], list[Entry]]] = {}
+        self._families: dict[tuple[str, int, str, str, int], dict[tuple[int, int], list[Entry]]] = {}
         for entry in self.entries:
             self._families.setdefault(entry.family, {}).setdefault((entry.n, entry.k), []).append(entry)
 
@@ -152,7 +158,7 @@ class Table:
                 if not cells or cells[0].startswith("#"):
                     continue
                 if header is not None:
-                    values = _values(cells)
+                    values = _values(header, cells)
                     op = str(values["op"])
                     if op in DELETED_KINDS:
                         unused[op] += 1
@@ -164,8 +170,8 @@ class Table:
                     entries.append(Entry(**values))  # type: ignore[arg-type]
                     continue
                 header = cells
-                if tuple(header) != COLUMNS:
-                    raise ValueError(f"the columns are {_shown(','.join(header))}, not {','.join(COLUMNS)}")
+                if tuple(header) not in (COLUMNS, PLAIN_COLUMNS):
+                    raise ValueError(f"the columns are {_shown(','.join(header))}, not {','.join(PLAIN_COLUMNS)}")
         except (ValueError, csv.Error) as error:
             raise InvalidTable(source=source, line=reader.line_num, problem=str(error)) from error
         return Table(entries, unused)
@@ -174,9 +180,10 @@ class Table:
         """The table as CSV, one line per entry, sorted; `parse` reads it back."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        columns = COLUMNS if any(entry.slices > 1 for entry in self.entries) else PLAIN_COLUMNS
+        writer.writerow(columns)
         for entry in self.entries:
-            writer.writerow([_cell(getattr(entry, name)) for name in COLUMNS])
+            writer.writerow([_cell(getattr(entry, name)) for name in columns])
         return out.getvalue()
 
     def merged(self, newer: Iterable[Entry]) -> Table:
@@ -184,22 +191,32 @@ class Table:
         return Table([*self.entries, *newer])
 
     def lookup(
-        self, *, gpu: str, world: int, dtype: str, op: str, m: int, n: int, k: int, graph: bool
+        self, *, gpu: str, world: int, dtype: str, op: str, m: int, n: int, k: int, graph: bool, slices: int = 1
     ) -> Measured | None:
         """Returns what is known about a matmul of these sizes (all at least 1); None if nothing close was measured.
 
-        graph: inside CUDA graphs. Times of the other mode count only if there are none of this mode.
+        graph: inside CUDA graphs. Times of the other mode count only if there are none of this mode. slices: calls of
+        one slice count only if there are none of so many.
         """
-        weights = self._families.get((gpu, world, dtype, op), {})
-        for entry in _of_mode([entry for entry in weights.get((n, k), []) if entry.m == m], graph):
-            ratio = {name: us / entry.library_us for name, us in entry.us.items()}
-            return Measured(ratio, entry.library_us, _times_text(entry))
-        near = [(_apart(n, wide) * _apart(k, deep), wide, deep) for wide, deep in weights if _near(n, k, wide, deep)]
-        for _, wide, deep in sorted(near):
-            found = _curves(_of_mode(weights[wide, deep], graph), bucket(m))
-            if found:
-                return Measured(found, None, f"near n={wide}, k={deep}: {_ratios_text(found)}")
+        for measured_slices in dict.fromkeys((slices, 1)):
+            weights = self._families.get((gpu, world, dtype, op, measured_slices), {})
+            found = _lookup(weights, m, n, k, graph)
+            if found is not None:
+                return replace(found, slices=measured_slices)
         return None
+
+
+def _lookup(weights: Mapping[tuple[int, int], list[Entry]], m: int, n: int, k: int, graph: bool) -> Measured | None:
+    """`Table.lookup` among the entries of one family, by (n, k)."""
+    for entry in _of_mode([entry for entry in weights.get((n, k), []) if entry.m == m], graph):
+        ratio = {name: us / entry.library_us for name, us in entry.us.items()}
+        return Measured(ratio, entry.library_us, _times_text(entry))
+    near = [(_apart(n, wide) * _apart(k, deep), wide, deep) for wide, deep in weights if _near(n, k, wide, deep)]
+    for _, wide, deep in sorted(near):
+        found = _curves(_of_mode(weights[wide, deep], graph), bucket(m))
+        if found:
+            return Measured(found, None, f"near n={wide}, k={deep}: {_ratios_text(found)}")
+    return None
 
 
 def bucket(m: int) -> int:
@@ -269,12 +286,12 @@ def _ratios_text(ratios: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {ratio:.2f} of library" for name, ratio in ours.items()) or "library alone"
 
 
-def _values(cells: list[str]) -> dict[str, object]:
+def _values(header: list[str], cells: list[str]) -> dict[str, object]:
     """The fields of a line."""
-    if len(cells) != len(COLUMNS):
-        raise ValueError(f"it has {len(cells)} fields, not {len(COLUMNS)}")
+    if len(cells) != len(header):
+        raise ValueError(f"it has {len(cells)} fields, not {len(header)}")
     values: dict[str, object] = {}
-    for name, cell in zip(COLUMNS, cells, strict=True):
+    for name, cell in zip(header, cells, strict=True):
         if name in _INTEGERS:
             values[name] = _number(int, name, cell, "a whole number")
         elif name in _TIMES:

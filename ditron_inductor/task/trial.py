@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ditron_inductor.task import cost
 from ditron_inductor.task.plan import Choice, PlanRequest, possible
+from ditron_inductor.task.table import LEAST_US
 
 CALLS = 5
 """Calls of a site by each strategy."""
@@ -47,7 +49,7 @@ class Times:
 def candidates(request: PlanRequest, planned: Choice) -> tuple[str, ...]:
     """The strategies that are worth a trial, the planned one first; empty where there is nothing to try."""
     predicted = planned.predicted_us
-    if predicted is None or planned.source not in ("table", "model"):
+    if predicted is None or planned.settled or planned.source not in ("table", "model"):
         return ()
     able = [strategy for strategy in ("library", *possible(request)) if strategy in predicted]
     limit = HOPELESS * min(predicted[strategy] for strategy in able)
@@ -88,6 +90,26 @@ def running(planned: Choice, strategy: str, tried: Sequence[str]) -> Choice:
     """The choice for a call of a trial."""
     reason = f"a trial is running, {CALLS} calls each by {', '.join(tried)}; planned was {planned.strategy}"
     return replace(planned, strategy=strategy, reason=reason, source="trial")
+
+
+def measured_alone(request: PlanRequest, times: Mapping[str, Times]) -> tuple[dict[str, float], dict[str, float]]:
+    """The times of a trial as a table of measured choices holds them: microseconds by strategy in eager mode, and
+    inside CUDA graphs, without what an epilogue or a norm is predicted to cost beside the products.
+
+    request: of the site that began the trial. Each is empty where `library`, with which a table compares, has no time,
+    or is alone.
+    """
+    problem, on = request.problem, cost.hardware(request.device_name)
+    beside = {strategy: cost.beside_us(problem, on, strategy) for strategy in times}
+    own = problem.m / bucket(problem.m)
+    eager = {strategy: found.us * own - beside[strategy] for strategy, found in times.items()}
+    on_device = {name: found.device_us * own - beside[name] for name, found in times.items() if found.is_of_device}
+    return _comparable(eager), _comparable(on_device)
+
+
+def _comparable(us: Mapping[str, float]) -> dict[str, float]:
+    found = {strategy: time for strategy, time in us.items() if time >= LEAST_US}
+    return found if "library" in found and len(found) > 1 else {}
 
 
 def bucket(size: int) -> int:

@@ -30,7 +30,7 @@ from ditron_inductor.version import VERSION
 
 if TYPE_CHECKING:
     from ditron_inductor.report.explain import Report
-    from ditron_inductor.report.measure import Timings
+    from ditron_inductor.task.problem import Problem
     from ditron_inductor.task.table import Entry, Table
 
 GRAPHS = {"eager": (False,), "graph": (True,), "both": (False, True)}
@@ -89,39 +89,36 @@ def report_entries(report: Report, *, graph: bool) -> list[Entry]:
         if site.request is not None and site.measured is not None:
             request = site.request
             problem = request.problem
-            shape = MatmulShape(problem.kind, problem.m, problem.n, problem.k)
-            dtype = problem.precision.operand.name
             on_gpu = request.device_type == "cuda"
-            entries += entry_of(shape, site.measured, request.device_name, problem.world_size, dtype, graph and on_gpu)
+            if "library" in site.measured.us:
+                entries.append(
+                    entry_of_times(problem, site.measured.us, request.device_name, graph=int(graph and on_gpu))
+                )
     return entries
 
 
-def entry_of(shape: MatmulShape, timings: Timings, gpu: str, world_size: int, dtype: str, graph: bool) -> list[Entry]:
-    """Returns one line of a table. There is none if `library` failed, because all other strategies are compared with
-    it.
+def entry_of_times(problem: Problem, us: Mapping[str, float], gpu: str, *, graph: int) -> Entry:
+    """Returns one line of a table. us: microseconds by strategy, of which `library` is one, because all others are
+    compared with it.
     """
     from ditron_inductor.task.table import Entry
 
-    us = timings.us
-    if "library" not in us:
-        return []
-    return [
-        Entry(
-            gpu=gpu,
-            world=world_size,
-            dtype=dtype,
-            op=shape.op,
-            m=shape.m,
-            n=shape.n,
-            k=shape.k,
-            graph=int(graph),
-            library_us=us["library"],
-            chunked_us=us.get("chunked"),
-            tile_us=us.get("tile"),
-            commit=f"v{VERSION}",
-            date=datetime.date.today().isoformat(),
-        )
-    ]
+    return Entry(
+        gpu=gpu,
+        world=problem.world_size,
+        dtype=problem.precision.operand.name,
+        op=problem.kind,
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        graph=graph,
+        library_us=us["library"],
+        chunked_us=us.get("chunked"),
+        tile_us=us.get("tile"),
+        commit=f"v{VERSION}",
+        date=datetime.date.today().isoformat(),
+        slices=problem.slices,
+    )
 
 
 def writable(option: str | None) -> Path:
@@ -259,6 +256,8 @@ def rank_main(rank: Rank, request: TuneRequest) -> bool:
     import ditron_inductor.backend  # noqa: F401  (binds the ops)
     from ditron_inductor.report.measure import SiteShape, measure
     from ditron_inductor.report.timing import ROUNDS
+    from ditron_inductor.task.problem import Problem
+    from ditron_inductor.task.torch_dtypes import precision_of
 
     device = rank.join()
     world = dist.group.WORLD
@@ -284,7 +283,10 @@ def rank_main(rank: Rank, request: TuneRequest) -> bool:
                 workspace_limit=request.workspace_limit,
                 timeout_s=WAIT_S,
             )
-            found = entry_of(shape, timings, gpu, rank.world_size, request.dtype, graph)
+            found = []
+            if "library" in timings.us:
+                problem = Problem(shape.op, shape.m, shape.n, shape.k, precision_of(dtype), rank.world_size)
+                found.append(entry_of_times(problem, timings.us, gpu, graph=int(graph)))
             entries += found
             notes += [f"{site.text}{' graph' if graph else ''}: {note}" for note in timings.notes]
             if rank.rank == 0:

@@ -197,13 +197,14 @@ def _plan(node: AllGatherAttention, launch: Launch, sizes: Geometry, call: Call,
 
     def transfers(sources: list[int]) -> list[list[Transfer]]:
         staged = [(source, call.data(source, k.dtype).data_ptr()) for source in sources]
-        keys = [(source * half, at, half) for source, at in staged]
-        values = [(source * half, at + half, half) for source, at in staged]
+        keys = [Transfer(source * half, at, half) for source, at in staged]
+        values = [Transfer(source * half, at + half, half) for source, at in staged]
         if node.return_gathered:
             return [keys, values]
         if sizes.paired:
-            return [[(source * 2 * half, at, 2 * half) for source, at in staged]]
-        return [[*keys, *((world * half + offset, at, nbytes) for offset, at, nbytes in values)]]
+            return [[Transfer(source * 2 * half, at, 2 * half) for source, at in staged]]
+        behind = world * half
+        return [[*keys, *(value._replace(offset=behind + value.offset) for value in values)]]
 
     needed = [source for sources in groups_of_sources for source in sources]
     wait: Bound | None

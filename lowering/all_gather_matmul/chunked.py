@@ -9,8 +9,9 @@ once when the last of them are there, the own ones among them. An epilogue is a 
 of rows, beside those of the next one, or one more launch when all products are there; a bias comes with the products.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its whole shard is staged. The
 slot is only written with the credits of all peers, so nothing is ever revoked.
-Limits. K is the last dimension of the shard. Where the gathered dimension lies inside others, their sizes multiply to
-MAX_OUTER at most: so many copies, and a batched product, for each shard.
+Where the gathered dimension lies inside others, such as that of the sequences of a batch, a shard is one copy of as
+many runs as these have elements, and one batched product for each weight.
+Limits. K is the last dimension of the shard.
 """
 
 from __future__ import annotations
@@ -36,19 +37,10 @@ from ditron_inductor.task.epilogue import products
 from ditron_inductor.task.nodes import AllGatherMatmul
 from ditron_inductor.task.schema import norm_output
 
-MAX_OUTER = 8
 RUN_ELEMENTS = 4 << 20
 """Of a shard's product with the widest weight: from so many on an epilogue is computed run by run, beside the products
 that follow; a launch that the GPU has to itself costs less before.
 """
-
-
-def obstacle(node: AllGatherMatmul, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a shard of `shape` [.., S, .., K], or an empty string. Equal on all ranks."""
-    outer = math.prod(shape[: node.gather_dim])
-    if outer > MAX_OUTER:
-        return f"the gathered dimension lies inside {outer} slices, and more than {MAX_OUTER} are too many copies"
-    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,11 +207,7 @@ class RunEnds:
     def make(self, place: int) -> None:
         """The outputs of the run `place`, whose products are made."""
         mm, outs = ([runs[place] for runs in of_all] for of_all in (self._mm, self._outs))
-        if mm[0].dim() == 2:
-            self._finisher.make(mm, self._extras, outs)
-            return
-        for i in range(mm[0].shape[0]):
-            self._finisher.make([one[i] for one in mm], self._extras, [one[i] for one in outs])
+        self._finisher.make(mm, self._extras, outs)
 
 
 def _plan(
@@ -246,9 +234,9 @@ def _plan(
             staged = call.data(source, shard.dtype).data_ptr()
             if plain:
                 first = (source * rows + piece.first) * pitch
-                found.append((first, staged + piece.first * pitch, (piece.last - piece.first) * pitch))
+                found.append(Transfer(first, staged + piece.first * pitch, (piece.last - piece.first) * pitch))
             else:
-                found += [((i * world + source) * run, staged + i * run, run) for i in range(outer)]
+                found.append(Transfer(source * run, staged, run, outer, world * run))
         transfers.append(found)
     runs = [schedules.runs(group, rank, world, rows) for group in schedule.groups]
     lengths, place = schedules.partition([(rank * rows, (rank + 1) * rows), *itertools.chain(*runs)])

@@ -35,5 +35,5 @@ LOWERING = Lowering(
     AllGatherMatmul,
     library,
     Tile(tile.geometry, tile.all_gather_matmul),
-    Chunked(chunked.obstacle, chunked.geometry, chunked.all_gather_matmul),
+    Chunked(chunked.geometry, chunked.all_gather_matmul),
 )

@@ -35,11 +35,6 @@ from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS
 from ditron_inductor.task.nodes import ReducedSum
 
 
-def obstacle(node: ReducedSum, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a left operand of `shape` [.., K]: always empty, nothing is in its way."""
-    return ""
-
-
 @dataclass(frozen=True, eq=False)
 class Parts:
     """Sizes that all ranks share: the output [M, N], `parts` of it with `length` rows for each rank.
@@ -216,7 +211,7 @@ def _plan(node: ReducedSum, launch: Launch, sizes: Parts, call: Call, a: torch.T
                 rows=slice(first, last),
                 reduce=reduce,
                 wait=exchange.wait_all(RESULT_ROWS.value + part),
-                results=[one for one in results if one[2] > 0],
+                results=[one for one in results if one.nbytes > 0],
             )
         )
     close = exchange.close((sizes.M * sizes.N,) * node.num_outputs)
@@ -252,13 +247,13 @@ def _group(
         transfers.append(_transfer(call, source, dtype, place, to_row, end - begin, sizes))
     row = PIECE_ROWS.value + part
     publish, wait = exchange.publish(first, count, 1, row), exchange.wait(first, count, 1, row)
-    return PieceGroup(targets, publish, wait, [one for one in transfers if one[2] > 0])
+    return PieceGroup(targets, publish, wait, [one for one in transfers if one.nbytes > 0])
 
 
 def _transfer(call: Call, source: int, dtype: torch.dtype, place: int, row: int, rows: int, sizes: Parts) -> Transfer:
     """The copy of `rows` rows at element `place` of a peer's slot to row `row` of a tensor."""
     pitch = sizes.N * dtype.itemsize
-    return row * pitch, call.data(source, dtype).data_ptr() + place * dtype.itemsize, rows * pitch
+    return Transfer(row * pitch, call.data(source, dtype).data_ptr() + place * dtype.itemsize, rows * pitch)
 
 
 def products(part: int, first: int, count: int, rank: int, world_size: int, sizes: Parts) -> list[tuple[int, int, int]]:

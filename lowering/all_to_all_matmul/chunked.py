@@ -31,11 +31,6 @@ from ditron_inductor.task.nodes import AllToAllMatmul
 from ditron_inductor.task.ulysses import received_shape
 
 
-def obstacle(node: AllToAllMatmul, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run x of `shape`: always empty, nothing is in its way."""
-    return ""
-
-
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """Sizes that all ranks share: rows of a rank, C columns in each of its runs, the slot's bytes."""
@@ -122,7 +117,7 @@ def _plan(
     for step in range(1, world):
         source = (rank + step) % world
         theirs = call.data(source, x.dtype).data_ptr() + rank * nbytes
-        transfers.append([(source * nbytes, theirs, nbytes)])
+        transfers.append([Transfer(source * nbytes, theirs, nbytes)])
     return _Plan(
         stage=exchange.stage(world * sizes.rows * node.parts * sizes.C, copied=False),
         wait_all=exchange.wait_all(PIECE_ROWS.value),

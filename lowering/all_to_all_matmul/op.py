@@ -11,5 +11,5 @@ LOWERING = Lowering(
     AllToAllMatmul,
     by_reference(reference.all_to_all_matmul),
     Tile(tile.geometry, tile.all_to_all_matmul),
-    Chunked(chunked.obstacle, chunked.geometry, chunked.all_to_all_matmul),
+    Chunked(chunked.geometry, chunked.all_to_all_matmul),
 )

@@ -43,12 +43,10 @@ class Tile:
 class Chunked:
     """The strategy `chunked`.
 
-    obstacle: a function of (node, shape of the communicated tensor): why no such call can run, empty where it can.
     geometry: a function of (node, launch, communicated tensor, n, k). in_band: whether with such a geometry, or None, a
     call ends with a norm kernel that sends in band.
     """
 
-    obstacle: Callable[..., str]
     geometry: Callable[..., Any]
     run: Runner
     in_band: Callable[[Any], bool] = lambda geometry: False

@@ -148,14 +148,12 @@ def _possible(
         tile = lowering.tile.geometry(node, launch, x, n)
         in_tiles = requirement(launch, tile.nbytes, tile_reason)
         runners["tile"] = functools.partial(lowering.tile.run, node, launch, tile)
-    chunked, in_chunks = None, Requirement()
-    if lowering.chunked is not None:
-        # Its kernels want what those of `tile` want.
-        in_chunks = Requirement(reason=tile_reason or lowering.chunked.obstacle(node, x.shape))
-        if not in_chunks.reason:
-            chunked = lowering.chunked.geometry(node, launch, x, n, k)
-            in_chunks = requirement(launch, chunked.nbytes)
-            runners["chunked"] = functools.partial(lowering.chunked.run, node, launch, chunked)
+    # Its kernels want what those of `tile` want.
+    chunked, in_chunks = None, Requirement(reason=tile_reason)
+    if lowering.chunked is not None and not tile_reason:
+        chunked = lowering.chunked.geometry(node, launch, x, n, k)
+        in_chunks = requirement(launch, chunked.nbytes)
+        runners["chunked"] = functools.partial(lowering.chunked.run, node, launch, chunked)
     problem = Problem(
         node.planned_as or node.kind,
         m,
@@ -168,6 +166,7 @@ def _possible(
         pre_bytes=costs.pre_bytes(planned, m, n, x.dtype),
         pair_bytes=costs.pair_bytes(planned, m, n, x.dtype),
         more_products=planned.more_products(x.shape),
+        slices=node.slices(x.shape),
         in_band=lowering.chunked is not None and lowering.chunked.in_band(chunked),
     )
     return plan_request(launch, node, problem, tile=in_tiles, chunked=in_chunks), runners

@@ -69,13 +69,16 @@ class Sample:
 class Trial:
     """One trial.
 
-    name: a text equal on all ranks. tried: the strategies, the planned one first. refused: whether some rank asks for
-    determinism, so that nothing is tried. begun: what the ranks agreed on when it began; see Workspace.agreed. times:
-    those that the ranks decided by, None until then.
+    name: a text equal on all ranks. request: of the site that began the trial. tried: the strategies, the planned one
+    first. refused: whether some rank asks for determinism, so that nothing is tried. begun: what the ranks agreed on
+    when it began; see Workspace.agreed. times: those that the ranks decided by, None until then.
     """
 
-    def __init__(self, name: str, workspace: Workspace, tried: tuple[str, ...], *, refused: bool) -> None:
+    def __init__(
+        self, name: str, workspace: Workspace, request: PlanRequest, tried: tuple[str, ...], *, refused: bool
+    ) -> None:
         self.name = name
+        self.request = request
         self.tried = tried
         self.refused = refused
         self.begun = workspace.agreed(name)
@@ -164,6 +167,18 @@ class SiteTrial:
 _trials: WeakKeyDictionary[SharedWorkspace, dict[str, Trial]] = WeakKeyDictionary()
 
 
+def ended() -> list[tuple[PlanRequest, Mapping[str, Times]]]:
+    """Returns, for each trial of this process that has ended, and that no reset has dropped, the request of the site
+    that began it, and the times that the ranks decided by.
+    """
+    return [
+        (found.request, found.times)
+        for shared, trials in _trials.items()
+        for found in trials.values()
+        if found.times is not None and shared.largest.get(found.name) is found.begun
+    ]
+
+
 def choose_both(
     workspace: Workspace, node: Any, wire: Sequence[int], request: PlanRequest, runners: Mapping[str, Runner]
 ) -> tuple[Chosen, Chosen, SiteTrial | None]:
@@ -211,5 +226,5 @@ def _trial_of(workspace: Workspace, wire: Sequence[int], request: PlanRequest, p
             return None
         # Only where all ranks would: one of them may be asked for the same bits in every run.
         refused = workspace.largest(name, int(torch.are_deterministic_algorithms_enabled()))
-        trials[name] = known = Trial(name, workspace, tried, refused=bool(refused))
+        trials[name] = known = Trial(name, workspace, request, tried, refused=bool(refused))
     return None if known.refused else known

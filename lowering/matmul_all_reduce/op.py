@@ -31,5 +31,5 @@ LOWERING = Lowering(
     MatmulAllReduce,
     library,
     TILE,
-    Chunked(chunked.obstacle, chunked.geometry, chunked.reduced_sum),
+    Chunked(chunked.geometry, chunked.reduced_sum),
 )

@@ -21,11 +21,6 @@ from ditron_inductor.lowering.norms.add_norm import AddNorm, Outputs, make_add_n
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 
-def obstacle(node: MatmulAllReduceRmsNorm, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a left operand of `shape` [.., K]."""
-    return chunked.obstacle(node.reduction, shape)
-
-
 @dataclass(frozen=True, eq=False)
 class InParts:
     """Sizes that all ranks share: those of the reduced product, and the kernel behind it."""

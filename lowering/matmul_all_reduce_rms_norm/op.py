@@ -42,5 +42,5 @@ LOWERING = Lowering(
     MatmulAllReduceRmsNorm,
     library,
     Tile(tile.geometry, tile.matmul_all_reduce_rms_norm),
-    Chunked(chunked.obstacle, chunked.geometry, chunked.matmul_all_reduce_rms_norm, chunked.in_band),
+    Chunked(chunked.geometry, chunked.matmul_all_reduce_rms_norm, chunked.in_band),
 )

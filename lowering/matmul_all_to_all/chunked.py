@@ -8,8 +8,7 @@ stream copies what the peers have for this rank into the output, that of rank - 
 made. The own product hides the last copy. With one peer the rows are cut in two, so that it hides no more than half of
 the transfer.
 Signal protocol. See lowering/transfers.py. A flag for each run of rows, from row PIECE_ROWS on.
-Limits. The gathered dimension is not the last one. Where it lies inside others, their sizes multiply to MAX_OUTER at
-most: so many copies from each rank.
+Limits. The gathered dimension is not the last one.
 """
 
 from __future__ import annotations
@@ -29,16 +28,6 @@ from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.nodes import MatmulAllToAll
 from ditron_inductor.task.ulysses import gathered_shape
-
-MAX_OUTER = 8
-
-
-def obstacle(node: MatmulAllToAll, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a left operand of `shape` [.., S, .., K], or an empty string. Equal on all ranks."""
-    outer = math.prod(shape[: node.gather_dim])
-    if outer > MAX_OUTER:
-        return f"the gathered dimension lies inside {outer} slices, and more than {MAX_OUTER} are too many copies"
-    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,11 +141,11 @@ def _plan(node: MatmulAllToAll, launch: Launch, sizes: Geometry, call: Call, a: 
         begin = step * sizes.stride + first * width
         product = slot[begin : begin + (last - first) * width].view(last - first, width)
         theirs = call.data(source, a.dtype).data_ptr() + begin * itemsize
-        transfers: list[Transfer] = [((source * M + first) * pitch, theirs, (last - first) * pitch)]
+        transfer = Transfer((source * M + first) * pitch, theirs, (last - first) * pitch)
         if outer > 1:
             run = M // outer * pitch
-            transfers = [((i * world + source) * run, theirs + i * run, run) for i in range(outer)]
+            transfer = Transfer(source * run, theirs, run, outer, world * run)
         publish = exchange.publish(piece, 1, len(cuts), PIECE_ROWS.value)
         wait = exchange.wait(piece, 1, len(cuts), PIECE_ROWS.value)
-        groups.append(PieceGroup([(reader * len(cuts) + piece % len(cuts), product)], publish, wait, transfers))
+        groups.append(PieceGroup([(reader * len(cuts) + piece % len(cuts), product)], publish, wait, [transfer]))
     return _Plan(open=exchange.open(), groups=groups, close=exchange.close((world * M * width,)))

@@ -11,5 +11,5 @@ LOWERING = Lowering(
     MatmulAllToAll,
     by_reference(reference.matmul_all_to_all),
     Tile(tile.geometry, tile.matmul_all_to_all),
-    Chunked(chunked.obstacle, chunked.geometry, chunked.matmul_all_to_all),
+    Chunked(chunked.geometry, chunked.matmul_all_to_all),
 )

@@ -10,8 +10,9 @@ product hides the last copy. One kernel adds up the W partials in rank order, in
 epilogue is computed by it too. What an epilogue makes of the products themselves is a launch behind each of them, in
 its place.
 Signal protocol. See lowering/transfers.py. A flag for each part of an owner's rows, from row PIECE_ROWS on.
-Limits. The scattered dimension is not the last one, and the group's size divides it. Where it lies inside others, their
-sizes multiply to MAX_OUTER at most.
+Where the scattered dimension lies inside others, such as that of the sequences of a batch, the product for an owner is
+one batched product.
+Limits. The scattered dimension is not the last one, and the group's size divides it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ditron_inductor.device.lanes import Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.chunked_exchange import (
@@ -38,16 +40,6 @@ from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.nodes import MatmulReduceScatter
-
-MAX_OUTER = 8
-
-
-def obstacle(node: MatmulReduceScatter, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a left operand of `shape` [.., W*S, .., K], or an empty string; for all ranks."""
-    outer = math.prod(shape[: node.scatter_dim])
-    if outer > MAX_OUTER:
-        return f"the scattered dimension lies inside {outer} slices, and more than {MAX_OUTER} make small products"
-    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +162,8 @@ def _plan(node: MatmulReduceScatter, launch: Launch, sizes: Geometry, call: Call
         transfers = []
         for source, begin, end in arrivals(first, count, rank, world, sizes):
             theirs = call.data(source, a.dtype).data_ptr() + (rank - source - 1) % world * sizes.stride * itemsize
-            transfers.append((source * rows * pitch + begin * pitch, theirs + begin * pitch, (end - begin) * pitch))
+            target = (source * rows + begin) * pitch
+            transfers.append(Transfer(target, theirs + begin * pitch, (end - begin) * pitch))
         publish = exchange.publish(first, count, parts, PIECE_ROWS.value)
         groups.append(PieceGroup(targets, publish, exchange.wait(first, count, parts, PIECE_ROWS.value), transfers))
     return _Plan(

@@ -23,5 +23,5 @@ LOWERING = Lowering(
     MatmulReduceScatter,
     library,
     Tile(tile.geometry, tile.matmul_reduce_scatter),
-    Chunked(chunked.obstacle, chunked.geometry, chunked.matmul_reduce_scatter),
+    Chunked(chunked.geometry, chunked.matmul_reduce_scatter),
 )

@@ -51,7 +51,7 @@ CASES = (
     Case((1, 20, 32), ((40, "column"),), gather_dim=1, return_gathered=False),
     Case((3, 1, 32), ((16, "row"),), gather_dim=1),
     Case((3, 9, 24), ((16, "row"),), gather_dim=0),
-    Case((2, 3, 5, 16), ((33, "row"),), gather_dim=2),
+    Case((4, 3, 5, 16), ((33, "row"),), gather_dim=2),
     Case((2, 3, 5, 16), ((33, "row"),), gather_dim=1),
     # Shards that are not contiguous.
     Case((24, 40), ((32, "row"),), layout="column"),
@@ -90,6 +90,7 @@ GPU_CASES = (
     Case((1024, 4096), ((3584, "column"), (3584, "row"))),
     Case((1000, 1111), ((777, "row"),), dtype=FP16),
     Case((2, 513, 2048), ((1030, "column"), (514, "row"), (513, "row")), gather_dim=1),
+    Case((16, 125, 2048), ((1030, "column"), (514, "row")), gather_dim=1),
     Case((777, 1024), ((640, "column"),), dtype=FP32),
     Case((4, 8192), ((4096, "column"),)),
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
-from ditron_inductor.errors import StrategyUnavailable
+from ditron_inductor.device import driver
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
 from ditron_inductor.lowering.all_reduce import chunked as reduce
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter
@@ -158,19 +159,24 @@ def test_modes_of_autograd_in_turns(pool: RankPool) -> None:
     pool.run(_modes)
 
 
-def _unavailable(ctx: RankContext) -> str:
-    site = Site(name="inner/0:all_gather_matmul", strategy="chunked")
-    shard = calls.operand(ctx, (gather.MAX_OUTER + 1, 3, 16), torch.float32)
-    try:
-        calls.all_gather_matmul(ctx, site, shard, [calls.weight(ctx, 16, 8, torch.float32)], 1)
-    except StrategyUnavailable as error:
-        return str(error)
-    return ""
+def _copies_of_a_batch(ctx: RankContext) -> list[int]:
+    """How many copies each call makes; its results are checked by the cases."""
+    counts: list[int] = []
+    site = Site(name="batch/0:all_gather_matmul", strategy="chunked")
+    shard = calls.operand(ctx, (17, 3, 16), torch.float32)
+    weights = [calls.weight(ctx, 16, 8, torch.float32)]
+    for _ in range(2):
+        with mock.patch.object(driver, "host_copy", autospec=True, side_effect=driver.host_copy) as copied:
+            *outputs, _ = calls.all_gather_matmul(ctx, site, shard, weights, 1, True)
+        counts.append(copied.call_count)
+        *expected, gathered = calls.reference_all_gather_matmul(ctx, site, shard, weights, 1)
+        assert torch.equal(outputs[-1], gathered)
+        assert_near(outputs[0], expected[0], what="product")
+    return counts
 
 
-def test_many_slices_are_refused(three: RankPool) -> None:
-    for message in three.run(_unavailable):
-        assert "9 slices" in message and "inner/0" in message
+def test_a_batch_takes_one_copy_from_each_peer(three: RankPool) -> None:
+    assert three.run(_copies_of_a_batch) == [[2, 2]] * 3
 
 
 def _mixed(ctx: RankContext, kinds: tuple[str, ...], late_rank: int, count: int) -> None:

@@ -9,7 +9,7 @@ import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering import config
-from ditron_inductor.lowering.epilogues import BLOCK, WARPS, apply_epilogue_kernel, generated
+from ditron_inductor.lowering.epilogues import BLOCK, WARPS, Layout, apply_epilogue_kernel, generated
 from tests.lowering.assembly import NVIDIA, dialect_of, resources
 from tests.lowering.cross_compile import TARGETS, Case, compile_case
 
@@ -50,19 +50,20 @@ def test_products_of_one_tile_share_a_pipelined_loop(case: Case) -> None:
     assert resources(compiled.assembly).spilled_bytes <= MOST_SPILLED
 
 
+@pytest.mark.parametrize("in_runs", [False, True], ids=["together", "in_runs"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_the_elementwise_kernel_moves_wide_pieces(target: str) -> None:
+def test_the_elementwise_kernel_moves_wide_pieces(target: str, in_runs: bool) -> None:
     signature = {
-        "mm": ("*bf16", "*bf16"), "x": ("*bf16",), "outs": ("*bf16",), "numel": "i32", "N": "i32",
-        **dict.fromkeys(("GROUP", "EPILOGUE", "NUM_PRODUCTS", "NUM_OUTS", "WIDE", "BLOCK"), "constexpr"),
+        "mm": ("*bf16", "*bf16"), "x": ("*bf16",), "outs": ("*bf16",), "sizes": Layout(*["i32"] * 4),
+        **dict.fromkeys(("GROUP", "EPILOGUE", "NUM_PRODUCTS", "NUM_OUTS", "IN_RUNS", "WIDE", "BLOCK"), "constexpr"),
     }  # fmt: skip
     constants = {
         "GROUP": 0, "EPILOGUE": generated("cast(silu(mm0), bf16) * mm1"), "NUM_PRODUCTS": 2, "NUM_OUTS": 1,
-        "WIDE": False, "BLOCK": BLOCK,
+        "IN_RUNS": in_runs, "WIDE": False, "BLOCK": BLOCK,
     }  # fmt: skip
     names = list(signature)
     known = {(names.index(name),): value for name, value in constants.items()}
-    aligned = [(0, 0), (0, 1), (1, 0), (2, 0), (3,)]
+    aligned = [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (3, 2), (3, 3)]
     attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(apply_epilogue_kernel, signature, known, attributes)
     binary = triton.compile(source, target=TARGETS[target], options={"num_warps": WARPS})

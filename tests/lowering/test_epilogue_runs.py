@@ -23,7 +23,7 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
 CASES = (
-    Case("cast(silu(mm0), bf16) * mm1; mm0; mm1", epilogues.PAIR, (2, 9, 24), 1, repeats=3),
+    Case("cast(silu(mm0), bf16) * mm1; mm0; mm1", epilogues.PAIR, (11, 3, 24), 1, repeats=3),
     Case("mm0 + row(x0); cast(gelu(mm1 + row(x1)), bf16)", epilogues.PAIR, (3, 9, 24), 1),
     Case("cast(silu(mm0), bf16) * mm1; mm2 + row(x0)", ((33, "row"), (33, "column"), (8, "row")), (40, 24)),
     Case("mm0 + row(x0); mm1 + row(x1)", epilogues.PAIR, (3, 9, 24), 1),
@@ -85,6 +85,7 @@ def _check_large(ctx: RankContext) -> None:
     for case in (
         Case("cast(silu(mm0), bf16) * mm1", weights, (1, 1024, 512), 1, BF16),
         Case("cast(silu(mm0 + row(x0)), bf16) * mm1", weights, (2, 512, 512), 1, BF16),
+        Case("cast(silu(mm0), bf16) * mm1", weights, (16, 67, 512), 1, BF16),
     ):
         with mock.patch.object(chunked.RunEnds, "make", autospec=True, side_effect=chunked.RunEnds.make) as made:
             epilogues._check(ctx, case, "chunked")

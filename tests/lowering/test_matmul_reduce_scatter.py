@@ -51,7 +51,7 @@ CASES = (
     Case((1, 20, 32), 40, scatter_dim=1, b_layout="padded"),
     Case((3, 1, 32), 16, scatter_dim=1, reduce_op="avg"),
     Case((3, 9, 24), 16),
-    Case((2, 3, 5, 16), 33, scatter_dim=2),
+    Case((4, 3, 5, 16), 33, scatter_dim=2),
     Case((2, 3, 5, 16), 33, scatter_dim=1),
     # Left operands that are not contiguous.
     Case((24, 40), 32, a_layout="column"),
@@ -86,6 +86,7 @@ GPU_CASES = (
     Case((1024, 3584), 4096, b_layout="column"),
     Case((1000, 1111), 777, dtype=FP16),
     Case((2, 513, 2048), 1030, scatter_dim=1, b_layout="column", reduce_op="avg"),
+    Case((16, 125, 2048), 1030, scatter_dim=1),
     Case((777, 1024), 640, dtype=FP32),
     Case((1, 7168), 8192, b_layout="column"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from ditron_inductor.lowering.host import trials
 from ditron_inductor.lowering.host.trials import Sample, Trial
 from ditron_inductor.task import trial
 from ditron_inductor.task.plan import Choice, decisions
+from ditron_inductor.task.table import Table
 from tests.conftest import CPU_PLACES, GPU_PLACES
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -128,6 +130,32 @@ def _refuse(ctx: RankContext) -> None:
 
 def test_one_rank_that_wants_the_same_bits_is_enough(rank_pools: Any) -> None:
     rank_pools.get("cpu", 2, label="deterministic").run(_refuse)
+
+
+def _save(ctx: RankContext, path: str) -> list[str]:
+    """The lines that a trial adds to a table, which all ranks read."""
+    problem = _problem(ctx, "trials/saved")
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}):
+        for _ in range(STEPS):
+            problem.check(problem())
+        assert ditron_inductor.save_trials(path) == 0, "it goes on"
+        problem.check(problem())
+        count = ditron_inductor.save_trials(path)
+    dist.barrier()
+    lines = Path(path).read_text().splitlines()
+    assert len(lines) == 1 + count
+    return lines[1:]
+
+
+def test_what_was_decided_can_be_saved(rank_pools: Any, tmp_path: Path) -> None:
+    first, second = rank_pools.get("cpu", 2).run(_save, str(tmp_path / "table.csv"))
+    assert first == second
+    entries = Table.parse((tmp_path / "table.csv").read_text()).entries
+    # The times are said to be those of a GPU, which the host does not hold up.
+    assert [entry.graph for entry in entries] == [0, 1]
+    for entry in entries:
+        assert (entry.op, entry.world) == ("matmul_reduce_scatter", 2)
+        assert entry.us == {"library": 90.0, "tile": 50.0, "chunked": 95.0}
 
 
 def _reset(ctx: RankContext) -> None:

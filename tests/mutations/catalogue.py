@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutations.deciding import DECIDING
 from tests.mutations.measuring import MEASURING
 from tests.mutations.mutation import Mutation
 
@@ -578,4 +579,4 @@ PASSES: tuple[Mutation, ...] = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *MEASURING)
+MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *DECIDING, *MEASURING)

@@ -395,9 +395,9 @@ def kept_by(generation: Generation) -> list[str]:
 
 
 def _copied(copy: driver.Copy, recorder: Recorder) -> driver.Copy:
-    def run(target: int, source: int, nbytes: int, stream: int) -> None:
-        copy(target, source, nbytes, stream)
-        recorder.touched("read", source, nbytes)
+    def run(target: int, source: int, nbytes: int, stream: int, runs: int = 1, pitch: int = 0) -> None:
+        copy(target, source, nbytes, stream, runs, pitch)
+        recorder.touched("read", source, runs * nbytes)
 
     return run
 

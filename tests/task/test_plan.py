@@ -127,6 +127,28 @@ def test_a_shape_close_to_a_measured_one_needs_a_larger_gain() -> None:
     assert near.strategy == "tile" and "near n=7168, k=4096: tile 0.96 of library" in near.reason
 
 
+def test_a_batch_costs_the_library_a_copy_and_chunks_their_edges() -> None:
+    """7 sequences of 512 rows on two ranks; and as many rows in sequences that leave most of a tile empty."""
+    one, seven, many = (
+        cost.predict(replace(REQUEST.problem, m=3584, world_size=2, captured=True, slices=slices), cost.H200)
+        for slices in (1, 7, 3584 // 20)
+    )
+    moved = 2 * 3584 * REQUEST.problem.k * 2 / cost.H200.memory_bytes_per_s * cost.MICRO
+    assert seven["library"] - one["library"] == pytest.approx(moved + cost.H200.launch_us)
+    assert seven["chunked"] == one["chunked"] and many["chunked"] > 1.5 * one["chunked"]
+    assert seven["tile"] == one["tile"]
+
+
+def test_times_of_one_sequence_are_corrected_for_a_batch() -> None:
+    """The table has one sequence, in which `chunked` wins; ten rows of each rank's in a sequence are slow products."""
+    table = row(chunked_us=90.0, tile_us=95.0)
+    assert with_table(table).strategy == "chunked" and with_table(table).settled
+    batch = with_table(table, slices=4096 // 40)
+    assert batch.strategy == "tile" and not batch.settled
+    own = with_table(table, row(chunked_us=80.0, tile_us=95.0, slices=4096 // 40), slices=4096 // 40)
+    assert own.strategy == "chunked" and own.settled
+
+
 def test_eager_mode_and_graphs_are_chosen_for_apart() -> None:
     long = row(library_us=1000.0, tile_us=1010.0, chunked_us=970.0)
     graph = row(graph=1, tile_us=80.0, chunked_us=101.0)

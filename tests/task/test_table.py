@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ditron_inductor.errors import InvalidTable
 from ditron_inductor.task.nodes import ULYSSES_KINDS
 from ditron_inductor.task.results import read_results
-from ditron_inductor.task.table import COLUMNS, FOLDER, LAST_BUCKET, Entry, Measured, Table, bucket, shipped
+from ditron_inductor.task.table import FOLDER, LAST_BUCKET, PLAIN_COLUMNS, Entry, Measured, Table, bucket, shipped
 
 ENTRY = Entry("GPU", 4, "bfloat16", "matmul_all_reduce", 4096, 8192, 7168, 0, 100.0, 90.0, 80.0, "abc", "2026-01-31")
-HEADER = ",".join(COLUMNS)
+HEADER = ",".join(PLAIN_COLUMNS)
 
 
 def entry(**changes: object) -> Entry:
@@ -41,6 +41,25 @@ def test_text_is_sorted_and_reads_back() -> None:
     ]
     assert Table.parse("# made by hand\n\n" + table.text()).entries == table.entries
     assert Table.parse("").entries == () and Table().text() == HEADER + "\n"
+
+
+def test_slices_are_a_column_where_some_line_has_several() -> None:
+    table = Table([ENTRY, entry(slices=7, tile_us=50.0)])
+    text = table.text()
+    assert text.splitlines()[0] == f"{HEADER},slices"
+    assert [line.rsplit(",", 1)[1] for line in text.splitlines()[1:]] == ["1", "7"]
+    assert Table.parse(text).entries == table.entries
+    with pytest.raises(InvalidTable, match="line 3: slices is 0, less than 1"):
+        Table.parse(text.replace(",7\n", ",0\n"))
+
+
+def test_calls_of_so_many_slices_count_and_else_those_of_one() -> None:
+    table = Table([ENTRY, entry(slices=7, tile_us=50.0)])
+    sizes = {"gpu": "GPU", "world": 4, "dtype": "bfloat16", "op": "matmul_all_reduce", "n": 8192, "k": 7168}
+    for slices, measured_slices, ratio in ((1, 1, 0.8), (7, 7, 0.5), (8, 1, 0.8)):
+        found = table.lookup(**sizes, m=4096, graph=False, slices=slices)  # type: ignore[arg-type]
+        assert found is not None and (found.slices, found.ratio["tile"]) == (measured_slices, ratio)
+    assert Table([entry(slices=7)]).lookup(**sizes, m=4096, graph=False) is None  # type: ignore[arg-type]
 
 
 def test_newer_entries_replace_older_ones() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ditron_inductor.task import trial
+from ditron_inductor.task import cost, trial
 from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.plan import Choice, PlanRequest
 from ditron_inductor.task.problem import Problem, Requirement
@@ -71,6 +71,27 @@ def test_the_choice_says_what_was_measured() -> None:
     assert choice.strategy == "tile" and choice.source == "trial"
     assert choice.tried_us == {"chunked": 562.4, "tile": 99.0}
     assert "chunked 562 us, tile 99 us" in choice.reason and "predicted" in choice.reason
+
+
+def test_what_the_own_table_has_is_not_tried_again() -> None:
+    assert trial.candidates(REQUEST, replace(planned(source="table"), settled=True)) == ()
+    assert trial.candidates(REQUEST, planned(source="table")) != ()
+
+
+def test_a_table_gets_the_times_of_the_products_alone() -> None:
+    times = {"library": Times(100.0, 20.0), "chunked": Times(80.0, 120.0), "tile": Times(90.0, 5.0)}
+    eager, graph = trial.measured_alone(REQUEST, times)
+    assert eager == {"library": 100.0, "chunked": 120.0, "tile": 90.0}
+    assert graph == {"library": 100.0, "tile": 90.0}, "the host may have held the others up"
+    # As the table adds it again: an epilogue that is a kernel of its own, but for `tile`.
+    with_epilogue = replace(REQUEST, problem=replace(PROBLEM, epilogue_bytes=1 << 24))
+    beside = cost.beside_us(with_epilogue.problem, cost.H200, "library")
+    assert beside > 1.0
+    assert trial.measured_alone(with_epilogue, times)[1] == {"library": 100.0 - beside, "tile": 90.0}
+    # The times are of the sizes that stand for these.
+    near = replace(REQUEST, problem=replace(PROBLEM, m=4000))
+    assert trial.measured_alone(near, times)[1]["tile"] == pytest.approx(90.0 * 4000 / trial.bucket(4000))
+    assert trial.measured_alone(REQUEST, {"tile": Times(1.0, 0.0), "chunked": Times(1.0, 0.0)}) == ({}, {})
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 16, 17, 1000, 4096, 4097])

@@ -1,0 +1,85 @@
+"""The mutations of what decides how a site runs (plan, tables, trials in place), and of the copies of a batch."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+HOST_TRIALS = "lowering/host/trials.py"
+TRIAL = "ditron_inductor/task/trial.py"
+DRIVER = "ditron_inductor/device/driver.py"
+GATHER = "lowering/all_gather_matmul/chunked.py"
+ON_RANKS = "tests/lowering/test_trials.py"
+COPIES = "tests/device/test_driver.py"
+
+DECIDING: tuple[Mutation, ...] = (
+    Mutation(
+        "each rank decides a trial by its own times",
+        HOST_TRIALS,
+        'workspace.largest(f"{self.name}: ns by {strategy} {where}", ns)',
+        "ns",
+        f"{ON_RANKS}::test_every_strategy_has_its_calls_and_the_slowest_rank_decides",
+    ),
+    Mutation(
+        "a trial goes on where a rank wants the same bits",
+        HOST_TRIALS,
+        "return None if known.refused else known",
+        "return known",
+        f"{ON_RANKS}::test_one_rank_that_wants_the_same_bits_is_enough",
+    ),
+    Mutation(
+        "a reset does not end a trial",
+        HOST_TRIALS,
+        "if known is None or known.begun is not workspace.agreed(name):",
+        "if known is None:",
+        f"{ON_RANKS}::test_a_reset_begins_again",
+    ),
+    Mutation(
+        "a trial that goes on is saved",
+        HOST_TRIALS,
+        "if found.times is not None and shared",
+        "if shared",
+        f"{ON_RANKS}::test_what_was_decided_can_be_saved",
+    ),
+    Mutation(
+        "the host counts inside CUDA graphs",
+        TRIAL,
+        "for name, found in times.items() if found.is_of_device}",
+        "for name, found in times.items()}",
+        "tests/task/test_trial.py::test_a_table_gets_the_times_of_the_products_alone",
+    ),
+    Mutation(
+        "what the own table has is tried again",
+        TRIAL,
+        "if predicted is None or planned.settled or",
+        "if predicted is None or",
+        "tests/task/test_trial.py::test_what_the_own_table_has_is_not_tried_again",
+    ),
+    Mutation(
+        "times of one sequence stand for a batch",
+        "ditron_inductor/task/plan.py",
+        "time * (sliced[strategy] / plain[strategy])",
+        "time",
+        "tests/task/test_plan.py::test_times_of_one_sequence_are_corrected_for_a_batch",
+    ),
+    Mutation(
+        "the runs of a copy follow each other in the target",
+        DRIVER,
+        "dstPitch=pitch",
+        "dstPitch=nbytes",
+        f"{COPIES}::test_runs_are_one_copy",
+    ),
+    Mutation(
+        "the runs of a copy begin a pitch apart at the source",
+        DRIVER,
+        "ctypes.memmove(target + run * pitch, source + run * nbytes, nbytes)",
+        "ctypes.memmove(target + run * pitch, source + run * pitch, nbytes)",
+        f"{COPIES}::test_copies_of_the_cpu_go_where_they_should",
+    ),
+    Mutation(
+        "a batch takes a copy for each sequence",
+        GATHER,
+        "found.append(Transfer(source * run, staged, run, outer, world * run))",
+        "found += [Transfer((i * world + source) * run, staged + i * run, run) for i in range(outer)]",
+        "tests/lowering/test_chunked.py::test_a_batch_takes_one_copy_from_each_peer",
+    ),
+)
