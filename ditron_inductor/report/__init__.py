@@ -1,1 +1,1 @@
-"""Reports for users of what was done: explain, the records behind it, and the summary."""
+"""The report of `explain`: what it holds, its text for a terminal, its page with pictures, and the timing of strategies."""
