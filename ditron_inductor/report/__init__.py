@@ -1,1 +1,1 @@
-"""The report of `explain`: what it holds, its text for a terminal, its page with pictures, and the timing of strategies."""
+"""What `explain` reports: as data, as text for a terminal, and as a page with pictures; and the timing of strategies."""
