@@ -23,6 +23,7 @@ import torch
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.meetings import meetings
+from ditron_inductor.errors import DitronRunsUnfused
 from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.kind import Lowering, Runner
@@ -35,6 +36,7 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.node import Sizes
 from ditron_inductor.task.nodes import TaskNode
 from ditron_inductor.task.plan import Choice, PlanRequest
+from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem, Requirement
 from ditron_inductor.task.torch_dtypes import precision_of
 
@@ -114,8 +116,10 @@ def _by_library(
     sizes: Sizes,
 ) -> Callable[..., Any]:
     """Returns what runs a call that the ranks agreed to run by the library. It uses no workspace, because a peer that
-    does not have the node makes none.
+    does not have the node makes none. Raises DitronRunsUnfused if the node's policy is strict.
     """
+    if node.policy.strict and node.policy.strategy != "library":
+        raise DitronRunsUnfused(site=shared_site(node.site), reason=reason)
     m, n, k = sizes.m, sizes.n, sizes.k
     problem = Problem(node.planned_as or node.kind, m, n, k, precision_of(x.dtype), node.world_size, captured=False)
     wants = Requirement(reason=reason)
