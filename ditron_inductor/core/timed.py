@@ -29,7 +29,7 @@ def timed_wait_all(use, row, WORLD: tl.constexpr, TRACE: tl.constexpr):
 
 @triton.jit
 def timed_credits(use, ticket, WORLD: tl.constexpr, TRACE: tl.constexpr):
-    """`wait_credits`, before the push of `ticket`: nobody reads any more what the slot's previous use left there."""
+    """`wait_credits`, before the push of `ticket`. Then nobody reads the data of the slot's previous use any more."""
     began = now(TRACE)
     ok = wait_credits(use, WORLD)
     event(use, began, ticket, use.rank, CREDITS, TRACE)
@@ -38,7 +38,8 @@ def timed_credits(use, ticket, WORLD: tl.constexpr, TRACE: tl.constexpr):
 
 @triton.jit
 def first_credits(ok, alive, use, ticket, WORLD: tl.constexpr, TRACE: tl.constexpr):
-    """`ok`, but where that is -1, as this program has not asked yet: whether it is `alive` and has `timed_credits`."""
+    """Returns `ok` or, if that is -1 because this program has not asked yet, whether it is `alive` and has its credits.
+    """
     if ok < 0:
         ok = alive & timed_credits(use, ticket, WORLD, TRACE)
     return ok
@@ -46,9 +47,8 @@ def first_credits(ok, alive, use, ticket, WORLD: tl.constexpr, TRACE: tl.constex
 
 @triton.jit
 def timed_may_send(asked, due, use, ticket, WORLD: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr):
-    """`may_send` the piece `ticket`, 0 the first: what `timed_credits` is to a program that has `asked` before.
-
-    due: `last_use`.
+    """`may_send` for the piece `ticket`. It replaces `timed_credits` in a program that has called `ask_to_send` before.
+    asked: the result of that. due: `last_use`.
     """
     began = now(TRACE)
     ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)

@@ -5,8 +5,8 @@ launch go to a buffer of bounded size, whose address is in the control words. On
 counted but not kept.
 
 A kernel takes part with a parameter `TRACE: tl.constexpr = 0`, a `began = now(TRACE)` in front of what is to be seen,
-and an `event(..)` behind it; `Launch` and `Exchange` do the rest. Events of one program may be nested, but may not
-overlap otherwise.
+and an `event(..)` behind it; `Launch` and `ChunkedExchange` do the rest. Events of one program may be nested, but may
+not overlap otherwise.
 """
 
 from __future__ import annotations

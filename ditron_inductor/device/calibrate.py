@@ -58,7 +58,7 @@ def _measure(device: torch.device) -> float:
     table = torch.full((slot_layout.MAX_WORLD,), header.data_ptr(), dtype=torch.int64, device=device)
     ctl = torch.zeros(slot_layout.CTL_WORDS, dtype=torch.int64, device=device)
     record = torch.zeros(slot_layout.RECORD_WORDS, dtype=torch.int64, device=device)
-    _timed_wait(ctl, table, record, 1)  # compiles
+    _timed_wait(ctl, table, record, 1)  # The first launch compiles.
     # The fastest round counts. A round that was interrupted would make every limit too short, and waits would fail
     # without cause.
     seconds = min(_timed_wait(ctl, table, record, polls) for _ in range(ROUNDS))
