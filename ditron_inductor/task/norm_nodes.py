@@ -90,10 +90,9 @@ class AllReduceRmsNorm(ReductionWithNorm):
     norm(total); all bit-identical on every rank.
 
     x and these outputs are [.., N]. The residual has as many elements; biases, weights, shifts and the scale have N.
-    Every sum, the result of `post` and the scaled rows are rounded to the dtype of x; a norm that is `unrounded` is that
-    of the last sum before it is rounded. The other saved outputs are fp32: mean and rstd = 1 /
-    sqrt(variance + eps) are [.., 1], and scaled is [.., N] (see `Norm`). Names that begin with `post_` are those of
-    `post`.
+    Every sum, the result of `post` and the scaled rows are rounded to the dtype of x; a norm that is `unrounded` is
+    that of the last sum before it is rounded. The other saved outputs are fp32: mean and rstd = 1 / sqrt(variance +
+    eps) are [.., 1], and scaled is [.., N] (see `Norm`). Names that begin with `post_` are those of `post`.
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"

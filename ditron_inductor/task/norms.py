@@ -39,7 +39,7 @@ class Norm:
     def verify_sum(self, kind: str, extras: tuple[str, ...]) -> None:
         """Checks that there is a sum before it is rounded, where that is what is normalised."""
         added = "residual" in extras and self.form != NO_NORM
-        check(added or not self.unrounded, kind, "unrounded", self.unrounded, "for a norm behind a residual")
+        check(added or not self.unrounded, kind, "norm", self, "a norm of rounded rows, as no residual is added")
 
 
 NO_NORM = "none"

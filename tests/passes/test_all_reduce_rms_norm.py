@@ -14,9 +14,10 @@ from torch import fx, nn
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
-from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm, find_sum, prove
+from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm, prove
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode
+from ditron_inductor.passes.graph.reduced_sums import find_sum
 from ditron_inductor.task.nodes import Norm
 from ditron_inductor.task.schema import node_from_call
 from ditron_inductor.task.verify import verify_graph
