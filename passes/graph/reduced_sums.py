@@ -170,7 +170,7 @@ def _scale(product: fx.Node, rows: fx.Node, factor: Any) -> fx.Node | float | No
     if isinstance(factor, (int, float)):
         return float(factor) if math.isfinite(factor) else None
     other = proofs.tensor(factor)
-    if other is None or other.dtype != value.dtype:
+    if other is None or other.dtype != value.dtype or other.device != value.device:
         return None
     is_element = all(proofs.known_equal(length, 1) for length in other.shape)
     return factor if is_element or proofs.is_row(other, value.shape[-1]) else None

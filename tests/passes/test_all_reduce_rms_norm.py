@@ -18,9 +18,8 @@ from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm,
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.passes.graph.reduced_sums import find_sum
-from ditron_inductor.task.nodes import Norm
-from ditron_inductor.task.schema import node_from_call
-from ditron_inductor.task.verify import verify_graph
+from ditron_inductor.task.nodes import Norm, ReductionWithNorm
+from ditron_inductor.task.verify import task_calls, verify_graph
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_reduce,
@@ -133,8 +132,7 @@ def codes(module: fx.GraphModule) -> list[str]:
 
 def nodes_of(module: fx.GraphModule) -> list[Any]:
     """The Task nodes with a norm."""
-    calls = [node for node in module.graph.nodes if "rms_norm" in str(node.target)]
-    return [node_from_call(call.target, call.args) for call in calls]
+    return [task for _, task in task_calls(module.graph) if isinstance(task, ReductionWithNorm)]
 
 
 def frozen(make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> nn.Module:
