@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 KNOWN_TRITON = ((3, 6), (3, 8))
 """Oldest and newest version whose compiled kernels are known to be launched as below."""
 
-LAUNCH_OPTIONS = ("num_warps", "num_stages")
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 """What a launch is given besides the arguments of its kernel."""
 SIGNED_32 = 1 << 31
 

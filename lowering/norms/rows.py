@@ -177,16 +177,6 @@ def weigh(
 
 
 @triton.jit
-def product(value, factor, inside, dtype: tl.constexpr):
-    """value * factor, rounded to `dtype`, in fp32."""
-    scaled = value * factor
-    if dtype == tl.float32:
-        # Nothing is rounded here, and the choice keeps the compiler from computing product and sum at once.
-        scaled = tl.where(inside, scaled, 0.0)
-    return scaled.to(dtype).to(tl.float32)
-
-
-@triton.jit
 def normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.constexpr):
     """The norm of whole rows; their sum, unless it is TOTAL_KNOWN, and what is saved of them are stored.
 
@@ -213,9 +203,9 @@ def normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.const
             POST_ROUND_FIRST & FORM, HAS_POST_WEIGHT & FORM, POST_PLUS_ONE & FORM, HAS_POST_SHIFT & FORM,
         ).to(tl.float32)  # fmt: skip
     if TIMES_FACTOR & FORM:
-        value = product(value, NORMS.FACTOR, inside, dtype)
+        value = (value * NORMS.FACTOR).to(dtype).to(tl.float32)
     if HAS_SCALE & FORM:
-        value = product(value, loaded[9].to(tl.float32), inside, dtype)
+        value = (value * loaded[9].to(tl.float32)).to(dtype).to(tl.float32)
     if HAS_RESIDUAL & FORM:
         value = value + loaded[4].to(tl.float32)
         if not (UNROUNDED & FORM):
@@ -284,9 +274,13 @@ def _norm_bits(norm: Norm, layer: int, plus_one: int, round_first: int) -> int:
 
 
 def constants_of(node: WithNorm, *, stores_reduced: bool) -> dict[str, Any]:
-    """The norms of a kernel. See `form_of`."""
+    """The norms of a kernel, and an option of its compilation. See `form_of`."""
     post_eps = 0.0 if node.post is None else node.post.eps
-    return {"NORMS": Norms(form_of(node, stores_reduced=stores_reduced), node.norm.eps, post_eps, node.factor)}
+    norms = Norms(form_of(node, stores_reduced=stores_reduced), node.norm.eps, post_eps, node.factor)
+    multiplied = node.post is not None or node.factor != 1.0 or "scale" in node.extras
+    # A product and the residual would be added by one operation, which does not round the product.
+    exact = {"enable_fp_fusion": False} if multiplied and "residual" in node.extras else {}
+    return {"NORMS": norms, **exact}
 
 
 def allocate(node: WithNorm, x: torch.Tensor, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
