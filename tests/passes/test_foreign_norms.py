@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from operator import getitem
 from typing import Any
 
 import expecttest
 import pytest
 import torch
-from torch import fx
-from torch._higher_order_ops.auto_functionalize import auto_functionalized
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditron_inductor.passes.graph import foreign_norms as foreign_norms_module
-from ditron_inductor.passes.graph.foreign_norms import FORMS, find_foreign_norm, foreign_norms, open_norm
+from ditron_inductor.passes.graph.foreign_norms import NORM_OPS, find_foreign_norm, foreign_norms, open_norm
 from ditron_inductor.task.nodes import Norm
 from tests.passes.graphs import all_reduce, assert_no_new_guards, text, traced
 from tests.passes.test_all_reduce_rms_norm import BF16, FP16, FP32, N, fused, graph_of, nodes_of, tensors
@@ -51,27 +47,18 @@ def fused_add_rms_norm(
     return norm(wide, weight, epsilon, x.dtype), wide.to(x.dtype)
 
 
-MUTABLE = {
-    "rms_norm": "(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
-    "fused_add_rms_norm": "(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()",
-}
-
-
 @pytest.fixture(scope="module")
 def ops() -> Iterator[None]:
     """The ops with vLLM's names and schemas, unless this process has imported vLLM."""
-    libraries = {name: torch.library.Library(name, "FRAGMENT") for name in ("vllm_ir", "_C")}
+    library = torch.library.Library("vllm_ir", "FRAGMENT")
     for function in (rms_norm, fused_add_rms_norm):
         name = function.__name__
         if not hasattr(torch.ops.vllm_ir, name):
-            libraries["vllm_ir"].define(name + torch.library.infer_schema(function, mutates_args=[]))
-            libraries["vllm_ir"].impl(name, function, "CPU")
-            libraries["vllm_ir"]._register_fake(name, function)
-        if not hasattr(torch.ops._C, name):
-            libraries["_C"].define(name + MUTABLE[name])
+            library.define(name + torch.library.infer_schema(function, mutates_args=[]))
+            library.impl(name, function, "CPU")
+            library._register_fake(name, function)
     yield
-    for library in libraries.values():
-        library._destroy()
+    library._destroy()
 
 
 def weight_of(dtype: torch.dtype) -> torch.Tensor:
@@ -230,48 +217,7 @@ def test_another_schema_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     module = traced(lambda x, weight: ir.rms_norm(x, weight, EPS), X, NARROW)
     assert len(foreign_norms(module.graph)) == 1
     (call,) = [node for node in module.graph.nodes if "rms_norm" in str(node.target)]
-    form = FORMS["vllm_ir::rms_norm"]
+    form = NORM_OPS["vllm_ir::rms_norm"]
     other = replace(form, arguments=(*form.arguments, "zero_centered"))
-    monkeypatch.setattr(foreign_norms_module, "FORMS", {"vllm_ir::rms_norm": other})
+    monkeypatch.setattr(foreign_norms_module, "NORM_OPS", {"vllm_ir::rms_norm": other})
     assert find_foreign_norm(call) is None
-
-
-def functionalised(name: str, device: str, dtype: torch.dtype = BF16, weight_dtype: torch.dtype = BF16) -> fx.Graph:
-    """A graph with the functional call of an op that changes its operands, and what is read of it."""
-    graph, shapes = fx.Graph(), {"x": (8, N), "y": (8, N), "weight": (N,)}
-    with FakeTensorMode():
-        values = {
-            key: torch.empty(shape, dtype=weight_dtype if key == "weight" else dtype, device=device)
-            for key, shape in shapes.items()
-        }
-        x, y, weight = (graph.placeholder(key) for key in shapes)
-        for node in (x, y, weight):
-            node.meta["val"] = values[node.name]
-        given = {"result": y, "input": x} if name == "rms_norm" else {"input": x, "residual": y}
-        op = getattr(torch.ops._C, name).default
-        call = graph.call_function(auto_functionalized, (op,), {**given, "weight": weight, "epsilon": EPS})
-        call.meta["val"] = (None, *[values["x"].clone()] * (1 if name == "rms_norm" else 2))
-        results = [graph.call_function(getitem, (call, place)) for place in range(1, len(call.meta["val"]))]
-        for node in results:
-            node.meta["val"] = values["x"].clone()
-        graph.output(tuple(results))
-    return graph
-
-
-@pytest.mark.parametrize("name", MUTABLE)
-def test_ops_that_change_their_operands(name: str) -> None:
-    """The kernel for GPUs rounds the sum before it is normalised; that for CPUs does not."""
-    assert foreign_norms(functionalised(name, "cpu")) == []
-    assert foreign_norms(functionalised(name, "cuda", weight_dtype=FP32)) == []
-    graph = functionalised(name, "cuda")
-    (found,) = foreign_norms(graph)
-    open_norm(graph, found)
-    graph.lint()
-    lines = text(graph).splitlines()
-    if name == "rms_norm":
-        assert lines[3] == "convert_element_type_default [8, 32] = prims.convert_element_type(x, torch.float32)"
-    else:
-        assert lines[3] == "add_tensor [8, 32] = aten.add.Tensor(x, y)"
-        assert lines[4] == "convert_element_type_default [8, 32] = prims.convert_element_type(add_tensor, torch.float32)"
-        assert lines[-1].endswith("add_tensor)")
-    assert lines[-2].endswith("= aten.mul.Tensor(convert_element_type_default_1, weight)")
