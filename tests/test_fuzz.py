@@ -47,6 +47,7 @@ def test_programs_have_everything_in_them() -> None:
         "torch.bmm(",
         "einsum",
         ".to(F32)",
+        " * 0.22",
         "new_zeros",
         "_eager(",
         ', "avg")',

@@ -24,7 +24,8 @@ class ReductionWithNorm(TaskNode):
 
     extras: the operands that are present, of `EXTRAS`. post: a norm of the reduced rows alone, before the residual is
     added. With it there may be no norm behind (`NO_NORM`), and then no output of such a norm. saved: further outputs,
-    of `SAVED`. The output `other` is the same norm of the same rows, with another weight and shift.
+    of `SAVED`. The output `other` is the same norm of the same rows, with another weight and shift. factor: a number
+    that the rows are multiplied by before the residual is added; the operand `scale` is a row [N] in its place.
     """
 
     kind: ClassVar[str]
@@ -37,6 +38,7 @@ class ReductionWithNorm(TaskNode):
     policy: Policy = field(metadata=INLINED)
     post: Norm | None = None
     saved: tuple[str, ...] = ()
+    factor: float = field(default=1.0, kw_only=True)
 
     def verify(self) -> None:
         check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
@@ -49,6 +51,10 @@ class ReductionWithNorm(TaskNode):
             of_norm = {"weight", "shift", "other_weight", "other_shift", "mean", "rstd", "scaled", "other"}
             behind = of_norm & {*self.extras, *self.saved}
             check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
+        self.norm.verify_sum(self.kind, self.extras)
+        check(self.post is None or not self.post.unrounded, self.kind, "post", self.post, "a norm of rounded rows")
+        one = self.factor == 1.0 or "scale" not in self.extras
+        check(one and math.isfinite(self.factor), self.kind, "factor", self.factor, "a number, and 1.0 beside a scale")
         for name, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
             verify_names(self.kind, name, names, known)
             no_post = self.post is not None or not any(operand.startswith("post_") for operand in names)
@@ -71,6 +77,7 @@ class ReductionWithNorm(TaskNode):
         """The reduction, what is added to it, and the norms."""
         biases = " + bias" * sum(name in self.extras for name in ("bias", "second_bias"))
         post = "" if self.post is None else f" -> {self.post.form} norm"
+        post += " * scale" if "scale" in self.extras else "" if self.factor == 1.0 else f" * {self.factor}"
         residual = " + residual" * ("residual" in self.extras)
         twice = "other" in self.saved
         norm = "" if self.norm.form == NO_NORM else f" -> {'two ' * twice}{self.norm.form} norm{'s' * twice}"
@@ -79,13 +86,13 @@ class ReductionWithNorm(TaskNode):
 
 @dataclass(frozen=True)
 class AllReduceRmsNorm(ReductionWithNorm):
-    """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) + residual, normed = norm(total);
-    all bit-identical on every rank.
+    """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) * scale + residual, normed =
+    norm(total); all bit-identical on every rank.
 
-    x and these outputs are [.., N]. The residual has as many elements; biases, weights and shifts have N. Every sum,
-    and the result of `post`, is rounded to the dtype of x. The other saved outputs are fp32: mean and rstd = 1 /
-    sqrt(variance + eps) are [.., 1], and scaled is [.., N] (see `Norm`). Names that begin with `post_` are those of
-    `post`.
+    x and these outputs are [.., N]. The residual has as many elements; biases, weights, shifts and the scale have N.
+    Every sum, the result of `post` and the scaled rows are rounded to the dtype of x; a norm that is `unrounded` is
+    that of the last sum before it is rounded. The other saved outputs are fp32: mean and rstd = 1 / sqrt(variance +
+    eps) are [.., 1], and scaled is [.., N] (see `Norm`). Names that begin with `post_` are those of `post`.
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"

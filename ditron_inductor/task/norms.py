@@ -21,16 +21,25 @@ class Norm:
 
     plus_one: the weight counts as 1 + weight. round_first: scaled is rounded to the dtype of x first, as in Llama. The
     form `none` means that there is no norm behind a reduction, but only `post`, the norm of the reduced rows.
+
+    unrounded: x is the sum of two tensors before it is rounded, as in vLLM: both are widened to fp32 and added, and the
+    norm is that of the fp32 sum. The total, which is returned, is this sum rounded.
     """
 
     form: str = "rms"
     eps: float = 1e-6
     plus_one: bool = False
     round_first: bool = False
+    unrounded: bool = False
 
     def verify(self, kind: str) -> None:
         check(self.form in NORMS, kind, "norm", self.form, f"one of {', '.join(NORMS)}")
         check(0.0 <= self.eps < math.inf, kind, "eps", self.eps, "a number, 0 or more")
+
+    def verify_sum(self, kind: str, extras: tuple[str, ...]) -> None:
+        """Checks that there is a sum before it is rounded, where that is what is normalised."""
+        added = "residual" in extras and self.form != NO_NORM
+        check(added or not self.unrounded, kind, "norm", self, "a norm of rounded rows, as no residual is added")
 
 
 NO_NORM = "none"
@@ -39,6 +48,7 @@ MOST_NORM_COLUMNS = 16384
 """The most elements of a row that is normalised in the registers of one program."""
 EXTRAS: tuple[str, ...] = (
     *("bias", "second_bias", "post_weight", "post_shift", "residual", "weight", "shift", "other_weight", "other_shift"),
+    "scale",
 )
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
 SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled", "other")
@@ -55,7 +65,7 @@ SHARD_SAVED: tuple[str, ...] = ("mean", "rstd", "scaled")
 @dataclass(frozen=True)
 class ShardNorm:
     """The norm that computes the shard of a gather from x: total = x + residual, rounded to the dtype of x, and shard =
-    norm(total).
+    norm(total), or the norm of the sum before it is rounded (see `Norm`).
 
     extras: the operands that are present, of `SHARD_EXTRAS`. With a residual the total is an output too. saved: the
     outputs of `SHARD_SAVED`, as for a reduction with a norm.
@@ -65,6 +75,7 @@ class ShardNorm:
     extras: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     post: ClassVar[Norm | None] = None
+    factor: ClassVar[float] = 1.0
 
     @property
     def returned(self) -> tuple[str, ...]:
@@ -74,6 +85,7 @@ class ShardNorm:
     def verify(self, kind: str) -> None:
         self.norm.verify(kind)
         check(self.norm.form != NO_NORM, kind, "norm", self.norm.form, "a norm")
+        self.norm.verify_sum(kind, self.extras)
         verify_names(kind, "extras", self.extras, SHARD_EXTRAS)
         verify_names(kind, "saved", self.saved, SHARD_SAVED)
 

@@ -148,6 +148,7 @@ def add_norm(
     norm: Norm,
     post: Norm | None = None,
     saved: Sequence[str] = (),
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
     """Returns (normed if there is a norm, total, what is saved) for rows that have been reduced. extras: see
     `nodes.EXTRAS`.
@@ -158,16 +159,23 @@ def add_norm(
     for name in ("bias", "second_bias"):
         total = total if (row := given[name]) is None else total + row.view(-1)
     if post is not None:
-        total, *statistics = _normalised(total, post, given["post_weight"], given["post_shift"])
+        total, *statistics = _normalised(total, post, given["post_weight"], given["post_shift"], total.dtype)
         values |= dict(zip(("post_mean", "post_rstd"), statistics, strict=False))
+    if factor != 1.0:
+        total = total * factor
+    if (scale := given["scale"]) is not None:
+        total = (wide(total) * wide(scale).view(-1)).to(total.dtype)
+    rows = total
     if (residual := given["residual"]) is not None:
-        total = total + residual.reshape(total.shape)
+        rows = wide(total) + wide(residual).reshape(total.shape)
+        total = rows.to(total.dtype)
     values["total"] = total
     if norm.form != NO_NORM:
-        behind = _normalised(total, norm, given["weight"], given["shift"])
+        x = rows if norm.unrounded else total
+        behind = _normalised(x, norm, given["weight"], given["shift"], total.dtype)
         values |= dict(zip(("normed", "mean", "rstd", "scaled"), behind, strict=True))
         if "other" in saved:
-            values["other"] = _normalised(total, norm, given["other_weight"], given["other_shift"])[0]
+            values["other"] = _normalised(x, norm, given["other_weight"], given["other_shift"], total.dtype)[0]
     return tuple(values[name] for name in norm_returns(norm, tuple(saved)))
 
 
@@ -181,24 +189,29 @@ def norm_shard(
     return shard, (*((total,) if given["residual"] is not None else ()), *saved)
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in fp32, or in its own dtype if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _normalised(
-    x: torch.Tensor, norm: Norm, weight: torch.Tensor | None, shift: torch.Tensor | None
+    x: torch.Tensor, norm: Norm, weight: torch.Tensor | None, shift: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(norm(x), mean, rstd, scaled), the last three in fp32 or wider."""
-    value = x.to(torch.promote_types(x.dtype, torch.float32))
+    """(norm(x) in `dtype`, mean, rstd, scaled), the last three in fp32 or wider."""
+    value = wide(x)
     mean = value.mean(-1, keepdim=True)
     if norm.form == "layer":
         value = value - mean
     rstd = torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + norm.eps)
     scaled = result = value * rstd
     if norm.round_first:
-        result = result.to(x.dtype).to(scaled.dtype)
+        result = result.to(dtype).to(scaled.dtype)
     if weight is not None:
         factor = weight.view(-1).to(scaled.dtype)
         result = result * (factor + 1.0 if norm.plus_one else factor)
     if shift is not None:
         result = result + shift.view(-1).to(scaled.dtype)
-    return result.to(x.dtype), mean, rstd, scaled
+    return result.to(dtype), mean, rstd, scaled
 
 
 def all_reduce_rms_norm(
@@ -211,11 +224,12 @@ def all_reduce_rms_norm(
     group_name: str,
     post: Norm | None = None,
     saved: Sequence[str] = (),
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
     """(normed, total, and what is saved) of all_reduce(x). See the declaration for shapes."""
     own = x.clone(memory_format=torch.contiguous_format)
     reduced = all_reduce_(own, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
-    return add_norm(reduced, extras, norm, post, saved)
+    return add_norm(reduced, extras, norm, post, saved, factor)
 
 
 def matmul_all_gather(

@@ -26,4 +26,4 @@ def normaliser(node: ReductionWithNorm, shape: list[int], device: torch.device) 
     """(reduced rows of this shape [.., N], `nodes.EXTRAS`) -> (normed, total), and what is saved."""
     if device.type == "cuda" and shape[-1] <= MOST_NORM_COLUMNS:
         return make_add_norm(node, shape, device)
-    return functools.partial(reference.add_norm, norm=node.norm, post=node.post, saved=node.saved)
+    return functools.partial(reference.add_norm, norm=node.norm, post=node.post, saved=node.saved, factor=node.factor)

@@ -1,11 +1,12 @@
 """What is done with whole rows that have been added up: bias, residual and norm, in registers, rounded as eager does.
 
-    total = round(post(round(round(reduced + bias) + second bias)) + residual)
+    total = round(round(post(round(round(reduced + bias) + second bias)) * scale) + residual)
     scaled = (total - mean) * rsqrt(variance + eps), in fp32            (mean: 0 for an RMS norm)
     normed = round(round?(scaled) * weight + shift), and the same with another weight and shift where that is returned
 
 `post`, a norm like the other, is the rows themselves where there is none. Where there is one, the last norm may be
-missing (NO_NORM).
+missing (NO_NORM). The scale is a number or a row. A norm that is UNROUNDED is that of the total before it is rounded,
+which is what the registers have.
 
 Every kernel with a norm calls the two functions here: `extras` before it waits for anything, `finish` after. One that
 stores the norm in its own way calls `normalised`.
@@ -58,6 +59,9 @@ NO_NORM = tl.constexpr(1 << 21)
 HAS_OTHER_WEIGHT = tl.constexpr(1 << 22)
 HAS_OTHER_SHIFT = tl.constexpr(1 << 23)
 SAVES_OTHER = tl.constexpr(1 << 24)
+UNROUNDED = tl.constexpr(1 << 25)
+HAS_SCALE = tl.constexpr(1 << 26)
+TIMES_FACTOR = tl.constexpr(1 << 27)
 """The bits of FORM."""
 
 T = TypeVar("T")
@@ -73,6 +77,7 @@ FORM_OF_EXTRAS: Mapping[str, int] = {
     "shift": HAS_SHIFT.value,
     "other_weight": HAS_OTHER_WEIGHT.value,
     "other_shift": HAS_OTHER_SHIFT.value,
+    "scale": HAS_SCALE.value,
 }
 FORM_OF_SAVED: Mapping[str, int] = {
     "reduced": SAVES_REDUCED.value,
@@ -86,13 +91,14 @@ FORM_OF_SAVED: Mapping[str, int] = {
 
 
 class Norms(NamedTuple):
-    """The norms of a kernel, known at compile time: FORM, and what is added to the variance, of the last norm and of
-    `post`.
+    """The norms of a kernel, known at compile time: FORM, what is added to the variance, of the last norm and of
+    `post`, and the number that rows are multiplied by where the FORM has one.
     """
 
     FORM: Any
     EPS: Any
     POST_EPS: Any
+    FACTOR: Any = 1.0
 
 
 @triton.jit
@@ -136,6 +142,7 @@ def with_rows(residual_rows, given, cols, N, FORM: tl.constexpr):
         row_of(given[6], cols, N, HAS_SHIFT & FORM),
         row_of(given[7], cols, N, HAS_OTHER_WEIGHT & FORM),
         row_of(given[8], cols, N, HAS_OTHER_SHIFT & FORM),
+        row_of(given[9], cols, N, HAS_SCALE & FORM),
     )
 
 
@@ -195,8 +202,14 @@ def normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.const
             scaled, loaded[2], loaded[3], dtype,
             POST_ROUND_FIRST & FORM, HAS_POST_WEIGHT & FORM, POST_PLUS_ONE & FORM, HAS_POST_SHIFT & FORM,
         ).to(tl.float32)  # fmt: skip
+    if TIMES_FACTOR & FORM:
+        value = (value * NORMS.FACTOR).to(dtype).to(tl.float32)
+    if HAS_SCALE & FORM:
+        value = (value * loaded[9].to(tl.float32)).to(dtype).to(tl.float32)
     if HAS_RESIDUAL & FORM:
-        value = (value + loaded[4].to(tl.float32)).to(dtype).to(tl.float32)
+        value = value + loaded[4].to(tl.float32)
+        if not (UNROUNDED & FORM):
+            value = value.to(dtype).to(tl.float32)
     if not (TOTAL_KNOWN & FORM):
         tl.store(outputs[1] + at, value.to(dtype), mask=inside)
     result = value.to(dtype)
@@ -248,6 +261,7 @@ def form_of(node: WithNorm, *, stores_reduced: bool) -> int:
     form += sum(FORM_OF_SAVED[name] for name in node.saved if stores_reduced or name != "reduced")
     form += NO_NORM.value * (node.norm.form == nodes.NO_NORM)
     form += _norm_bits(node.norm, LAYER.value, PLUS_ONE.value, ROUND_FIRST.value)
+    form += UNROUNDED.value * node.norm.unrounded + TIMES_FACTOR.value * (node.factor != 1.0)
     if node.post is not None:
         form += POST.value + _norm_bits(node.post, POST_LAYER.value, POST_PLUS_ONE.value, POST_ROUND_FIRST.value)
     if isinstance(node, ShardNorm) and "residual" not in node.extras:
@@ -260,9 +274,13 @@ def _norm_bits(norm: Norm, layer: int, plus_one: int, round_first: int) -> int:
 
 
 def constants_of(node: WithNorm, *, stores_reduced: bool) -> dict[str, Any]:
-    """The norms of a kernel. See `form_of`."""
+    """The norms of a kernel, and an option of its compilation. See `form_of`."""
     post_eps = 0.0 if node.post is None else node.post.eps
-    return {"NORMS": Norms(form_of(node, stores_reduced=stores_reduced), node.norm.eps, post_eps)}
+    norms = Norms(form_of(node, stores_reduced=stores_reduced), node.norm.eps, post_eps, node.factor)
+    multiplied = node.post is not None or node.factor != 1.0 or "scale" in node.extras
+    # A product and the residual would be added by one operation, which does not round the product.
+    exact = {"enable_fp_fusion": False} if multiplied and "residual" in node.extras else {}
+    return {"NORMS": norms, **exact}
 
 
 def allocate(node: WithNorm, x: torch.Tensor, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:

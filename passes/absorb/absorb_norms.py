@@ -13,7 +13,8 @@ After:
                                                                              -> getitem -2, the sum
 
 So the result of the norm is written directly where peers read it. In a sequence-parallel layer x is the result of a
-reduce-scatter, and the sum is the residual of the next layer.
+reduce-scatter, and the sum is the residual of the next layer. A sum in fp32 that is normalised before it is rounded
+(see `norm_forms`) is handled in the same way: the node returns the rounded one.
 
 A norm that is absorbed is removed from Inductor's kernels. It must not fire when
 * the result, or a value inside the norm, is used by anything else. Exceptions are the means and inverse deviations of
@@ -114,7 +115,9 @@ def find_prologue(call: fx.Node, task: WithPrologue, options: Options) -> Match 
     # The node returns the saved values, so their users have to come later.
     if any(order[user] < order[call] for saved in norm.saved.values() for user in saved.users if user not in inner):
         return ReasonCode.NORM_USED
-    terms = _terms(norm, call, order) or ((norm.x, None) if _is_kept(norm.x, call) else None)
+    terms = _terms(norm, call, order)
+    if terms is None and norm.terms is None and _is_kept(norm.x, call):
+        return Match(call, norm, tuple(views), norm.x, None)
     return COMPUTED if terms is None else Match(call, norm, tuple(views), *terms)
 
 
@@ -129,20 +132,22 @@ def pays(shape: Any, task: WithPrologue, options: Options) -> bool:
 def _terms(norm: FoundNorm, call: fx.Node, order: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node] | None:
     """The two tensors that what is normalised is a plain sum of, if the node can add them and return the sum."""
     total = norm.x
-    value = proofs.tensor(total)
-    if total.target is not aten.add.Tensor or total.kwargs.get("alpha", 1) != 1 or value is None:
+    value, result = proofs.tensor(total), proofs.tensor(norm.result)
+    if total.target is not aten.add.Tensor or total.kwargs.get("alpha", 1) != 1 or value is None or result is None:
         return None
-    left, right = total.args
+    left, right = total.args if norm.terms is None else norm.terms
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
     for term in (left, right):
         addend = proofs.tensor(term)
-        fits = addend is not None and addend.dtype == value.dtype and proofs.same_shape(addend.shape, value.shape)
+        fits = addend is not None and addend.dtype == result.dtype and proofs.same_shape(addend.shape, value.shape)
         if addend is None or not fits or not proofs.row_major(addend) or not _is_kept(term, call):
             return None
     # Users of the sum get it from the node, so they have to come later.
-    fused = _fused(norm)
-    is_late = all(user in fused or order[user] > order[call] for user in total.users)
+    fused = {*_fused(norm), *norm.totals} if norm.terms is not None else _fused(norm)
+    if norm.terms is not None and not fused.issuperset(total.users):
+        return None
+    is_late = all(user in fused or order[user] > order[call] for node in norm.totals for user in node.users)
     return (left, right) if is_late and proofs.row_major(value) else None
 
 
@@ -170,7 +175,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     old = call.meta["val"]
     without = len(old) - 1
     names = prologue.returned
-    like = norm.x.meta["val"]
+    like = match.x.meta["val"]
     values = [_returned(like, shape, name) for name in names]
     with graph.inserting_before(call):
         operands["shard"] = _shaped(graph, match.x, shape)
@@ -184,17 +189,18 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
             assert isinstance(index, int)
             place = index if index < without else index + len(values)
             user.replace_all_uses_with(rewriting.output(graph, new, place, rewriting.copied_meta(user)))
-        replaced = {"total": norm.x, **norm.saved}
+        replaced = {"total": norm.totals, **{name: [node] for name, node in norm.saved.items()}}
         fused = {*_fused(norm), norm.x}
         for number, name in enumerate(names):
-            node = replaced[name]
-            users = [user for user in node.users if user not in fused]
-            if users:
-                made = rewriting.output(graph, new, without + number, rewriting.copied_meta(node))
-                made = _shaped(graph, made, tuple(node.meta["val"].shape))
-                for user in users:
-                    user.replace_input_with(node, made)
-    rewriting.erase_unused(graph, [*call.users, call, *match.views, *norm.inner, norm.wide, norm.x])
+            for node in replaced[name]:
+                users = [user for user in node.users if user not in fused]
+                if users:
+                    made = rewriting.output(graph, new, without + number, rewriting.copied_meta(node))
+                    made = _shaped(graph, made, tuple(node.meta["val"].shape))
+                    for user in users:
+                        user.replace_input_with(node, made)
+    widened = [] if norm.terms is None else [*norm.totals, *norm.x.all_input_nodes]
+    rewriting.erase_unused(graph, [*call.users, call, *match.views, *norm.inner, norm.wide, norm.x, *widened])
     return new
 
 

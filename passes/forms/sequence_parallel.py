@@ -44,13 +44,14 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.prepare_products import find_prepared
-from ditron_inductor.passes.fuse.all_reduce_rms_norm import PATTERN, find_sum, prove
+from ditron_inductor.passes.fuse.all_reduce_rms_norm import PATTERN, prove
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.chunked_collectives import gathered, scattered
 from ditron_inductor.passes.graph.collectives import WAIT, Collective
 from ditron_inductor.passes.graph.culprits import user_line
 from ditron_inductor.passes.graph.norm_forms import normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, refused
+from ditron_inductor.passes.graph.reduced_sums import find_sum
 from ditron_inductor.passes.graph.row_regions import Region, find_regions
 from ditron_inductor.task import schema
 from ditron_inductor.task.exchange import GATHERED_OPERAND, REDUCED_PRODUCT, SCATTERED_PRODUCT

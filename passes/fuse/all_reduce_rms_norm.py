@@ -15,6 +15,11 @@ If one sum has two norms, as with parallel attention and MLP blocks (GPT-NeoX), 
 has the same form, and a weight and shift of its own. In training they share their scaled rows, because the compiler has
 removed what both compute; then they are fused together or not at all. In inference they share nothing but the sum.
 
+The rows may be multiplied by a number, one element or a row before the residual is added (Granite, layer scale). The
+residual may be added in fp32, with the norm of the sum before it is rounded (vLLM): the node then rounds the total that
+others use, and nothing else may use the unrounded one. Norms that are one op of another library are read too (see
+`foreign_norms`).
+
 If there is a norm in front of the residual and none behind (OLMo 2), the node has no last norm and no output of it.
 There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm in front of
 the residual (Gemma 2 and 3): `post`. The node also returns what the backward saves: the reduced tensor, means and
@@ -38,7 +43,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
@@ -46,10 +50,12 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.collectives import ALL_REDUCE, WAIT, is_collective, read_collective
+from ditron_inductor.passes.graph.collectives import ALL_REDUCE, is_collective, read_collective
+from ditron_inductor.passes.graph.foreign_norms import open_where
 from ditron_inductor.passes.graph.launches import is_task
-from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, find_two_norms, normalised, rsqrt_before
+from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, find_two_norms, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, leave_alone
+from ditron_inductor.passes.graph.reduced_sums import Sum, find_sum
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
     MOST_NORM_COLUMNS,
@@ -66,29 +72,6 @@ from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 aten = torch.ops.aten
 
 PATTERN = AllReduceRmsNorm.kind
-
-
-@dataclass(frozen=True)
-class Sum:
-    """`total` = post(reduced + bias + second_bias) + residual. launch: the node that reduces. between: the nodes from
-    `reduced` to the total, without the total. views: the views among them, and those behind the total up to `rows`.
-    """
-
-    launch: fx.Node
-    reduced: fx.Node
-    biases: tuple[fx.Node, ...]
-    post: FoundNorm | None
-    residual: fx.Node | None
-    total: fx.Node
-    between: tuple[fx.Node, ...]
-    views: tuple[fx.Node, ...]
-    views_behind: tuple[fx.Node, ...]
-
-    @property
-    def kept(self) -> int:
-        """The number of leading nodes of `between` that may be used elsewhere too: the reduced tensor and views of it.
-        """
-        return next((i for i, node in enumerate(self.between) if i and node not in self.views), len(self.between))
 
 
 @dataclass(frozen=True)
@@ -125,6 +108,7 @@ class Match:
             "shift": None if self.norm is None else self.norm.shift,
             "other_weight": None if self.other is None else self.other.weight,
             "other_shift": None if self.other is None else self.other.shift,
+            "scale": self.sum.scale if isinstance(self.sum.scale, fx.Node) else None,
         }
 
     @property
@@ -137,43 +121,6 @@ class Match:
         if any(_others(found, node) for node in found.between[: found.kept]):
             nodes["reduced"] = found.reduced
         return {name: nodes[name] for name in SAVED if name in nodes}
-
-
-def find_sum(rows: fx.Node) -> Sum | None:
-    """Returns the sum that the rows are, if they come from an all-reduce, and otherwise None."""
-    *views_behind, total = _views(rows)
-    for way in _ways(total):
-        *between, reduced = way.nodes
-        between = [reduced, *between[:0:-1]] if between else []
-        launch = reduced.args[0]
-        assert isinstance(launch, fx.Node)
-        terms = _terms(way)
-        if terms is not None:
-            views = [node for node in between[1:] if proofs.keeps_order(node)]
-            biases, residual = terms
-            tail = total, tuple(between), tuple(views), tuple(views_behind[::-1])
-            return Sum(launch, reduced, biases, way.post, residual, *tail)
-    return None
-
-
-def _terms(way: _Way) -> tuple[tuple[fx.Node, ...], fx.Node | None] | None:
-    """(the biases in the order in which they are added, the residual), if a node can add what the way adds."""
-    biases, residual = list[fx.Node](), None
-    for add, other in way.steps:
-        value, added = proofs.tensor(add), proofs.tensor(other)
-        if value is None or added is None or added.dtype != value.dtype:
-            return None
-        # A norm stands between the biases and the residual.
-        behind = way.post is not None and way.post.result < add
-        if proofs.same_shape(added.shape, value.shape) and residual is None and not biases:
-            if way.post is not None and not behind:
-                return None
-            residual = other
-        elif proofs.is_row(added, value.shape[-1]) and len(biases) < 2 and not behind:
-            biases.insert(0, other)
-        else:
-            return None
-    return tuple(biases), residual
 
 
 def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
@@ -254,7 +201,7 @@ def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
     normed = [total] if found.post is None else [total, found.post.x.meta["val"]]
     if reduced.ndim == 0 or not all(proofs.known_equal(reduced.shape[-1], value.shape[-1]) for value in normed):
         return ReasonCode.LAYOUT
-    if reduced.dtype != total.dtype:
+    if reduced.dtype != found.dtype:
         return ReasonCode.CAST_BETWEEN
     if not proofs.known(total.shape[-1] <= MOST_NORM_COLUMNS):
         return ReasonCode.NORM_WIDTH
@@ -264,6 +211,10 @@ def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
     for index, node in enumerate(found.between):
         others = _others(found, node)
         if others and (index >= found.kept or not all(map(_is_kept, others))):
+            return ReasonCode.INTERMEDIATE_USED
+    if found.unrounded:
+        known = {*found.totals, *(inside for norm in match.behind for inside in norm.inner)}
+        if not known.issuperset(found.total.users):
             return ReasonCode.INTERMEDIATE_USED
     as_sum = [found.reduced, *(norm.result for norm in match.behind)]
     if any(saved not in as_sum and _rows_shape(found, saved) is None for saved in match.saved.values()):
@@ -293,7 +244,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            {**operands, **match.extras},
+            {**operands, **match.extras, "scale": _scale_row(graph, match)},
             rewriting.copied_meta(launch),
             [*outputs, rewriting.new_token(like)],
         )
@@ -308,8 +259,12 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         with graph.inserting_before(result):
             normed = _replayed(graph, made[name], (*found.views, *found.views_behind))
         result.replace_all_uses_with(normed)
+    totals = found.totals
     with graph.inserting_before(found.total if found.between else launch):
-        found.total.replace_all_uses_with(_replayed(graph, made["total"], found.views))
+        rounded = _replayed(graph, made["total"], found.views) if totals else None
+    for total in totals:
+        assert rounded is not None
+        total.replace_all_uses_with(rounded)
     if "reduced" in saved:
         found.reduced.replace_all_uses_with(made["reduced"])
     inner = {inside for each in match.norms for inside in each.inner}
@@ -318,12 +273,17 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             rows = _as_rows(graph, made[name], node, shapes[name])
         for user in [user for user in node.users if user not in inner]:
             user.replace_input_with(node, rows)
-    rewriting.erase_unused(graph, _replaced(match))
+    rewriting.erase_unused(graph, [*_replaced(match), *totals])
     return call
 
 
 def all_reduce_rms_norm(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every all-reduce with the norm behind it, if proved; returns how many were. Others may get a reason."""
+    open_where(graph, lambda copy: _fuse_all(copy, options))
+    return _fuse_all(graph, options)
+
+
+def _fuse_all(graph: fx.Graph, options: Options) -> int:
     # A sum with a norm behind it is fused with that norm, so such norms are looked for first.
     count = sum(_fuse(graph, rsqrt, find_norm_behind, options) for rsqrt in rsqrts(graph))
     return count + sum(_fuse(graph, rsqrt, _find_post_norm, options) for rsqrt in rsqrts(graph))
@@ -360,67 +320,6 @@ def _fuse(graph: fx.Graph, rsqrt: fx.Node, find: Callable[[fx.Node], Found | Non
         return False
     rewrite(graph, match, options)
     return True
-
-
-@dataclass(frozen=True)
-class _Way:
-    """The nodes from a total up to the reduced tensor `nodes[-1]`, the total first. steps: its sums, each with its
-    other term, in this order. post: a norm on the way, of which only the result is among the nodes.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    steps: tuple[tuple[fx.Node, fx.Node], ...] = ()
-    post: FoundNorm | None = None
-
-
-def _ways(total: fx.Node) -> list[_Way]:
-    """Returns all ways from a total to a reduced tensor, through at most three sums and a norm. The way to the latest
-    reduction is the first one.
-    """
-    found, pending = [], [_Way((total,))]
-    while pending:
-        way = pending.pop()
-        nodes = (*way.nodes[:-1], *_views(way.nodes[-1]))
-        top = nodes[-1]
-        if _is_reduced(top):
-            found.append(_Way(nodes, way.steps, way.post))
-        elif way.post is None and way.steps and (post := _norm_up(top)) is not None:
-            pending.append(_Way((*nodes, post.x), way.steps, post))
-        elif top.target is aten.add.Tensor and top.kwargs.get("alpha", 1) == 1 and len(way.steps) < 3:
-            left, right = top.args
-            if isinstance(left, fx.Node) and isinstance(right, fx.Node) and left is not right:
-                pending.append(_Way((*nodes, left), (*way.steps, (top, right)), way.post))
-                pending.append(_Way((*nodes, right), (*way.steps, (top, left)), way.post))
-    order = {node: index for index, node in enumerate(total.graph.nodes)} if len(found) > 1 else {}
-    return sorted(found, key=lambda way: order.get(way.nodes[-1], 0), reverse=True)
-
-
-def _views(node: fx.Node) -> list[fx.Node]:
-    """Like `proofs.views_up`, but does not go beyond a reduced tensor."""
-    chain = [node]
-    while not _is_reduced(chain[-1]) and proofs.keeps_order(chain[-1]):
-        source = chain[-1].args[0]
-        assert isinstance(source, fx.Node)
-        chain.append(source)
-    return chain
-
-
-def _is_reduced(node: fx.Node) -> bool:
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node):
-        return False
-    if node.target is WAIT:
-        return source.target is ALL_REDUCE
-    if node.target is not getitem or node.args[1:] != (0,):
-        return False
-    return isinstance(schema.node_of(source), MatmulAllReduceRmsNorm.reduces)
-
-
-def _norm_up(result: fx.Node) -> FoundNorm | None:
-    """The norm whose result a node is."""
-    rsqrt = rsqrt_before(result)
-    norm = None if rsqrt is None else find_norm(rsqrt)
-    return norm if isinstance(norm, FoundNorm) and norm.result is result else None
 
 
 def _others(found: Sum, node: fx.Node) -> list[fx.Node]:
@@ -464,17 +363,35 @@ def _task(match: Match, options: Options) -> tuple[ReductionWithNorm, dict[str, 
     extras = tuple(name for name, extra in match.extras.items() if extra is not None)
     behind = None if found.post is None else found.post.norm, tuple(match.saved)
     policy, site = rewriting.policy(options), rewriting.UNNAMED_SITE
+    factor = found.scale if isinstance(found.scale, float) else 1.0
     if found.launch.target is ALL_REDUCE:
         collective = read_collective(found.launch)
         assert not isinstance(collective, ReasonCode) and collective.reduce_op is not None
         group = collective.world_size, collective.group_name
-        task = AllReduceRmsNorm(collective.reduce_op, last, extras, *group, site, policy, *behind)
+        task = AllReduceRmsNorm(collective.reduce_op, last, extras, *group, site, policy, *behind, factor=factor)
         return task, {"x": collective.operand}
     reduction = schema.node_from_call(found.launch.target, found.launch.args)
     post, saved = behind
-    fused = MatmulAllReduceRmsNorm.behind(reduction, last, extras, post=post, saved=saved)
+    fused = MatmulAllReduceRmsNorm.behind(reduction, last, extras, post=post, saved=saved, factor=factor)
     operands = schema.operands_from_call(found.launch)
     return fused, {**operands, "product_bias": operands.pop("bias", None)}
+
+
+def _scale_row(graph: fx.Graph, match: Match) -> fx.Node | None:
+    """The scale as a row: one element is repeated."""
+    scale = match.extras["scale"]
+    if scale is None:
+        return None
+    columns = match.sum.reduced.meta["val"].shape[-1]
+    value: torch.Tensor = scale.meta["val"]
+    if proofs.is_row(value, columns):
+        return scale
+    row = scale
+    for target, args, stride in ((aten.reshape.default, [1], 1), (aten.expand.default, [columns], 0)):
+        row = graph.create_node("call_function", target, (row, args), name="scale")
+        row.meta.update(rewriting.copied_meta(scale))
+        row.meta["val"] = rewriting.fake_like(value, tuple(args), (stride,))
+    return row
 
 
 def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
@@ -521,7 +438,8 @@ def _replaced(match: Match) -> list[fx.Node]:
     """Returns all nodes of the match. Each of them is removed if nothing else uses it."""
     found = match.sum
     norms = [node for norm in match.norms for node in (*norm.inner, norm.wide)]
-    return [*norms, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
+    casts = found.total.all_input_nodes if found.unrounded else []
+    return [*norms, *found.views_behind, found.total, *casts, *found.between, found.reduced, found.launch]
 
 
 def _replayed(graph: fx.Graph, node: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:

@@ -6,6 +6,11 @@
 Then follow, each at most once and in eager's order, a conversion back to the dtype of x, `* weight`, and `+ shift`. In
 fp32 there are no conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and similar models have this
 form in torch 2.11 and 2.13. Weights are rows [N] in memory; `1 + weight` in fp32 is understood.
+
+What is converted to fp32 may also be the sum of two tensors, each of which is converted before it is added (vLLM):
+
+    x -> convert fp32, y -> convert fp32 -> + -> pow 2 -> ..
+                                            + -> convert back to the dtype of x: the sum that others use
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ LAST_OF_NORMS = (torch.ops.prims.convert_element_type.default, aten._to_copy.def
 class FoundNorm:
     """`result` = norm(x), of one shape and dtype. wide: x in fp32, which other nodes may use too. inner: the nodes from
     there to the result, which is the last of them. saved: the inner nodes that other nodes use too, by their names in
-    `nodes.SAVED`.
+    `nodes.SAVED`. terms: None, or the two tensors whose sum before it is rounded is x; then x is `wide`, in fp32, and
+    `result` has the dtype of the terms.
     """
 
     norm: Norm
@@ -46,10 +52,16 @@ class FoundNorm:
     shift: fx.Node | None
     inner: tuple[fx.Node, ...]
     saved: Mapping[str, fx.Node]
+    terms: tuple[fx.Node, fx.Node] | None = None
 
     @property
     def result(self) -> fx.Node:
         return self.inner[-1]
+
+    @property
+    def totals(self) -> list[fx.Node]:
+        """The nodes that are the rounded x; x itself if it is rounded before it is normalised."""
+        return [self.x] if self.terms is None else roundings(self.x)
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,8 @@ def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNo
         return ReasonCode.NORM_FORM
     x, eps = _narrow(statistics.wide), statistics.eps
     inner = [*statistics.inner, rsqrt]
-    value = proofs.tensor(x)
+    terms = widened_terms(x)
+    value = proofs.tensor(x if terms is None else terms[0])
     assert value is not None
     if value.dtype not in ACTIVATION_DTYPES:
         return ReasonCode.DTYPE
@@ -129,13 +142,14 @@ def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNo
         return ReasonCode.NORM_USED
     return tuple(
         FoundNorm(
-            Norm(statistics.form, float(eps), tail.plus_one, tail.round_first),
+            Norm(statistics.form, float(eps), tail.plus_one, tail.round_first, terms is not None),
             x,
             statistics.wide,
             tail.weight,
             tail.shift,
             (*inner, *tail.nodes),
             saved,
+            terms,
         )
         for tail in tails
     )
@@ -155,6 +169,29 @@ def rsqrt_before(result: fx.Node) -> fx.Node | None:
             return None
         node, steps = sources[0], steps + 1
     return None
+
+
+def widened_terms(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Returns the two 16-bit tensors of one dtype and of the shape of `node` whose sum in fp32 a node is."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+        return None
+    left, right = node.args
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or left is right:
+        return None
+    terms = _narrow(left), _narrow(right)
+    value, *others = (proofs.tensor(one) for one in (node, *terms))
+    if value is None or left in terms or right in terms:
+        return None
+    fits = all(other is not None and proofs.same_shape(other.shape, value.shape) for other in others)
+    return terms if fits and len({other.dtype for other in others if other is not None}) == 1 else None
+
+
+def roundings(total: fx.Node) -> list[fx.Node]:
+    """Returns the users of a sum in fp32 of two tensors that convert it to their dtype."""
+    terms = widened_terms(total)
+    assert terms is not None
+    dtype = terms[0].meta["val"].dtype
+    return [user for user in total.users if user.target in proofs.CASTS and _converts(user, dtype)]
 
 
 def _same_rows(first: fx.Node, other: fx.Node) -> bool:

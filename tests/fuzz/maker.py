@@ -219,12 +219,14 @@ class Maker:
         return self.assign(text, (*rest, Size(n)), same=same)
 
     def pointwise(self, value: Value) -> Value:
-        """A row, a residual, an activation or a norm of it."""
-        kind = self.rng.choice(("row", "residual", "activation", "activation", "norm", "cast"))
+        """A row, a number, a residual, an activation or a norm of it."""
+        kind = self.rng.choice(("row", "number", "residual", "activation", "activation", "norm", "cast"))
         if kind == "row":
             b = self.beside(value, (Size(value.width),), "b")
             op = self.rng.choice(("+", "+", "*"))
             return self.assign(f"{value.name} {op} {b.name}", value.shape, value, same=value.same & b.same)
+        if kind == "number":
+            return self.assign(f"{value.name} * {self.rng.choice((0.22, 0.5, 1.5))}", value.shape, value)
         if kind == "residual":
             r = self.beside(value, value.shape, "r")
             return self.assign(f"{value.name} + {r.name}", value.shape, value, same=value.same & r.same)
@@ -239,7 +241,7 @@ class Maker:
         """RMSNorm or LayerNorm; its weights are the same on all ranks where the value was reduced."""
         width, shared = (Size(value.width),), bool(value.reduced) or self.chance(0.5)
         w = self.take(width, shared=shared, name="w")
-        form = self.rng.choice(("rms", "rms", "layer", "written"))
+        form = self.rng.choice(("rms", "rms", "layer", "written", "added"))
         if form == "layer":
             b = self.take(width, shared=shared, name="b")
             text = f"layer_norm({value.name}, {w.name}, {b.name})"
@@ -247,6 +249,12 @@ class Maker:
             text = f"rms_norm({value.name}, {w.name})"
         else:
             wide = self.assign(f"{value.name}.to(F32)", value.shape, value)
+            if form == "added":
+                r = self.beside(value, value.shape, "r")
+                wide = self.assign(f"{wide.name} + {r.name}.to(F32)", value.shape, value, same=value.same & r.same)
+                if self.chance(0.5):
+                    self.output(f"{wide.name}.to(DT)")
+                value = wide
             scale = f"torch.rsqrt({wide.name}.pow(2).mean(-1, keepdim=True) + 1e-5)"
             text = f"({wide.name} * {scale}).to(DT) * {w.name}"
         return self.assign(text, value.shape, value, same=value.same & w.same)

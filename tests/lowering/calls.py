@@ -297,12 +297,14 @@ def all_reduce_rms_norm(
     post: Norm | None = None,
     saved: Sequence[str] = (),
     scales: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """[normed, total, and what is saved] of the op; operands: x, or a and b, whose product x is, each row of it times
-    one of `scales`. extras: see `nodes.EXTRAS`.
+    one of `scales`. extras: see `nodes.EXTRAS`. factor: of the reduced rows.
     """
     given = {name: value for name, value in zip(EXTRAS, extras, strict=True) if value is not None}
     fields = {"reduce_op": reduce_op, "norm": norm, "extras": tuple(given), "post": post, "saved": tuple(saved)}
+    fields |= {"factor": factor}
     if len(operands) == 1:
         return site.call(ctx, AllReduceRmsNorm, fields, x=operands[0], **given)
     a, b = operands

@@ -30,6 +30,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Handshakes are bounded by it too, so it leaves time to ranks on a busy machine.
 TIMEOUT_S = 5.0
 LLAMA = Norm("rms", 1e-6, round_first=True)
+VLLM = replace(LLAMA, unrounded=True)
 GEMMA = Norm("rms", 1e-6, plus_one=True)
 RMS = Norm("rms", 1e-5)
 LAYER = Norm("layer", 1e-5)
@@ -52,11 +53,14 @@ class Case:
     saved: str = ""
     scaled: bool = False
     """Each rank scales the rows of its product."""
+    factor: float = 1.0
+    """Of the reduced rows."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
         norm = f"{self.post.form}-" if self.post else ""
-        norm += self.norm.form + "+1" * self.norm.plus_one + "r" * self.norm.round_first
+        norm += f"{self.factor}-" * (self.factor != 1.0)
+        norm += self.norm.form + "+1" * self.norm.plus_one + "r" * self.norm.round_first + "u" * self.norm.unrounded
         norm = "scaled-" * self.scaled + norm
         return f"{shape}-{norm}-{self.extras.replace(' ', '+')}-{str(self.dtype)[6:]}-{self.reduce_op}{self.k or ''}"
 
@@ -68,24 +72,28 @@ CASES = (
     # Nothing is a multiple of anything; pieces of several rows and tiles.
     Case((13, 37), RMS, "weight"),
     Case((2, 9, 21), LAYER, "residual shift", dtype=FP16, wide=True),
-    Case((67, 33), LLAMA, "bias residual", dtype=FP16),
+    # What others use is rounded, and the norm is that of the sum before.
+    Case((67, 33), VLLM, "bias residual", dtype=FP16, saved="reduced scaled"),
     Case((5, 131), LAYER, "", reduce_op="avg"),
     Case((1, 1), RMS, "residual weight"),
-    Case((29,), RMS, "residual weight", dtype=FP32),
+    Case((29,), RMS, "residual weight", dtype=FP32, factor=0.22),
     Case((5, 38), LAYER, "bias second_bias residual weight", dtype=FP16, saved="reduced mean rstd scaled"),
     Case((7, 35), LLAMA, "post_weight residual weight", FP16, post=GEMMA, saved="reduced post_rstd rstd"),
     Case((13, 37), ALONE, "post_weight residual", FP16, post=LLAMA, saved="reduced post_rstd"),
     Case((3, 24), RMS, "bias post_weight post_shift residual weight", post=LAYER, saved="post_mean post_rstd"),
     # Two norms of one sum.
     Case((5, 26), LAYER, "bias residual weight shift other_weight other_shift", FP16, saved="mean rstd other"),
-    Case((14, 24), GEMMA, "residual weight other_weight", saved="other"),
+    Case((14, 24), GEMMA, "residual weight other_weight scale", FP16, saved="other"),
+    # Small enough to be sent in band.
+    Case((3, 24), VLLM, "residual weight", FP16, saved="reduced scaled", factor=0.3),
 )
 
 # One row in slices; on 4 ranks in two shots, more slices than owners.
 IN_SLICES = (
     Case((2, 70), LAYER, "bias residual weight other_weight", FP16, saved="reduced mean rstd scaled other"),
-    Case((4, 66), RMS, "second_bias residual weight", FP32, "avg", saved="rstd"),
+    Case((4, 66), RMS, "second_bias residual weight scale", FP32, "avg", saved="rstd"),
     Case((3, 129), LLAMA, "post_weight residual weight", FP16, post=GEMMA, saved="reduced post_rstd rstd"),
+    Case((2, 66), VLLM, "residual weight", FP16, saved="reduced scaled"),
 )
 
 
@@ -118,13 +126,24 @@ def _sum_in_rank_order(ctx: RankContext, x: torch.Tensor, case: Case) -> torch.T
     return (total / ctx.world_size if case.reduce_op == "avg" else total).to(case.dtype)
 
 
+def _unrounded(reduced: torch.Tensor, given: list[torch.Tensor | None], case: Case) -> torch.Tensor:
+    """The last sum before it is rounded, in fp64."""
+    named = dict(zip(EXTRAS, given, strict=True))
+    residual = named["residual"]
+    assert residual is not None and case.post is None
+    named["residual"] = None
+    _, added = reference.add_norm(reduced, list(named.values()), RMS, factor=case.factor)
+    return added.double() + residual.double().view(added.shape)
+
+
 def check(ctx: RankContext, case: Case, site: Site) -> None:
     """Call, and compare everything that can be known about the result. Collective."""
     operands, given = make(ctx, case)
     scales = calls.operand(ctx, [*case.shape[:-1], 1], case.dtype) if case.scaled else None
     before = [one.clone() for one in (*operands, *given) if one is not None]
     names = case.saved.split()
-    outputs = calls.all_reduce_rms_norm(ctx, site, operands, given, case.norm, case.reduce_op, case.post, names, scales)
+    norms = case.norm, case.reduce_op, case.post, names
+    outputs = calls.all_reduce_rms_norm(ctx, site, operands, given, *norms, scales, case.factor)
     normed = None if case.norm == ALONE else outputs.pop(0)
     total, *saved = outputs
     for out in (total,) if normed is None else (normed, total):
@@ -136,7 +155,7 @@ def check(ctx: RankContext, case: Case, site: Site) -> None:
     rounds = case.dtype != BF16 or ctx.device.type == "cuda"
     if rounds and not case.k and site.strategy != "library":
         reduced = _sum_in_rank_order(ctx, operands[0], case)
-        wanted = None if case.post else reference.add_norm(reduced, given, case.norm)[1]
+        wanted = None if case.post else reference.add_norm(reduced, given, case.norm, factor=case.factor)[1]
         assert wanted is None or torch.equal(total, wanted), f"{case}: not the rounded sum in rank order"
         assert "reduced" not in names or torch.equal(saved[0], reduced)
     exact = [None if one is None else one.double() for one in given]
@@ -145,13 +164,15 @@ def check(ctx: RankContext, case: Case, site: Site) -> None:
     of_group = {"reduce_op": case.reduce_op, **site.group(ctx)}
     post = None if case.post is None else replace(case.post, round_first=False)
     early = [name for name in names if name == "reduced" or name.startswith("post_")]
-    norms = {"norm": RMS if normed is None else case.norm, "post": post, "saved": early}
-    _, summed, *before_sum = reference.all_reduce_rms_norm(x, exact, **norms, **of_group)
+    behind = RMS if normed is None else case.norm
+    before_norm = {"norm": behind, "post": post, "saved": early, "factor": case.factor}
+    _, summed, *before_sum = reference.all_reduce_rms_norm(x, exact, **before_norm, **of_group)
     assert_near(total, summed, num_partials=4)
-    no_rounding = replace(norms["norm"], round_first=False)
-    alone = [None] * 5 + exact[5:]
+    no_rounding = replace(behind, round_first=False, unrounded=False)
+    alone = [one if "weight" in name or "shift" in name else None for name, one in zip(EXTRAS, exact, strict=True)]
     late = names[len(early) :]
-    wide, _, *behind_sum = reference.add_norm(total.double(), alone, no_rounding, None, late)
+    rows = total.double() if not behind.unrounded else _unrounded(saved[0], given, case)
+    wide, _, *behind_sum = reference.add_norm(rows, alone, no_rounding, None, late)
     if normed is not None:
         assert_near(normed, wide, num_partials=2)
     for name, got, want in zip(names, saved, [*before_sum, *behind_sum], strict=True):
@@ -180,6 +201,7 @@ PRODUCTS = (
     Case((2, 3, 33), LAYER, "bias residual weight shift", dtype=FP16, k=17, reduce_op="avg"),
     Case((70, 36), GEMMA, "residual weight", dtype=FP32, k=20, scaled=True),
     # One row is normalised in the launch of its matmul.
+    Case((1, 38), VLLM, "residual weight scale", FP16, k=24, saved="reduced scaled"),
     Case((1, 36), LLAMA, "second_bias post_weight residual weight", FP16, "sum", 20, False, GEMMA, "rstd", True),
     Case((9, 36), LAYER, "residual weight", dtype=FP16, k=20, saved="reduced mean scaled"),
     Case((9, 34), LAYER, "bias residual weight shift other_weight other_shift", FP16, k=18, saved="other"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,26 +20,32 @@ from ditron_inductor.lowering.norms.add_norm import add_norm_kernel
 from ditron_inductor.lowering.norms.rows import (
     HAS_OTHER_SHIFT,
     HAS_OTHER_WEIGHT,
+    HAS_POST_WEIGHT,
     HAS_RESIDUAL,
+    HAS_SCALE,
     HAS_SECOND_BIAS,
     HAS_SHIFT,
     HAS_WEIGHT,
     LAYER,
     POST,
+    POST_ROUND_FIRST,
     ROUND_FIRST,
     SAVES_OTHER,
     SAVES_POST_RSTD,
     SAVES_REDUCED,
     SAVES_RSTD,
     SAVES_SCALED,
+    TIMES_FACTOR,
     TOTAL_KNOWN,
+    UNROUNDED,
     Norms,
     block_of,
+    constants_of,
     warps_of,
 )
 from ditron_inductor.lowering.norms.stage_norm import How as StageHow
 from ditron_inductor.lowering.norms.stage_norm import stage_norm
-from ditron_inductor.task.nodes import EXTRAS, SAVED
+from ditron_inductor.task.nodes import EXTRAS, SAVED, AllReduceRmsNorm, Norm, Policy
 from tests.lowering.assembly import NVIDIA, Listing, dialect_of, machine_code, resources
 from tests.lowering.cross_compile import POINTERS as WORKSPACE
 from tests.lowering.cross_compile import TARGETS, all_aligned, compile_for
@@ -70,10 +76,12 @@ class Case:
     form: int = HAS_RESIDUAL.value | HAS_WEIGHT.value | LAYER.value
     slices: int = 1
     trace: int = 0
+    fuses: bool = True
+    """Whether the compiler may compute a product and a sum by one operation."""
 
     def __str__(self) -> str:
         sizes = f"{self.tiles}x{self.rows}x{self.n}" + f"/{self.slices}" * (self.slices > 1)
-        return f"{self.target}-{1 if self.one_shot else 2}-{sizes}-{self.dtype}-{self.form:x}"
+        return f"{self.target}-{1 if self.one_shot else 2}-{sizes}-{self.dtype}-{self.form:x}" + "x" * (not self.fuses)
 
     @property
     def num_warps(self) -> int:
@@ -90,9 +98,10 @@ CASES = (
     # Two norms of one sum.
     Case("sm_90", True, 6144, form=TWO),
     Case("gfx942", False, 4096, form=TWO),
-    Case("sm_90", False, 8192, form=DECODE, slices=8),
+    Case("sm_90", False, 8192, form=DECODE | UNROUNDED.value, slices=8),
     Case("sm_90", False, 4096, form=BACKWARD, slices=4),
     Case("gfx942", False, 4096, slices=4),
+    Case("sm_90", True, 4096, form=DECODE | TIMES_FACTOR.value, fuses=False),
 )
 # Compilers are slow: each of these has in two other cases whatever one would trip over.
 MORE_CASES = (
@@ -128,7 +137,7 @@ def compiled(kernel: Any, case: Case) -> Any:
             SLICE=block_of(slice_width(case.n, case.slices)),
             THREADS=TARGETS[case.target].warp_size * num_warps,
         ),
-        "NORMS": Norms(case.form, 1e-6, 1e-6),
+        "NORMS": Norms(case.form, 1e-6, 1e-6, 0.22),
         "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}
@@ -154,7 +163,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         if not parameter.do_not_specialize:
             attributes[place,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, known, attributes)
-    return compile_for(case.target, source, {"num_warps": num_warps})
+    return compile_for(case.target, source, {"num_warps": num_warps, "enable_fp_fusion": case.fuses})
 
 
 def assembly(kernel: Any, case: Case) -> str:
@@ -201,6 +210,35 @@ def test_the_norm_alone() -> None:
     text = assembly(add_norm_kernel, CASES[0])
     assert resources(text).spilled_bytes == 0 and re.search(NVIDIA.wide_load, text)
     assert assembly(add_norm_kernel, Case("gfx942", True, 4096))
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "form"),
+    [
+        ("sm_90", "bf16", HAS_SCALE.value),
+        ("sm_90", "fp32", TIMES_FACTOR.value),
+        ("sm_90", "bf16", POST.value | HAS_POST_WEIGHT.value | POST_ROUND_FIRST.value),
+        ("gfx942", "fp16", HAS_SCALE.value),
+    ],
+)
+def test_a_product_is_rounded_before_the_residual_is_added(target: str, dtype: str, form: int) -> None:
+    """One operation for both would round once. Without the option the compiler chooses that."""
+    case = Case(target, True, 1024, dtype, form=form | HAS_RESIDUAL.value)
+    at_once = r"fma\.rn\.(bf16|f16|f32)" if target == "sm_90" else r"v_pk_fma_f(16|32)"
+    assert re.search(at_once, assembly(add_norm_kernel, case))
+    assert not re.search(at_once, assembly(add_norm_kernel, replace(case, fuses=False)))
+
+
+def test_which_kernels_round_products_by_themselves() -> None:
+    """Those in which one stands in front of a residual."""
+    site = 2, "0", "r/0", Policy()
+    plain = AllReduceRmsNorm("sum", Norm(), ("residual", "weight"), *site)
+    alone = AllReduceRmsNorm("sum", Norm(), ("weight",), *site, factor=0.5)
+    scaled = replace(plain, extras=("residual", "scale"))
+    products = [replace(plain, factor=0.5), scaled, replace(plain, post=Norm())]
+    options = [constants_of(node, stores_reduced=True) for node in (plain, alone, *products)]
+    assert ["enable_fp_fusion" in one for one in options] == [False, False, True, True, True]
+    assert all(one.get("enable_fp_fusion", False) is False for one in options)
 
 
 STAGED = (

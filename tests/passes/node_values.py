@@ -102,7 +102,8 @@ def _normalised(calls: list[Call], value: torch.Tensor) -> list[Any]:
     found = []
     for call in calls:
         extras = [call.given.get(name) for name in EXTRAS]
-        found.append(reference.add_norm(value, extras, call.node.norm, call.node.post, call.node.saved))
+        node = call.node
+        found.append(reference.add_norm(value, extras, node.norm, node.post, node.saved, node.factor))
     return found
 
 

@@ -14,12 +14,12 @@ from torch import fx, nn
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
-from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm, find_sum, prove
+from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm, prove
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode
-from ditron_inductor.task.nodes import Norm
-from ditron_inductor.task.schema import node_from_call
-from ditron_inductor.task.verify import verify_graph
+from ditron_inductor.passes.graph.reduced_sums import find_sum
+from ditron_inductor.task.nodes import Norm, ReductionWithNorm
+from ditron_inductor.task.verify import task_calls, verify_graph
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_reduce,
@@ -132,8 +132,7 @@ def codes(module: fx.GraphModule) -> list[str]:
 
 def nodes_of(module: fx.GraphModule) -> list[Any]:
     """The Task nodes with a norm."""
-    calls = [node for node in module.graph.nodes if "rms_norm" in str(node.target)]
-    return [node_from_call(call.target, call.args) for call in calls]
+    return [task for _, task in task_calls(module.graph) if isinstance(task, ReductionWithNorm)]
 
 
 def frozen(make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> nn.Module:

@@ -35,8 +35,12 @@ SCATTER = MatmulReduceScatter(0, "avg", 4, "0", "r/1", POLICY)
 REDUCE = MatmulAllReduce("sum", 4, "0", "r/2", POLICY, num_products=3, has_bias=True)
 NORM = Norm("rms", 1e-6, round_first=True)
 NORMED = AllReduceRmsNorm("sum", NORM, ("residual", "weight"), 4, "0", "r/3", POLICY)
+SCALED = AllReduceRmsNorm(
+    "sum", dataclasses.replace(NORM, unrounded=True), ("residual", "weight", "scale"), 4, "0", "r/3", POLICY
+)
+SAVED = ("reduced", "post_rstd", "mean")
 DECODED = MatmulAllReduceRmsNorm(
-    "avg", Norm("layer", 0.5), ("post_weight",), 4, "0", "r/4", POLICY, NORM, ("reduced", "post_rstd", "mean"), 2, True
+    "avg", Norm("layer", 0.5), ("post_weight",), 4, "0", "r/4", POLICY, NORM, SAVED, 2, True, factor=0.25
 )
 GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
 ATTENDED = FlashDecode(0.125, 30.0, 4, "0", "r/5", POLICY, True)
@@ -45,7 +49,7 @@ TO_ROWS = AllToAllMatmul(1, 3, True, 4, "0", "r/7", POLICY)
 GATHERED_KEYS = AllGatherAttention(Mask("causal", 40, 64, "8+24"), 0.25, 30.0, 4, "0", "r/8", POLICY, True)
 SCATTERED_KEYS = AttentionReduceScatter(Mask("given"), 0.25, 0.0, 4, "0", "r/9", POLICY)
 NODES = (
-    *(GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, TO_HEADS, TO_ROWS, ATTENDED),
+    *(GATHER, SCATTER, REDUCE, NORMED, SCALED, DECODED, GATHERED, TO_HEADS, TO_ROWS, ATTENDED),
     *(GATHERED_KEYS, SCATTERED_KEYS),
 )
 
@@ -63,9 +67,11 @@ matmul_all_reduce reduce_op=sum world_size=4 group_name=0 site=r/2 strategy=tile
   workspace_limit=1048576 timeout_s=1.5 num_products=3 has_bias
 all_reduce_rms_norm reduce_op=sum norm=(round_first) extras=residual+weight world_size=4
   group_name=0 site=r/3 strategy=tile workspace_limit=1048576 timeout_s=1.5
+all_reduce_rms_norm reduce_op=sum norm=(round_first unrounded) extras=residual+weight+scale
+  world_size=4 group_name=0 site=r/3 strategy=tile workspace_limit=1048576 timeout_s=1.5
 matmul_all_reduce_rms_norm reduce_op=avg norm=(form=layer eps=0.5) extras=post_weight world_size=4
   group_name=0 site=r/4 strategy=tile workspace_limit=1048576 timeout_s=1.5 post=(round_first)
-  saved=reduced+post_rstd+mean num_products=2 has_bias
+  saved=reduced+post_rstd+mean factor=0.25 num_products=2 has_bias
 matmul_all_gather gather_dim=2 world_size=4 group_name=0 site=r/3 strategy=tile
   workspace_limit=1048576 timeout_s=1.5 num_products=2 has_bias
 matmul_all_to_all gather_dim=1 parts=3 world_size=4 group_name=0 site=r/6 strategy=tile
@@ -116,7 +122,12 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (NORMED, "saved", ("post_rstd",)),
         (NORMED, "extras", ("post_weight", "weight")),
         (NORMED, "extras", ("residual", "weight", "other_weight")),
-        (DECODED, "extras", ("scale",)),
+        (DECODED, "extras", ("gain",)),
+        (DECODED, "norm", Norm("layer", 0.5, unrounded=True)),
+        (NORMED, "norm", Norm("none", 0.0, unrounded=True)),
+        (NORMED, "post", Norm("rms", 1e-6, unrounded=True)),
+        (NORMED, "factor", float("inf")),
+        (SCALED, "factor", 0.5),
         (DECODED, "saved", ("variance",)),
         (DECODED, "world_size", 1),
         (GATHERED, "gather_dim", -1),
