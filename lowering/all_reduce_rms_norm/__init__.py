@@ -1,1 +1,1 @@
-"""all_reduce_rms_norm: out = norm(all_reduce(x) + residual), and the sum. One module for each kernel."""
+"""all_reduce_rms_norm: out = norm(all_reduce(x) + residual), and the sum. Each kernel has a module."""

@@ -1,17 +1,18 @@
 """The kernel of all_reduce_rms_norm for a few KB: one shot, in band.
 
-Problem. Of a few rows hardly anything takes time but the release behind them, the look at a flag, a second one at the
-data, and one SM that stores a whole row to all peers.
-Algorithm. As in kernel.py in one shot, but the words that are sent are their own signals: see core/in_band.py. All of x
-is cut into chunks of words, whatever the rows, and a program stores each to all peers; other programs wait for whole
-rows, add them up and normalise them. Sums are in rank order, in fp32, and rounded once: bits as in kernel.py.
-Signal protocol. A program does one thing, and its number says which, so that x is loaded while all else is asked for.
-Number 0 gives the credits that are due, and signs; then come those that send and put zeros back; then those that wait.
-None waits for another of its launch, nor for credits. Programs start in the order of their numbers; and whatever the
-order, all of a launch fit on the GPU at once, an SM for each.
-The own x is read by other programs than store the outputs: no output may lie in it.
-Limits. MOST_BYTES of x on each of MOST_RANKS ranks, in whole words of 32 bits a row; where the group's
-devices do it (device/capabilities.py).
+Problem. With few rows most of the time goes into the release behind the data, the polls of a flag, the reading of the
+data behind the flag, and the one SM that stores a whole row to all peers.
+Algorithm. It is that of norm_kernel.py in one shot, but the words that are sent are their own signals (see
+core/in_band.py). All of x is cut into chunks of words, whatever the rows, and a program stores each chunk to all peers.
+Other programs wait for whole rows, add them up and normalise them. Sums are in rank order, in fp32, and rounded once,
+so the bits are those of norm_kernel.py.
+Signal protocol. Each program has one task, given by its number, so that it can load x while everything else is
+requested. Program 0 gives the credits that are due, and signs. The next programs send and set zeros back, and the last
+ones wait. No program waits for another program of its launch, or for credits. Programs start in the order of their
+numbers; and in any order, all programs of a launch fit on the GPU at once, with one SM for each. The programs that read
+this rank's x are not those that store the outputs, so no output may share memory with x.
+Limits. There are at most MOST_BYTES of x on each of at most MOST_RANKS ranks, and a row has whole words of 32 bits. All
+devices of the group have to be able to send in band (device/capabilities.py).
 """
 
 from __future__ import annotations
@@ -57,21 +58,23 @@ from ditron_inductor.lowering.norms.rows import (
 from ditron_inductor.task.nodes import ReductionWithNorm
 
 MOST_BYTES = 256 << 10
-"""Of x. The limit is to be measured: a word costs no more than in kernel.py, but for the zero that it leaves behind."""
+"""The most bytes of x. The best limit has not been measured."""
 MOST_ELEMENTS = 8192
-"""Of a tile of several rows."""
+"""The most elements of a tile of several rows."""
 LEAST_CHUNK = 256
-"""Words that a program sends to each peer: as many programs as are free send less than a KB."""
+"""The fewest words that a program sends to each peer."""
 
 INTERPRETED_MOST_BYTES = 512
 INTERPRETED_LEAST_CHUNK = 16
 INTERPRETED_PROGRAMS = 8
-"""So that small problems have several programs of each kind, and are not all in band."""
+"""The limits of the interpreter are low, so that small problems have several programs of each kind, and some small
+problems are not sent in band.
+"""
 
 
 class How(NamedTuple):
-    """What is known at compile time: ranks, a mean or a sum, rows of a reader, places of a row, in elements and in
-    words, words that a sender sends, threads of a program.
+    """Values that are known at compile time: the number of ranks, whether to take the mean, the rows of a reader, the
+    places of a row in elements and in words, the words that a sender sends, and the threads of a program.
     """
 
     WORLD: Any
@@ -84,7 +87,9 @@ class How(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """[M, N] has `words` words, `width` in a row; those of a source come `stride` after the last one's; senders."""
+    """The sizes: [M, N] has `words` words, `width` in each row. In an area, the words of the next source begin after
+    `stride` words. There are `senders` senders.
+    """
 
     M: Any
     N: Any
@@ -96,7 +101,9 @@ class Sent(NamedTuple):
 
 @triton.jit
 def send(protocol, asked, x, own, heaps, sizes, number, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Words of x, which points to those of all rows, to all peers; and zeros; and `leave`. heaps: of rank + 1, .."""
+    """Sends a chunk of the words of x to all peers, sets zeros back, and returns the result of `leave`. x: pointer to
+    the words of all rows. heaps: those of rank + 1, ..
+    """
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     first = number * HOW.CHUNK
@@ -117,7 +124,7 @@ def send(protocol, asked, x, own, heaps, sizes, number, HOW: tl.constexpr, TRACE
 def reduce(
     protocol, asked, x, given, outputs, own, sizes, piece, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of `piece`, and `leave`."""
+    """Reduces and normalises the rows of `piece`, and returns the result of `leave`."""
     BLOCK: tl.constexpr = HOW.BLOCK
     ROWS: tl.constexpr = HOW.ROWS
     WORLD: tl.constexpr = HOW.WORLD
@@ -157,13 +164,12 @@ def in_band_kernel(
     x, given, outputs, pointers, M, N, words, width, stride, senders, rank, slot, site,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. x [M, N], contiguous, has `words` words, `width` in a row; those of a source come `stride` after
-    the last one's. given, outputs: as by `rows.extras` and `rows.finish`. Programs: one, `senders`, and one for each
-    ROWS rows.
+    """See the module. x is [M, N], contiguous; for the other sizes see `Sent`. given, outputs: see `rows.extras` and
+    `rows.finish`. There is program 0, then `senders` programs, then a program for each ROWS rows.
     """
     WORLD: tl.constexpr = HOW.WORLD
     program = tl.program_id(0)
-    # All questions before the first answer.
+    # Ask for everything before the first answer is needed.
     protocol = Words(pointers.table, pointers.ctl, rank, slot, site)
     asked = ask(protocol, HOW.THREADS)
     own, heaps = heap_of(protocol, rank), heaps_of_peers(protocol, WORLD)
@@ -184,7 +190,9 @@ def in_band_kernel(
 
 @dataclass(frozen=True)
 class Shares:
-    """How the work is dealt out: `senders` programs of `chunk` words, `readers` of `rows` rows. stride: of a source."""
+    """How the work is divided: `senders` programs send `chunk` words each, and `readers` programs have `rows` rows
+    each. stride: the words from one source to the next in an area.
+    """
 
     rows: int
     readers: int
@@ -200,8 +208,8 @@ class Shares:
 def shares(
     M: int, N: int, itemsize: int, world_size: int, *, programs: int, most_bytes: int, least_chunk: int
 ) -> Shares | None:
-    """Of M rows of N elements, for at most `programs`, half of which at most are readers; None if they do not fit, or
-    are more than `most_bytes`.
+    """Returns the Shares of M rows of N elements, for at most `programs` programs, of which at most half are readers;
+    None if the rows do not fit, or have more than `most_bytes` bytes.
     """
     nbytes = M * N * itemsize
     stride = round_up(ceil_div(nbytes, 4), LINE.value)
@@ -220,7 +228,7 @@ def shares(
 
 
 def shares_of(launch: Launch, M: int, N: int, itemsize: int) -> Shares | None:
-    """`shares` for the devices of a group, from what all ranks know; None where nothing is sent in band."""
+    """Returns `shares` for the devices of a group, equal on all ranks; None if nothing is sent in band."""
     if not launch.workspace.capabilities.in_band:
         return None
     return shares(
@@ -243,9 +251,9 @@ def all_reduce_rms_norm(
     x: torch.Tensor,
     given: tuple[torch.Tensor | None, ...],
 ) -> Outputs:
-    """x [.., N], contiguous, of M rows; returns (normed, total), of its shape, and what is saved. See the module."""
+    """Returns the Outputs for x [.., N], contiguous, with M rows; see the module."""
     if x.data_ptr() % 4 != 0:
-        # It is read in words.
+        # The kernel reads x in words.
         x = x.clone()
     outputs = allocate(node, x, {})
 

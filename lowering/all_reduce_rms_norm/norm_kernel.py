@@ -1,19 +1,21 @@
 """all_reduce_rms_norm by one kernel: whole rows are exchanged, added up and normalised in registers.
 
-Problem. Every rank holds x [M, N] and wants total = all_reduce(x) + bias + residual and normed = norm(total). For a few
-rows what counts is launches and rounds of signals, for more of them how often they are read and written.
-Algorithm. As in all_reduce/all_reduce_kernel.py, but pieces are whole rows, in tiles of a few that stay in
-registers. In *one shot* a program puts its rows into the slot of every peer, and adds up what all have sent. In *two
-shots* the rows are dealt to the ranks in equal runs, and a program takes one piece of every run: it sends each to its
-owner, adds up the own one, and sends the rounded sum to every peer. What follows the sum is done by every rank for all
-rows: to send its results would double what is sent. Sums are in rank order, in fp32, and rounded once; either all ranks
-add the same values, or the owner's sum is what all have. So all of them normalise the same bits, by the same program.
-In two shots of fewer rows than SMs each is cut into slices for several programs: see slices.py. A few KB in one shot
-are sent in band: see in_band.py.
-Signal protocol. That of all_reduce_kernel.py: flag row `ticket` for rows, sent when the credits of all peers have come;
-RESULT_ROW + ticket for sums. A program takes one ticket and waits only for what peers send under the same one.
-A piece without credits is not sent, and never published, nor is a sum whose rows are not all there.
-Limits. nodes.MOST_NORM_COLUMNS columns; one flag for each piece, so many tiles share one where there are many rows.
+Problem. Every rank holds x [M, N] and wants total = all_reduce(x) + bias + residual and normed = norm(total). With few
+rows the time is that of launches and rounds of signals; with more rows it depends on how often they are read and
+written.
+Algorithm. It is that of all_reduce/all_reduce_kernel.py, but pieces are whole rows, in tiles of a few rows that stay in
+registers. In *one shot* a program puts its rows into the slot of every peer, and adds up what all ranks have sent. In
+*two shots* the rows are divided among the ranks in equal runs, and a program takes one piece of every run: it sends
+each piece to its owner, adds up its own piece, and sends the rounded sum to every peer. Every rank does what follows
+the sum for all rows, because sending both results would take twice as many bytes. Sums are in rank order, in fp32, and
+rounded once, so all ranks normalise equal bits. In two shots of fewer rows than SMs, each row is cut into slices for
+several programs (see slices.py). A few KB in one shot are sent in band (see norm_in_band.py).
+Signal protocol. It is that of all_reduce_kernel.py: flag row `ticket` publishes rows, which are sent after the credits
+of all peers have come; RESULT_ROW + ticket publishes sums. A program takes one ticket, and waits only for what peers
+send under the same ticket. A piece without credits is neither sent nor published, nor is a sum of which rows are
+missing.
+Limits. There are at most nodes.MOST_NORM_COLUMNS columns. There is one flag for each piece, so with many rows a piece
+has many tiles.
 """
 
 from __future__ import annotations
@@ -58,29 +60,30 @@ from ditron_inductor.lowering.norms.rows import (
 from ditron_inductor.task.nodes import ReductionWithNorm
 
 ROUND_BYTES = 800 << 10
-"""What a rank can send in the time of one more round of signals."""
+"""The bytes that a rank can send in the time of one more round of signals."""
 TILE = 4096
-"""Elements of a tile, as long as a row is no longer."""
+"""The elements of a tile, unless a row is longer."""
 LEAST_SLICE = 1024
-"""Elements of a slice: one SM sends them in less time than a signal takes."""
+"""The fewest elements of a slice. One SM sends them in less time than a signal takes."""
 LEAST_SLICES = 4
-"""Fewer were not measured."""
+"""The fewest slices of a row that is cut. Fewer were not measured."""
 WIDE_PIECES_PER_SM = 2
-"""Where a row is longer than a tile, and an SM has no more programs at once. Rows are dealt to as many pieces, since
-every wave of programs takes a round of signals, or two.
+"""The pieces for each SM if a row is longer than a tile. An SM then has no more programs at once, and every further
+wave of programs would take one or two rounds of signals.
 """
 
 INTERPRETED_ROUND_BYTES = 512
 INTERPRETED_TILE = 64
 INTERPRETED_PIECES = 4
 INTERPRETED_LEAST_SLICE = 16
-"""So that small problems have all there is: two shots, several rows in a tile, several tiles in a piece, slices."""
+"""The limits of the interpreter are low, so that small test problems reach every case."""
 
 
 @triton.jit
 def rows_of(ticket, tile, pieces, run, M, ROWS: tl.constexpr):
-    """The rows [ROWS, 1] of a run that tile `tile` of a piece has: in turns with the other pieces, so that none of them
-    has more than one tile more than another. M, which no tensor has, for those behind the end of the run.
+    """Returns the rows [ROWS, 1] of a run that belong to tile `tile` of a piece. Tiles are dealt to the pieces in
+    turns, so the numbers of their tiles differ by at most one. Rows behind the end of the run are M, which no tensor
+    has.
     """
     rows = (tile * pieces + ticket) * ROWS + tl.arange(0, ROWS)
     return tl.where(rows < run, rows, M).to(tl.int64)[:, None]
@@ -88,7 +91,9 @@ def rows_of(ticket, tile, pieces, run, M, ROWS: tl.constexpr):
 
 @triton.jit
 def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr):
-    """The rows of piece `ticket`, and `leave`. A slot has places [source][row]."""
+    """Reduces and normalises the rows of piece `ticket`, and returns the result of `leave`. A slot has places
+    [source][row].
+    """
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     cols = tl.arange(0, HOW.BLOCK)[None, :]
@@ -108,7 +113,7 @@ def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NO
             more = tl.load(x + rows * sizes.N + cols, mask=there, other=0.0)
             for i in tl.static_range(WORLD - 1):
                 tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, more, mask=there)
-    # Acquire: the rows of all peers.
+    # Acquire: the peers' rows are visible.
     left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     dtype: tl.constexpr = x.dtype.element_ty
     places = first * sizes.pitch + cols
@@ -129,7 +134,7 @@ def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NO
 
 @triton.jit
 def sums_of(rows, cols, sums, sizes, given, known, FORM: tl.constexpr):
-    """Rows that have been added up, NaN unless `known`, and their residual. sums: pointer to [M, pitch]."""
+    """Loads (rows that have been added up, NaN if `known` is 0; their residual). sums: pointer to [M, pitch]."""
     there = (rows < sizes.M) & (cols < sizes.N)
     result = tl.load(sums + rows * sizes.pitch + cols, mask=there & (known != 0), other=float("nan"))
     return result, residual_of(given, rows * sizes.N + cols, cols, there, FORM)
@@ -139,7 +144,9 @@ def sums_of(rows, cols, sums, sizes, given, known, FORM: tl.constexpr):
 def two_shots(
     use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
+    """Reduces and normalises the rows of piece `ticket` of every run, and returns the result of `leave`. A slot has
+    places [source][row], then sums [owner][row].
+    """
     FORM: tl.constexpr = NORMS.FORM
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
@@ -151,7 +158,7 @@ def two_shots(
     if ok != 0:
         for tile in range(HOW.TILES):
             rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
-            # All of them, as no load overtakes a store.
+            # Load all of them first, because a load cannot be moved before a store.
             sent = ()
             for i in tl.static_range(1, WORLD):
                 theirs = (use.rank + i) % HOW.WORLD * sizes.run + rows
@@ -161,7 +168,7 @@ def two_shots(
                 theirs = (use.rank + 1 + i) % HOW.WORLD * sizes.run + rows
                 there = (theirs < sizes.M) & (cols < sizes.N)
                 tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, sent[i], mask=there)
-    # Acquire: the own rows of all peers.
+    # Acquire: the peers' parts of this rank's rows are visible.
     left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     for tile in range(HOW.TILES):
         rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
@@ -174,13 +181,13 @@ def two_shots(
             for i in tl.static_range(WORLD - 1):
                 slot_sums = begun.slots[i] + sums + use.rank * area
                 tl.store(slot_sums + rows * sizes.pitch + cols, result.to(dtype), mask=there)
-        # For this rank too: nobody else writes there.
+        # This rank needs the sums too, and nobody else writes them there.
         tl.store(begun.own + sums + use.rank * area + rows * sizes.pitch + cols, result.to(dtype), mask=there)
-    # Other threads may read the own sums than wrote them.
+    # The threads that read these sums may not be those that wrote them.
     tl.debug_barrier()
     if whole != 0:
         publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
-    # Acquire: the sums of all peers.
+    # Acquire: the peers' sums are visible.
     known = ok & timed_wait_all(use, RESULT_ROW + ticket, HOW.WORLD, TRACE)
     for tile in range(HOW.TILES):
         rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
@@ -190,7 +197,7 @@ def two_shots(
             there = (theirs < sizes.M) & (cols < sizes.N)
             result, loaded = coming, with_rows(residual, given, cols, sizes.N, FORM)
             if i + 1 < HOW.WORLD:
-                # Before these are stored, as no load overtakes a store.
+                # Load the next rows before these are stored, because a load cannot be moved before a store.
                 following = (use.rank + i + 1) % HOW.WORLD * sizes.run + rows
                 coming, residual = sums_of(following, cols, begun.own + sums, sizes, given, known, FORM)
             finish(result, loaded, outputs, theirs, theirs * sizes.N + cols, there, sizes.M, sizes.N, NORMS)
@@ -203,11 +210,12 @@ def all_reduce_rms_norm_kernel(
     x, given, outputs, pointers, M, N, pitch, pieces, run, width, rank, slot, site,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. x [M, N], contiguous; may be the total, but for SLICES. given, outputs: as by `rows.extras` and
-    `rows.finish`. One program for each of `pieces` of every run of `run` rows, or for each of their SLICES, of `width`
-    columns, in SLICE places.
+    """See the module. x is [M, N], contiguous, and may be the total, except with SLICES. given, outputs: see
+    `rows.extras` and `rows.finish`. There is a program for each of the `pieces` of a run of `run` rows, or for each of
+    its SLICES, which have `width` columns in SLICE places.
     """
-    # All questions before the first answer: one after the other they would take as long as a signal.
+    # Ask for everything before the first answer is needed: one after the other, the loads would take as long as a
+    # signal.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET if HOW.SLICES == 1 else SEND_TICKET, HOW.THREADS, True)
     use = use_of(words)
@@ -225,10 +233,8 @@ def all_reduce_rms_norm_kernel(
 
 @dataclass(frozen=True)
 class RowCut:
-    """How rows are cut: `pieces` of at most `tiles` tiles of `rows` rows, in one shot of all of them, in two of every
-    run.
-
-    slices: of each piece, which then is one row of a run.
+    """How rows are cut: all rows in one shot, or each run in two shots, have `pieces` pieces of at most `tiles` tiles
+    of `rows` rows. If a piece has several `slices`, it is one row of a run.
     """
 
     one_shot: bool
@@ -250,11 +256,12 @@ def cut(
     round_bytes: int,
     least_slice: int,
 ) -> RowCut:
-    """Tiles of at most `tile` elements, or one row, and at least one piece for each of `programs`, if there are the
-    rows; in two shots else 2^n slices of at least `least_slice` elements, for as many of them.
+    """Returns the RowCut. A tile has at most `tile` elements, or one row, and there is a piece for each of `programs`
+    if there are enough rows. Otherwise, in two shots, a row is cut into 2^n slices of at least `least_slice` elements,
+    as far as there are programs for them.
 
-    round_bytes: two shots are chosen where they save a rank more than that. In one shot it sends all rows to each of
-    its W - 1 peers, in two shots 2 / W of them.
+    round_bytes: two shots are chosen if a rank then sends fewer bytes by more than this number. In one shot it sends
+    all rows to each of its W - 1 peers, and in two shots 2 / W of them.
     """
     saved = (world_size - 1) * (world_size - 2) * M * N * itemsize // world_size
     one = saved <= round_bytes
@@ -268,10 +275,10 @@ def cut(
     if wide:
         most = min(most, WIDE_PIECES_PER_SM * programs)
     tiles = ceil_div(ceil_div(length, rows), most)
-    # As many on every SM; else as few as have no more tiles.
+    # Either every SM gets equally many pieces, or there are as few pieces as this number of tiles allows.
     pieces = most if wide and tiles > 1 else ceil_div(length, rows * tiles)
     slices = 1
-    # Each of one row.
+    # Only pieces of one row are cut into slices.
     most_slices = min(programs, flags) // pieces if not one and rows * tiles == 1 else 1
     while 2 * slices <= most_slices and 2 * slices * least_slice <= N:
         slices *= 2
@@ -280,10 +287,9 @@ def cut(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [M, N], how it is cut, rows of a run, elements of a row in the slot, the
-    slot's bytes.
-
-    in_band: how it is dealt out where all is sent in band, and nothing of the slot is used.
+    """The layout of a call, from sizes that all ranks share: the output [M, N], how it is cut, the rows of a run, the
+    elements `pitch` of a row in the slot, and the bytes of the slot. in_band: how the work is divided if everything is
+    sent in band, where no data is in the slot; otherwise None.
     """
 
     M: int
@@ -296,19 +302,19 @@ class Geometry:
 
 
 def slice_width(columns: int, slices: int) -> int:
-    """Of all but the last; each begins, like a row, at a multiple of 16 elements."""
+    """Returns the columns of each slice but the last. A slice begins, like a row, at a multiple of 16 elements."""
     return round_up(ceil_div(columns, slices), 16)
 
 
 def slice_warps(block: int, itemsize: int) -> int:
-    """Warps of a program for slices, whose rows have `block` places: up to 8 as by `warps_of`, and more where a thread
-    would have more than 64 bytes.
+    """Returns the warps of a program for slices of rows with `block` places: like `warps_of` up to 8, and more if a
+    thread would have more than 64 bytes.
     """
     return max(1, min(block // (32 * 16), 8), min(block * itemsize // (32 * 64), 16))
 
 
 def geometry(node: ReductionWithNorm, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """For x [rows of a, columns]: a is x, or what x is a product of. See Geometry."""
+    """Returns the Geometry for x [rows of a, columns]. a: x itself, or the left operand of the product x."""
     rows, itemsize = math.prod(a.shape[:-1]), a.element_size()
     chosen = cut(
         rows,
@@ -321,7 +327,7 @@ def geometry(node: ReductionWithNorm, launch: Launch, a: torch.Tensor, columns: 
         round_bytes=INTERPRETED_ROUND_BYTES if launch.interpreted else ROUND_BYTES,
         least_slice=INTERPRETED_LEAST_SLICE if launch.interpreted else LEAST_SLICE,
     )
-    # A row begins at a multiple of 16 elements, so that it can be moved 16 bytes at a time.
+    # A row begins at a multiple of 16 elements, so that 16 bytes can be moved at a time.
     pitch = round_up(columns, 16)
     areas = node.world_size * (1 if chosen.one_shot else 2)
     run = rows if chosen.one_shot else ceil_div(rows, node.world_size)
@@ -338,14 +344,12 @@ def all_reduce_rms_norm(
     given: tuple[torch.Tensor | None, ...],
     in_place: bool = False,
 ) -> Outputs:
-    """x [.., N]; returns (normed, total), of its shape, and what is saved. See the module. in_place: x may be
-    overwritten, and where it can be it becomes the total.
-    """
+    """Returns the Outputs for x [.., N]; see the module. in_place: x may be overwritten by the total."""
     x = x.contiguous()
     if sizes.in_band is not None:
         return norm_in_band.all_reduce_rms_norm(node, launch, sizes.M, sizes.N, sizes.in_band, x, given)
     cut = sizes.cut
-    # The programs of a row read all of it when another may have stored its slice of the total.
+    # With slices, a program may read a row of x after another program has stored a part of the total.
     outputs = allocate(node, x, {"total": x} if in_place and cut.slices == 1 else {})
 
     def arguments() -> Arguments:

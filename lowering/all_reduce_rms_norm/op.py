@@ -1,4 +1,4 @@
-"""How `all_reduce_rms_norm` runs: its kernel, and the library's collective with a kernel behind it."""
+"""Declares how `all_reduce_rms_norm` runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ditron_inductor.task.nodes import AllReduceRmsNorm
 
 
 def library(node: AllReduceRmsNorm, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """What runs such calls by the library; see `Library`."""
+    """Returns what runs such calls by the library; see `kind.Library`."""
     normalise = norm_library.normaliser(node, list(operands[0].shape), operands[0].device)
 
     def call(x: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> Outputs:

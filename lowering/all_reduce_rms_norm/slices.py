@@ -1,18 +1,17 @@
-"""The kernel of all_reduce_rms_norm in two shots where there are fewer rows than SMs: each is sent and added up in
-slices.
+"""The kernel of all_reduce_rms_norm in two shots for fewer rows than SMs: rows are sent and added up in slices.
 
-Problem. One SM stores to peers at a fraction of the links' rate: a row of 16 KB, to three of them, takes it 2 us, while
+Problem. One SM stores to peers at a fraction of the links' rate: it takes 2 us for a row of 16 KB to three peers, while
 most SMs have no row.
-Algorithm. As in kernel.py in two shots, with SLICES programs for each row of a run. All sends come first: a program
-takes tickets, each for a slice of a row of every run, until there are none, and puts the slices into the slots of their
-owners. Then it takes tickets of sums, each for a slice of an own row, until there are none, and sends the rounded sums
-to all; then it normalises whole rows: those with its number, of its share of the owners.
-Signal protocol. Flag row `ticket` for slices, sent when the credits of all peers have come; RESULT_ROW + ticket for
-sums, for which the other programs of this rank wait too. A send waits for credits only, and a sum for sends only, so
-all of them are made by the programs that run, if only one does. What comes last has no queue: the program's number
-says which row, and it may wait for any. A ticket that is held ahead waits for no more than that either.
-The own x is read by all programs of a row, after others may have stored: no output may lie in it.
-A slice without credits is not sent, and never published, nor is a sum whose slices are not all there.
+Algorithm. It is that of norm_kernel.py in two shots, with SLICES programs for each row of a run. All sends come first:
+a program takes tickets, each for a slice of a row of every run, until none is left, and puts the slices into the slots
+of their owners. Then it takes tickets of sums, each for a slice of a row of this rank, until none is left, and sends
+the rounded sums to all peers. Then it normalises whole rows: those with its number, for its share of the owners.
+Signal protocol. Flag row `ticket` publishes slices, which are sent after the credits of all peers have come. RESULT_ROW
++ ticket publishes sums, for which the other programs of this rank wait too. A send waits for credits only, and a sum
+for sends only, so the resident programs do all of them, even if there is only one. A ticket that is held ahead waits
+for no more than that. The last step has no queue: the program's number says which row, and it may wait for everything.
+All programs of a row read this rank's x, perhaps after others have stored outputs, so no output may share memory with
+x. A slice without credits is neither sent nor published, nor is a sum of which slices are missing.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ from ditron_inductor.lowering.norms.rows import extras, finish
 
 
 class How(NamedTuple):
-    """What is known at compile time, here and in kernel.py: ranks, a mean or a sum, which of the algorithms; rows of a
-    tile, tiles of a piece, places of a row; slices of a row, and places of one; threads of a program.
+    """Values that are known at compile time, here and in norm_kernel.py: the number of ranks, whether to take the mean,
+    whether to use one shot, the rows of a tile, the tiles of a piece, the places of a row, the slices of a row, the
+    places of a slice, and the threads of a program.
     """
 
     WORLD: Any
@@ -47,7 +47,9 @@ class How(NamedTuple):
 
 
 class SliceRuns(NamedTuple):
-    """[M, N], elements from one row to the next in a slot, pieces of a run, rows of a run, and columns of a slice."""
+    """The sizes: [M, N], the elements from one row to the next in a slot, the pieces of a run, the rows of a run, and
+    the columns of a slice.
+    """
 
     M: Any
     N: Any
@@ -59,7 +61,7 @@ class SliceRuns(NamedTuple):
 
 @triton.jit
 def slice_of(ticket, width, N, SLICES: tl.constexpr, SLICE: tl.constexpr):
-    """The row of a ticket, the columns [SLICE] of its slice, and which of them there are."""
+    """Returns (the row of a ticket, the columns [SLICE] of its slice, which of them exist)."""
     lanes = tl.arange(0, SLICE)
     cols = ticket % SLICES * width + lanes
     return (ticket // SLICES).to(tl.int64), cols, (lanes < width) & (cols < N)
@@ -69,9 +71,8 @@ def slice_of(ticket, width, N, SLICES: tl.constexpr, SLICE: tl.constexpr):
 def two_shots_in_slices(
     use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Slice `ticket` of a row of every run, and those that nobody has taken; sums; rows; and `leave`.
-
-    A slot has places [source][row], then sums [owner][row].
+    """Sends slice `ticket` of a row of every run, and further slices that nobody has taken; then computes sums and
+    whole rows. Returns the result of `leave`. A slot has places [source][row], then sums [owner][row].
     """
     WORLD: tl.constexpr = HOW.WORLD
     dtype: tl.constexpr = x.dtype.element_ty
@@ -103,14 +104,14 @@ def two_shots_in_slices(
         row, part, there = slice_of(ticket, sizes.width, sizes.N, HOW.SLICES, HOW.SLICE)
         ours = use.rank * sizes.run + row
         mine = tl.load(x + ours * sizes.N + part, mask=there & (ours < sizes.M), other=0.0)
-        # Acquire: the slice of the own row, of all peers.
+        # Acquire: the peers' parts of this slice are visible.
         whole = ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
         total = add_up(mine, begun.own, row * sizes.pitch + part, area, there, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
         if whole != 0:
             for i in tl.static_range(WORLD - 1):
                 slot_sums = begun.slots[i] + sums + use.rank * area
                 tl.store(slot_sums + row * sizes.pitch + part, total.to(dtype), mask=there)
-            # For this rank's other programs too.
+            # This rank's other programs need the sums too.
             tl.store(begun.own + sums + use.rank * area + row * sizes.pitch + part, total.to(dtype), mask=there)
             publish_all(use, RESULT_ROW + ticket, HOW.WORLD, True)
         event(use, adding, ticket, use.rank, SUM, TRACE)
@@ -118,7 +119,7 @@ def two_shots_in_slices(
     left = leave(use, ticket, begun.due, HOW.THREADS, True)
     began = now(TRACE)
     row = tl.program_id(0) // HOW.SLICES
-    # Acquire: all slices of the sums, of all ranks.
+    # Acquire: all slices of the sums of all ranks are visible.
     known = ok & wait_rows(use, RESULT_ROW + row * HOW.SLICES, HOW.WORLD, HOW.SLICES)
     event(use, began, row, use.rank, WAIT, TRACE)
     cols = tl.arange(0, HOW.BLOCK)[None, :]
@@ -126,7 +127,7 @@ def two_shots_in_slices(
         theirs = (owner * sizes.run + row + tl.arange(0, 1)).to(tl.int64)[:, None]
         inside = (theirs < sizes.M) & (cols < sizes.N)
         at = theirs * sizes.N + cols
-        # A slot of W runs of rows has the rows of the tensor, in their order.
+        # The W runs of rows in a slot are the rows of the tensor in their order.
         result = tl.load(begun.own + sums + theirs * sizes.pitch + cols, mask=inside & (known != 0), other=float("nan"))
         loaded = extras(given, at, cols, inside, sizes.N, NORMS.FORM)
         finish(result, loaded, outputs, theirs, at, inside, sizes.M, sizes.N, NORMS)

@@ -1,7 +1,8 @@
-"""matmul_all_reduce_rms_norm, strategy `chunked`: a library product and one kernel, or parts and one kernel behind.
+"""matmul_all_reduce_rms_norm, strategy `chunked`: a library product and one kernel, or an all-reduce in parts and one
+kernel.
 
-Small products are reduced and normalised by the kernel of all_reduce_rms_norm. Others run as matmul_all_reduce does,
-in parts, and then the sums and the norm in one launch.
+The kernel of all_reduce_rms_norm reduces and normalises small products. Larger products are reduced in parts, as by
+matmul_all_reduce, and then one launch computes the sums and the norm.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 @dataclass(frozen=True, eq=False)
 class InParts:
-    """Sizes that all ranks share: those of the reduced product, and the kernel behind it."""
+    """The layout of a call in parts: that of the reduced product, and the kernel of the norm."""
 
     product: chunked.Parts
     add_norm: AddNorm
@@ -35,7 +36,9 @@ class InParts:
 
 @dataclass(frozen=True, eq=False)
 class Small:
-    """The same of a product that one kernel reduces and normalises; preparer: of the epilogue, None without one."""
+    """The layout of a call in which one kernel reduces and normalises. `preparer` is the part of an epilogue before the
+    reduction, or None.
+    """
 
     rows: norm_kernel.Geometry
     preparer: Preparer | None
@@ -49,12 +52,12 @@ Geometry = InParts | Small
 
 
 def in_band(sizes: Geometry | None) -> bool:
-    """Whether the kernel behind the product sends in band."""
+    """Returns whether the kernel behind the product sends in band."""
     return isinstance(sizes, Small) and sizes.rows.in_band is not None
 
 
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
-    """a [.., K]; columns: N; k: the largest K on any rank. Equal on all ranks."""
+    """Returns the Geometry for a [.., K]. columns: N. k: the largest K on any rank."""
     if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
         return Small(norm_kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device))
     parts = chunked.parts_geometry(node.reduction, launch, a, columns, k)
@@ -71,15 +74,15 @@ def matmul_all_reduce_rms_norm(
     given: tuple[torch.Tensor | None, ...],
     extras: Sequence[torch.Tensor] = (),
 ) -> Outputs:
-    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns (normed, total) [.., N],
-    the same bits on every rank, and what is saved.
+    """Returns (normed, total) [.., N], with equal bits on all ranks, and what is saved, for a_i [.., K_i], b_i [K_i, N]
+    and bias [N]. extras: the extra tensors of the epilogue. given: see nodes.EXTRAS.
     """
     if isinstance(sizes, InParts):
         (reduced,) = chunked.reduced_sum(node.reduction, launch, sizes.product, a, b, bias, extras)
         return sizes.add_norm(reduced, given)
     rows = sizes.rows
     product = a[0].new_empty([*a[0].shape[:-1], rows.N])
-    Operands([[rows_of(one)] for one in a], b, bias).multiply(0, product.view(rows.M, rows.N))
+    Operands([[rows_of(left)] for left in a], b, bias).multiply(0, product.view(rows.M, rows.N))
     if sizes.preparer is not None:
         sizes.preparer.prepare(product, extras)
     return norm_kernel.all_reduce_rms_norm(node, launch, rows, product, given, in_place=True)

@@ -1,4 +1,4 @@
-"""How `matmul_all_reduce_rms_norm` runs: its strategies, and the library's calls with a kernel behind."""
+"""Declares how `matmul_all_reduce_rms_norm` runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 
 def library(node: MatmulAllReduceRmsNorm, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """What runs such calls by the library; see `Library`."""
+    """Returns what runs such calls by the library; see `kind.Library`."""
     a, b, *_ = node.split(operands)
     device = a[0].device
     normalise = norm_library.normaliser(node, [*a[0].shape[:-1], b[0].shape[1]], device)

@@ -1,6 +1,6 @@
-"""matmul_all_reduce_rms_norm, strategy `tile`: matmul_all_reduce in one launch, then the sums and the norm in one.
+"""matmul_all_reduce_rms_norm, strategy `tile`: a launch of matmul_all_reduce, then a launch of the sums and the norm.
 
-For the few rows of decoding all of it is one launch, see lowering/matmul_all_reduce/one_shot.py.
+For the few rows of decoding everything is one launch (see lowering/matmul_all_reduce/one_shot.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: those of the reduced product, and the kernel behind it, None if that is in one."""
+    """The layout of a call: that of the reduced product, and the kernel of the norm, None if everything is one launch.
+    """
 
     product: sums.Geometry
     add_norm: AddNorm | None
@@ -31,7 +32,7 @@ class Geometry:
 
 
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. Equal on all ranks."""
+    """Returns the Geometry for a [.., K]. columns: N."""
     product = TILE.geometry(node.reduction, launch, a, columns)
     if one_shot.takes_norm(launch, product):
         return Geometry(product, None)
@@ -48,8 +49,8 @@ def matmul_all_reduce_rms_norm(
     given: tuple[torch.Tensor | None, ...],
     extras: Sequence[torch.Tensor] = (),
 ) -> Outputs:
-    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns (normed, total) [.., N],
-    the same bits on every rank, and what is saved.
+    """Returns (normed, total) [.., N], with equal bits on all ranks, and what is saved, for a_i [.., K_i], b_i [K_i, N]
+    and bias [N]. extras: the extra tensors of the epilogue. given: see nodes.EXTRAS.
     """
     if sizes.add_norm is None:
         return one_shot.matmul_all_reduce_rms_norm(node, launch, sizes.product, a, b, bias, given, extras)

@@ -1,1 +1,1 @@
-"""What kernels of several node kinds use to normalise rows."""
+"""The normalisation of rows, which kernels of several node kinds use."""

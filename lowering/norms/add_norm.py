@@ -1,9 +1,9 @@
-"""The sums and the norm alone, behind a reduction by anybody: what `library`, and large products, end with.
+"""The kernel of the sums and the norm alone, with which `library`, and `chunked` of large products, end.
 
-Problem. As in rows.py, for rows that lie in this GPU's memory already.
-Algorithm. One program for a few whole rows, in registers: the sum is read once and written once.
-Signal protocol. None.
-Limits. At most nodes.MOST_NORM_COLUMNS columns; more are left to torch, in `library`.
+Problem. It is that of rows.py for rows that lie in this GPU's memory already.
+Algorithm. A program has a few whole rows in registers, so the sum is read once and written once.
+Signal protocol. There is none.
+Limits. There are at most nodes.MOST_NORM_COLUMNS columns. `library` leaves longer rows to torch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from ditron_inductor.lowering.norms.rows import (
 from ditron_inductor.task.nodes import norm_returns
 
 TILE = 4096
-"""Elements of a program's tile, as long as a row is no longer."""
+"""The elements of a program's tile, unless a row is longer."""
 
 Outputs = tuple[torch.Tensor, ...]
-"""(normed, total), and what is saved."""
+"""(normed, total), followed by what is saved."""
 
 
 @triton.jit(do_not_specialize=["M"])
 def add_norm_kernel(reduced, given, outputs, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr):
-    """reduced [M, N], contiguous; may be the total. given, outputs: as by `extras` and `finish`."""
+    """Computes `finish` for reduced [M, N], contiguous, which may be the total too. given, outputs: see `extras` and
+    `finish`.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < M) & (cols < N)
@@ -53,7 +55,7 @@ def add_norm_kernel(reduced, given, outputs, M, N, ROWS: tl.constexpr, BLOCK: tl
 
 @dataclass(frozen=True)
 class AddNorm:
-    """The kernel for tensors of one form: `rows` of `columns`."""
+    """The kernel for tensors with `rows` rows of `columns` columns."""
 
     node: WithNorm
     rows: int
@@ -61,8 +63,8 @@ class AddNorm:
     launcher: Launcher
 
     def __call__(self, reduced: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> Outputs:
-        """reduced [.., N], contiguous, becomes one of the outputs, see `reduced_outputs`. given: the node's tensors,
-        see `nodes.EXTRAS`.
+        """Returns the Outputs for reduced [.., N], contiguous, which becomes one of them (see `reduced_outputs`).
+        given: the node's tensors, see `nodes.EXTRAS`.
         """
         outputs = reduced_outputs(self.node, reduced)
         if reduced.numel():
@@ -76,7 +78,7 @@ class AddNorm:
 
     @functools.cached_property
     def _places(self) -> tuple[int, ...]:
-        """Where the outputs that the kernel takes are among those of the node."""
+        """For each output of the kernel, its index among the outputs of the node."""
         return all_outputs(self.node, tuple(range(len(norm_returns(self.node.norm, self.node.saved)))))
 
     def _arguments(self) -> Arguments:
@@ -96,5 +98,5 @@ class AddNorm:
 
 
 def make_add_norm(node: WithNorm, shape: torch.Size | list[int], device: torch.device) -> AddNorm:
-    """The kernel for a node whose outputs have this shape [.., N]."""
+    """Returns the kernel for a node whose outputs have this shape [.., N]."""
     return AddNorm(node, math.prod(shape[:-1]), shape[-1], local_launcher(add_norm_kernel, device))

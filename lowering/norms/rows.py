@@ -1,15 +1,16 @@
-"""What is done with whole rows that have been added up: bias, residual and norm, in registers, rounded as eager does.
+"""The computation on whole rows that have been added up: bias, residual and norm, in registers, rounded like eager
+mode.
 
     total = round(round(post(round(round(reduced + bias) + second bias)) * scale) + residual)
     scaled = (total - mean) * rsqrt(variance + eps), in fp32            (mean: 0 for an RMS norm)
-    normed = round(round?(scaled) * weight + shift), and the same with another weight and shift where that is returned
+    normed = round(round?(scaled) * weight + shift)
 
-`post`, a norm like the other, is the rows themselves where there is none. Where there is one, the last norm may be
-missing (NO_NORM). The scale is a number or a row. A norm that is UNROUNDED is that of the total before it is rounded,
-which is what the registers have.
+`post` is another norm, or the identity. If there is a `post`, the last norm may be missing (NO_NORM). The scale is a
+number or a row. A norm that is UNROUNDED is that of the total before the total is rounded. A second normed result, with
+another weight and shift, may be returned too.
 
-Every kernel with a norm calls the two functions here: `extras` before it waits for anything, `finish` after. One that
-stores the norm in its own way calls `normalised`.
+Every kernel with a norm calls `extras` before it waits for anything, and `finish` afterwards. A kernel that stores the
+norm in its own way calls `normalised` instead.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ FORM_OF_SAVED: Mapping[str, int] = {
 
 
 class Norms(NamedTuple):
-    """The norms of a kernel, known at compile time: FORM, what is added to the variance, of the last norm and of
-    `post`, and the number that rows are multiplied by where the FORM has one.
+    """The norms of a kernel, known at compile time: the FORM, what the last norm and `post` add to the variance, and
+    the factor of the rows, if the FORM has TIMES_FACTOR.
     """
 
     FORM: Any
@@ -103,7 +104,7 @@ class Norms(NamedTuple):
 
 @triton.jit
 def row_of(pointer, cols, N, PRESENT: tl.constexpr):
-    """[1, BLOCK] of a tensor [N]; anything if it is not PRESENT."""
+    """Loads [1, BLOCK] of a tensor [N]. The result has no meaning if the tensor is not PRESENT."""
     row = cols
     if PRESENT:
         row = tl.load(pointer + cols, mask=cols < N, other=0.0)
@@ -112,17 +113,17 @@ def row_of(pointer, cols, N, PRESENT: tl.constexpr):
 
 @triton.jit
 def extras(given, at, cols, inside, N, FORM: tl.constexpr):
-    """What a node has besides its operands, as it lies in memory: the residual [ROWS, BLOCK], the others [1, BLOCK].
+    """Loads the tensors that a node has besides its operands: the residual as [ROWS, BLOCK], the others as [1, BLOCK].
 
-    given: pointers in the order of nodes.EXTRAS. at, inside: places of the rows' elements in a tensor of rows of N, and
-    which of them there are. cols [1, BLOCK]. What FORM has not is anything, and is not looked at.
+    given: pointers in the order of nodes.EXTRAS. at, inside: the places of the rows' elements in a tensor with rows of
+    N columns, and which of them exist. cols: [1, BLOCK]. The values of tensors that FORM does not have are not used.
     """
     return with_rows(residual_of(given, at, cols, inside, FORM), given, cols, N, FORM)
 
 
 @triton.jit
 def residual_of(given, at, cols, inside, FORM: tl.constexpr):
-    """The part of `extras` that is different for each row."""
+    """Loads the part of `extras` that differs from row to row."""
     residual_rows = cols
     if HAS_RESIDUAL & FORM:
         residual_rows = tl.load(given[4] + at, mask=inside, other=0.0)
@@ -131,7 +132,7 @@ def residual_of(given, at, cols, inside, FORM: tl.constexpr):
 
 @triton.jit
 def with_rows(residual_rows, given, cols, N, FORM: tl.constexpr):
-    """`extras`, given `residual_of`."""
+    """Returns `extras`. residual_rows: the result of `residual_of`."""
     return (
         row_of(given[0], cols, N, HAS_BIAS & FORM),
         row_of(given[1], cols, N, HAS_SECOND_BIAS & FORM),
@@ -148,7 +149,8 @@ def with_rows(residual_rows, given, cols, N, FORM: tl.constexpr):
 
 @triton.jit
 def scale(value, inside, N, IS_LAYER: tl.constexpr, EPS: tl.constexpr):
-    """(scaled, mean, rstd) of whole rows in fp32: [ROWS, BLOCK], [ROWS], [ROWS]. Of no use for an RMS norm: mean."""
+    """Returns (scaled [ROWS, BLOCK], mean [ROWS], rstd [ROWS]) of whole rows in fp32. An RMS norm does not use `mean`.
+    """
     value = tl.where(inside, value, 0.0)
     mean = tl.sum(value, axis=1) / N
     if IS_LAYER:
@@ -163,7 +165,7 @@ def weigh(
     scaled, weight_row, shift_row, dtype: tl.constexpr,
     ROUND: tl.constexpr, HAS_FACTOR: tl.constexpr, ONE_MORE: tl.constexpr, HAS_TERM: tl.constexpr,
 ):  # fmt: skip
-    """round?(scaled) * weight + shift, in `dtype`."""
+    """Returns round?(scaled) * weight + shift in `dtype`."""
     if ROUND:
         scaled = scaled.to(dtype).to(tl.float32)
     if HAS_FACTOR:
@@ -178,10 +180,11 @@ def weigh(
 
 @triton.jit
 def normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.constexpr):
-    """The norm of whole rows; their sum, unless it is TOTAL_KNOWN, and what is saved of them are stored.
+    """Returns the norm of whole rows. It stores their total, unless that is TOTAL_KNOWN, and what is saved of them.
 
-    reduced [ROWS, BLOCK], in their dtype. loaded: by `extras`. outputs: pointers to normed and total, then in the order
-    of nodes.SAVED. rows [ROWS, 1]: their numbers, of which there are M. at, inside: as by `extras`.
+    reduced: [ROWS, BLOCK] in the node's dtype. loaded: the result of `extras`. outputs: pointers to normed and total,
+    then in the order of nodes.SAVED. rows: [ROWS, 1], the numbers of the rows, below M if they exist. at, inside: see
+    `extras`.
     """
     dtype: tl.constexpr = reduced.dtype
     FORM: tl.constexpr = NORMS.FORM
@@ -236,7 +239,7 @@ def normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.const
 
 @triton.jit
 def finish(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.constexpr):
-    """As `normalised`, and the norm is stored too."""
+    """Does `normalised`, and stores the norm too."""
     normed = normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS)
     if not (NO_NORM & NORMS.FORM):
         tl.store(outputs[0] + at, normed, mask=inside)
@@ -244,7 +247,9 @@ def finish(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.constexpr
 
 @triton.jit
 def finish_all(reduced, given, outputs, M, N, BLOCK: tl.constexpr, NORMS: tl.constexpr):
-    """`finish`, by one program, for M rows of N that lie in `reduced`, which may be the total, one after the other."""
+    """Does `finish` in one program for M rows of N columns in `reduced`, one after the other. `reduced` may be the
+    total.
+    """
     cols = tl.arange(0, BLOCK)[None, :]
     for row in range(M):
         rows = row + tl.arange(0, 1)[:, None]
@@ -256,7 +261,8 @@ def finish_all(reduced, given, outputs, M, N, BLOCK: tl.constexpr, NORMS: tl.con
 
 
 def form_of(node: WithNorm, *, stores_reduced: bool) -> int:
-    """FORM of a node. stores_reduced: whether the reduced rows, where they are saved, are still to be stored."""
+    """Returns the FORM of a node. stores_reduced: whether the kernel has to store the reduced rows if they are saved.
+    """
     form = sum(FORM_OF_EXTRAS[name] for name in node.extras)
     form += sum(FORM_OF_SAVED[name] for name in node.saved if stores_reduced or name != "reduced")
     form += NO_NORM.value * (node.norm.form == nodes.NO_NORM)
@@ -274,24 +280,24 @@ def _norm_bits(norm: Norm, layer: int, plus_one: int, round_first: int) -> int:
 
 
 def constants_of(node: WithNorm, *, stores_reduced: bool) -> dict[str, Any]:
-    """The norms of a kernel, and an option of its compilation. See `form_of`."""
+    """Returns the Norms of a kernel and an option of its compilation, as arguments of a launch. See `form_of`."""
     post_eps = 0.0 if node.post is None else node.post.eps
     norms = Norms(form_of(node, stores_reduced=stores_reduced), node.norm.eps, post_eps, node.factor)
     multiplied = node.post is not None or node.factor != 1.0 or "scale" in node.extras
-    # A product and the residual would be added by one operation, which does not round the product.
+    # Otherwise one operation would multiply and add the residual, without rounding the product.
     exact = {"enable_fp_fusion": False} if multiplied and "residual" in node.extras else {}
     return {"NORMS": norms, **exact}
 
 
 def allocate(node: WithNorm, x: torch.Tensor, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Memory for normed, total and what is saved, of rows like x. given: what of it there is already, by name."""
+    """Allocates normed, total and what is saved, for rows like x. given: the outputs that exist already, by name."""
     names = norm_returns(node.norm, node.saved)
     return tuple(given[name] if name in given else norm_output(x, x.shape, name) for name in names)
 
 
 def reduced_outputs(node: WithNorm, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `allocate`; the rows that have been reduced become the total, if they are not saved themselves. What is the
-    shard of a gather is an input, and the total only where nothing is added.
+    """Does `allocate`, and uses the memory of the reduced rows for the total, unless the reduced rows themselves are
+    saved. The shard of a gather is an input, so it becomes the total only if nothing is added to it.
     """
     if isinstance(node, ShardNorm):
         return allocate(node, reduced, {} if "residual" in node.extras else {"total": reduced})
@@ -299,32 +305,35 @@ def reduced_outputs(node: WithNorm, reduced: torch.Tensor) -> tuple[torch.Tensor
 
 
 def pointers(given: tuple[torch.Tensor | None, ...], other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors of a node, `other` for those that it has not; their elements lie as a kernel wants them."""
-    return tuple(other if one is None else one.contiguous() for one in given)
+    """Returns the tensors of a node, contiguous, as a kernel takes them, with `other` for those that it does not have.
+    """
+    return tuple(other if tensor is None else tensor.contiguous() for tensor in given)
 
 
 def shard_extras(given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The tensors `SHARD_EXTRAS` among all `EXTRAS`."""
+    """Returns the tensors `SHARD_EXTRAS` in the order of `EXTRAS`, with None for the others."""
     named = dict(zip(SHARD_EXTRAS, given, strict=True))
     return tuple(named.get(name) for name in EXTRAS)
 
 
 def all_outputs(node: WithNorm, outputs: tuple[T, ...]) -> tuple[T, ...]:
-    """The outputs, or what belongs to each, as `finish` takes them: total stands for what there is not."""
+    """Returns the outputs (or whatever belongs to each) as `finish` takes them, with that of the total for outputs that
+    the node does not have.
+    """
     made = dict(zip(norm_returns(node.norm, node.saved), outputs, strict=True))
     return tuple(made.get(name, made["total"]) for name in ("normed", "total", *SAVED))
 
 
 def obstacle(columns: int) -> str:
-    """Why no kernel normalises rows of so many columns, empty if one does."""
+    """Returns why no kernel can normalise rows with this number of columns, or ''."""
     return "" if columns <= MOST_NORM_COLUMNS else f"rows of {columns} elements do not fit into one program"
 
 
 def block_of(columns: int) -> int:
-    """BLOCK: a power of two that is at least `columns`."""
+    """Returns BLOCK, a power of two that is at least `columns`."""
     return max(16, 1 << (columns - 1).bit_length())
 
 
 def warps_of(elements: int) -> int:
-    """Warps of a program whose tile has so many elements: 16 of them for each thread, as long as 16 warps do."""
+    """Returns the warps of a program whose tile has `elements` elements: 16 elements for each thread, at most 16 warps."""
     return max(1, min(elements // (32 * 16), 16))

@@ -1,12 +1,12 @@
-"""The norm in front of a gather, written straight into the own slot: what `chunked` stages with.
+"""The norm in front of a gather, written into this rank's slot. `chunked` uses it in place of `transfers.stage`.
 
-Problem. The shard is norm(x + residual), and peers are to read it from this rank's slot. As a kernel of its own the
-norm would write it to memory, for `stage` to read it again.
-Algorithm. A program normalises whole rows in registers, as norms/rows.py does, and stores them in the
-slot; the sum, and what is saved for a backward, go to memory as everywhere.
-Signal protocol. That of `transfers.stage`: the credits of all peers before the slot is written, row PIECE_ROWS
-published by the last program. What goes to memory is this rank's own, and right whatever its peers do.
-Limits. nodes.MOST_NORM_COLUMNS columns.
+Problem. The shard is norm(x + residual), and the peers read it from this rank's slot. A kernel of its own would write
+the norm to memory, where `stage` would read it again.
+Algorithm. A program normalises whole rows in registers (see norms/rows.py) and stores them in the slot. The sum, and
+what is saved for a backward, go to memory as usual.
+Signal protocol. It is that of `transfers.stage`: the slot is written with the credits of all peers, and the last
+program publishes row PIECE_ROWS. The tensors in memory are right whatever the peers do.
+Limits. There are at most nodes.MOST_NORM_COLUMNS columns.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ditron_inductor.lowering.transfers import PIECE_ROWS
 
 
 class How(NamedTuple):
-    """What is known at compile time: ranks, whether the norm is stored as an output too, rows of a tile, places of
-    one.
+    """Values that are known at compile time: the number of ranks, whether the norm is stored as an output too, the rows
+    of a tile, and the places of a row.
     """
 
     WORLD: Any
@@ -39,14 +39,15 @@ def stage_norm(
     x, given, outputs, pointers, M, N, rank, slot, site, HOW: tl.constexpr, NORMS: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Normalise x [M, N], contiguous, into the start of the own slot, then publish row PIECE_ROWS to all peers.
+    """Normalises x [M, N], contiguous, into the start of this rank's slot, and then publishes row PIECE_ROWS to all
+    peers.
 
-    given, outputs: as by `rows.extras` and `rows.normalised`; the first output, the norm, is stored if COPY only,
-    whatever happens.
+    given, outputs: see `rows.extras` and `rows.normalised`. The first output, the norm, is stored only if COPY, and
+    then even after a failure.
     """
     use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
-    # It waits for nothing before that, so peers always get theirs.
+    # This program has not waited for anything yet, so the peers get their credits in any case.
     if tl.program_id(0) == 0:
         settle(credits_due(use, alive), use, HOW.WORLD)
     ok = alive & timed_credits(use, tl.program_id(0), HOW.WORLD, TRACE)
