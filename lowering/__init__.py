@@ -1,4 +1,4 @@
-"""From Task node to kernel: one folder a node kind, one file a strategy; beside them what several kinds share."""
+"""From Task node to kernel: a folder for each node kind, a file for each strategy, and what several kinds share."""
 
 from __future__ import annotations
 

@@ -264,25 +264,24 @@ def all_reduce_parts(world_size: int, rows: int, columns: int, k: int, itemsize:
 
     Each part is a reduce-scatter, and its results go to all ranks while the next part is computed.
     """
-    best: tuple[float, int] | None = None
-    for parts in RESULT_PARTS:
-        length = math.ceil(rows / (parts * world_size))
-        if parts > 1 and length < LEAST_ROWS // 2:
-            break
-        one = product_us(length, (columns,), k, itemsize, num_sms)
-        piece = length * columns * itemsize
+
+    def rows_of(parts: int) -> int:
+        return math.ceil(rows / (parts * world_size))
+
+    def end_us(parts: int) -> float:
+        product = product_us(rows_of(parts), (columns,), k, itemsize, num_sms)
+        piece = rows_of(parts) * columns * itemsize
         reduction = COPY_US + piece * (world_size + 2) / MEMORY_BYTES_US
         results = (world_size - 1) * transfer_us(piece)
         computed = copied = 0.0
         for part in range(parts):
             for _ in range(world_size - 1):
-                computed += one
+                computed += product
                 copied = max(copied, computed) + transfer_us(piece)
-            computed += one
+            computed += product
             copied += results if part > 0 else 0.0
             copied = max(copied, computed) + reduction
-        end = copied + results
-        if best is None or end < best[0]:
-            best = end, parts
-    assert best is not None
-    return best[1]
+        return copied + results
+
+    possible = (parts for parts in RESULT_PARTS if parts == 1 or rows_of(parts) >= LEAST_ROWS // 2)
+    return min(possible, key=end_us)

@@ -267,12 +267,12 @@ def cut(numel: int, itemsize: int, world_size: int, *, programs: int, least_piec
     numel elements to each of its W - 1 peers, and in two shots 2 / W of them.
     """
     saved = (world_size - 1) * (world_size - 2) * numel * itemsize // max(world_size, 1)
-    one = saved <= round_bytes
-    length = numel if one else ceil_div(numel, world_size)
+    in_one_shot = saved <= round_bytes
+    length = numel if in_one_shot else ceil_div(numel, world_size)
     piece = least_piece
     while ceil_div(length, piece) > programs and 2 * piece * itemsize <= MOST_PIECE_BYTES:
         piece *= 2
-    return Cut(one, piece, ceil_div(length, piece))
+    return Cut(in_one_shot, piece, ceil_div(length, piece))
 
 
 @dataclass(frozen=True)

@@ -264,12 +264,12 @@ def cut(
     all rows to each of its W - 1 peers, and in two shots 2 / W of them.
     """
     saved = (world_size - 1) * (world_size - 2) * M * N * itemsize // world_size
-    one = saved <= round_bytes
-    length = M if one else ceil_div(M, world_size)
+    in_one_shot = saved <= round_bytes
+    length = M if in_one_shot else ceil_div(M, world_size)
     rows = max(1, tile // block_of(N))
     while rows > 1 and ceil_div(length, rows) < programs:
         rows //= 2
-    flags = REVOKED_ROW.value - (0 if one else RESULT_ROW.value)
+    flags = REVOKED_ROW.value - (0 if in_one_shot else RESULT_ROW.value)
     most = min(most_pieces, flags)
     wide = block_of(N) > tile
     if wide:
@@ -279,10 +279,10 @@ def cut(
     pieces = most if wide and tiles > 1 else ceil_div(length, rows * tiles)
     slices = 1
     # Only pieces of one row are cut into slices.
-    most_slices = min(programs, flags) // pieces if not one and rows * tiles == 1 else 1
+    most_slices = min(programs, flags) // pieces if not in_one_shot and rows * tiles == 1 else 1
     while 2 * slices <= most_slices and 2 * slices * least_slice <= N:
         slices *= 2
-    return RowCut(one, rows, tiles, pieces, slices if slices >= LEAST_SLICES else 1)
+    return RowCut(in_one_shot, rows, tiles, pieces, slices if slices >= LEAST_SLICES else 1)
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class Launcher:
         values = self.values(ready, numbers, words)
         positions = self.positions
         for name, x in tensors.items():
-            values[positions[name]] = tuple([one.data_ptr() for one in x]) if isinstance(x, tuple) else x.data_ptr()
+            values[positions[name]] = tuple([part.data_ptr() for part in x]) if isinstance(x, tuple) else x.data_ptr()
         here = recording.here()
         if here is not None:
             found = internals()
@@ -236,7 +236,8 @@ class Launcher:
     ) -> None:
         """Launches by Triton's JIT, and keeps the compiled kernel."""
         refuse_to_record("a launch by the JIT")
-        assert all(word.data_ptr() % 16 == 0 for one in words for word in (one if isinstance(one, tuple) else (one,)))
+        flat = [word for given in words for word in (given if isinstance(given, tuple) else (given,))]
+        assert all(word.data_ptr() % 16 == 0 for word in flat)
         chosen = arguments()
         values = {**chosen.values, **dict(zip(self._numbers, numbers, strict=True))}
         pointers = {**tensors, **dict(zip(self._words, words, strict=True))}
@@ -291,7 +292,7 @@ def interpreting(kernel: Any) -> Iterator[None]:
 
 def address_of(word: Any) -> Any:
     """Returns the address of a tensor, or a tuple of the addresses of a structure of tensors."""
-    return tuple([one.data_ptr() for one in word]) if isinstance(word, tuple) else word.data_ptr()
+    return tuple([part.data_ptr() for part in word]) if isinstance(word, tuple) else word.data_ptr()
 
 
 def local_launcher(kernel: Any, device: torch.device) -> Launcher:
@@ -355,7 +356,7 @@ class Bound:
                 if tensors:
                     values = values.copy()
                     for place, x in zip(self._places, tensors, strict=True):
-                        values[place] = tuple([one.data_ptr() for one in x]) if isinstance(x, tuple) else x.data_ptr()
+                        values[place] = tuple([part.data_ptr() for part in x]) if isinstance(x, tuple) else x.data_ptr()
                 ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
                 return
         with on_stream(stream, launcher.device):

@@ -221,7 +221,7 @@ class Repeated:
         self._is_aligned = not any(record.alignment)
         self._device = record.device.index if record.device.type == "cuda" else None
         self._allocate = ALLOCATE[record.device.type]
-        self._allocations = [(one.size, one.stride, one.dtype) for one in record.allocations]
+        self._allocations = [(new.size, new.stride, new.dtype) for new in record.allocations]
         self._results = None if record.results == tuple(range(len(record.allocations))) else record.results
         self._steps = record.steps
 
@@ -253,7 +253,7 @@ class Repeated:
             return None
         decisions.note(self._group_name, self._request, self._choice)
         allocate = self._allocate
-        made = [allocate(*one) for one in self._allocations]
+        made = [allocate(*allocation) for allocation in self._allocations]
         addresses += [x.data_ptr() for x in made]
         for step in self._steps:
             step(addresses, self._device)

@@ -335,5 +335,6 @@ def block_of(columns: int) -> int:
 
 
 def warps_of(elements: int) -> int:
-    """Returns the warps of a program whose tile has `elements` elements: 16 elements for each thread, at most 16 warps."""
+    """Returns the warps of a program whose tile has `elements` elements: 16 elements for each thread, at most 16 warps.
+    """
     return max(1, min(elements // (32 * 16), 16))
