@@ -234,9 +234,7 @@ class Operands:
     pre: Runs | None = None
 
     def multiply(self, place: int, out: torch.Tensor) -> None:
-        """Computes the run `place` of the sum into `out`, by the library. Every product is added to the ones before it
-        and rounded. One more launch applies `pre`.
-        """
+        """Computes the run `place` of the sum into `out`: each product is added and rounded, then `pre` runs."""
         added = self.bias if self.bias is None or isinstance(self.bias, torch.Tensor) else self.bias[place]
         for runs, right in zip(self.lefts, self.rights, strict=True):
             multiply(runs[place], right, out, added)

@@ -14,9 +14,7 @@ from ditron_inductor.task.torch_dtypes import NAMES
 
 
 def epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
-    """Returns the bytes that an elementwise kernel for the epilogue would read and write. All weights count as equally
-    wide.
-    """
+    """Returns the bytes that a kernel for the epilogue would read and write, with weights of equal width."""
     epilogue = node.parsed if isinstance(node, WithEpilogue) else None
     if epilogue is None:
         return 0

@@ -89,9 +89,7 @@ def _source(epilogue: Epilogue, name: str) -> str:
 
 
 def _line(expression: Expression, group: OutputGroup, names: dict[Expression, str], body: list[str]) -> str:
-    """Appends to `body` the lines that compute `expression`, and returns the name of the result. `names` has what has
-    been computed already.
-    """
+    """Appends the lines that compute `expression` to `body`, and its name to `names`; returns the name."""
     if expression in names:
         return names[expression]
 
@@ -250,18 +248,14 @@ def elements_of(rows, columns, M, N):
 
 @triton.jit
 def elements_at(rows, columns, in_rows, in_columns, N):
-    """Returns the Elements of a tile with rows [BLOCK_M] and columns [BLOCK_N]. in_rows [BLOCK_M, 1] and in_columns [1,
-    BLOCK_N] say which of them are inside.
-    """
+    """Returns the Elements of rows [BLOCK_M] and columns [BLOCK_N]. in_rows, in_columns: which are inside."""
     places = rows[:, None] * N + columns[None, :]
     return Elements(rows[:, None], columns[None, :], places, in_rows, in_columns, in_rows & in_columns)
 
 
 @triton.jit
 def prepared(acc, x, elements, DTYPE: tl.constexpr, PRE: tl.constexpr):
-    """Returns PRE of a tile `acc` of the product, or `acc` itself if PRE is None. elements: those of the tile in the
-    product [.., N] of DTYPE.
-    """
+    """Returns PRE of a tile `acc` of the product [.., N] of DTYPE with these Elements; `acc` if PRE is None."""
     result = acc
     if PRE is not None:
         mm = (acc.to(DTYPE).to(tl.float32),)
@@ -360,9 +354,7 @@ def extras_or(instead: torch.Tensor, extras: Sequence[torch.Tensor]) -> tuple[to
 
 
 class Elementwise:
-    """Applies an epilogue by the elementwise kernel, with one launch for each group. Each layout has a launcher of its
-    own.
-    """
+    """Applies an epilogue by the elementwise kernel: a launch for each group, a launcher for each layout."""
 
     def __init__(self, epilogue: Epilogue, device: torch.device) -> None:
         self._groups = epilogue.groups()
@@ -503,9 +495,7 @@ class Preparer:
         self._elementwise = Elementwise(self._pre, device)
 
     def prepare(self, product: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Overwrites the product [.., N], contiguous, and returns it. extras: the parts of the node's extra tensors
-        that belong to these rows.
-        """
+        """Overwrites the product [.., N], contiguous, and returns it. extras: the parts for these rows."""
         if product.is_cuda:
             self._elementwise((product,), extras, (product,))
         elif product.numel() > 0:
@@ -529,9 +519,7 @@ class Preparer:
 
 @dataclass(frozen=True)
 class Runs:
-    """A preparer of the runs of a product. extras: for each extra tensor, either one tensor for all runs or a sequence
-    with one for each run.
-    """
+    """A preparer of the runs of a product. extras: each is one tensor for all runs, or one for each run."""
 
     preparer: Preparer
     extras: Sequence[Sequence[torch.Tensor] | torch.Tensor]

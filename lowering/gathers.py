@@ -67,9 +67,7 @@ def sent_piece(use, counters, target, chunk, pieces):
 
 @triton.jit
 def shard_of(use, shard, source, slot_stride):
-    """Returns a pointer to the rows of rank `source`: those of this rank itself are in `shard`, those of a peer in this
-    rank's slot.
-    """
+    """Returns a pointer to the rows of rank `source`: in `shard` for this rank, in this rank's slot for a peer."""
     received = data(use, use.rank, shard.dtype.element_ty) + source.to(tl.int64) * slot_stride
     # The alignment hint of `data` is true of `shard` too where descriptors are used. Nothing else needs it.
     return tl.where(source == use.rank, shard, received)

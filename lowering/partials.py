@@ -62,9 +62,7 @@ class Owned(NamedTuple):
 
 @triton.jit
 def owned_elements(tile, offs_m, HOW: tl.constexpr):
-    """Returns the Elements, in the product, of the rows `offs_m` of an Owned tile. These rows count among those of the
-    owner.
-    """
+    """Returns the Elements, in the product, of the rows `offs_m`, counted among the owner's, of an Owned tile."""
     TILES: tl.constexpr = HOW.TILES
     offs_n = tile.column + tl.arange(0, TILES.BLOCK_N)
     inner_m = tl.minimum(offs_m, tile.rows - 1)
@@ -99,9 +97,7 @@ def put_prepared(outbox, acc, x, tile, PRE: tl.constexpr, SLICE: tl.constexpr, H
 
 
 class Chunks(NamedTuple):
-    """How the tiles that a rank sends to another rank share flags: the counters, the number of tiles, and the number of
-    tiles that have one flag.
-    """
+    """How tiles from one rank to another share flags: counters, tiles, and tiles that have one flag."""
 
     counters: Any
     tiles: Any
@@ -133,9 +129,7 @@ def publish_partial(use, chunks, owner, tile, HOW: tl.constexpr):
 
 @triton.jit
 def publish_to_all(use, chunks, row, tile, HOW: tl.constexpr):
-    """Tells all peers that the tile `tile`, which this program carried to them, is in their slots. row: the flag row of
-    the first chunk.
-    """
+    """Tells all peers that tile `tile`, which was carried, is in their slots. row: that of the first chunk."""
     chunk = row + tile // chunks.chunk_tiles
     if completes(chunks, chunk * MAX_WORLD, tile, HOW):
         publish_all(use, chunk, HOW.WORLD)
@@ -143,9 +137,7 @@ def publish_to_all(use, chunks, row, tile, HOW: tl.constexpr):
 
 @triton.jit
 def received_block(own, block, ok, TILES: tl.constexpr):
-    """Loads the `block`-th block of this rank's slot, whose data begins at `own`; returns NaN if ok is 0. The caller
-    has waited for the tile's flag.
-    """
+    """Loads block `block` of the slot data at `own`, whose flag the caller has seen; NaN if ok is 0."""
     offsets = block_offsets(block, TILES)
     return tl.load(own + offsets, mask=(offsets >= 0) & (ok != 0), other=float("nan"))
 

@@ -190,9 +190,7 @@ def _in_groups(
 
 
 def runs(group: Sequence[Piece], rank: int, world_size: int, rows: int) -> list[tuple[int, int]]:
-    """Returns the rows of the gathered tensor that are in `group`, as runs (first, last) without `last`, as few as
-    possible.
-    """
+    """Returns the rows of the gathered tensor that are in `group`, as few runs (first, last) as possible."""
     found: list[tuple[int, int]] = []
     for piece in sorted(group, key=lambda piece: (rank + piece.step) % world_size * rows + piece.first):
         base = (rank + piece.step) % world_size * rows
@@ -204,9 +202,7 @@ def runs(group: Sequence[Piece], rank: int, world_size: int, rows: int) -> list[
 
 
 def joined(products: Iterable[tuple[int, int, int]], columns: int) -> list[tuple[int, int, int]]:
-    """Joins products (first row, last row, element of the slot) with `columns` columns that follow each other both in
-    their rows and in the slot.
-    """
+    """Joins products (first row, last row, element of the slot) that are adjacent in rows and in the slot."""
     found: list[tuple[int, int, int]] = []
     for begin, end, place in products:
         if found and found[-1][1] == begin and found[-1][2] + (begin - found[-1][0]) * columns == place:

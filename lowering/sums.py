@@ -108,9 +108,7 @@ def carrying(
 
 
 def few_or_many(fits: Callable[[Launch, int, int], bool], few: Tile, many: Tile) -> Tile:
-    """Returns the strategy that runs `few` for products of M rows and N columns if fits(launch, M, N), and otherwise
-    `many`. The choice is equal on all ranks.
-    """
+    """Returns the strategy `few` for products of M rows and N columns if fits(launch, M, N), else `many`."""
 
     def geometry(node: Any, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
         chosen = few if fits(launch, math.prod(a.shape[:-1]), columns) else many

@@ -74,9 +74,7 @@ class How(NamedTuple):
 
 @triton.jit
 def sound(use, WORLD: tl.constexpr):
-    """Returns 1, or 0 if a wait has failed or a peer has revoked the data that this use has copied. The copies have
-    ended.
-    """
+    """Returns 1, or 0 if a wait has failed or a peer has revoked data that this use's copies have read."""
     ok = healthy(use)
     sources = tl.arange(0, MAX_WORLD)
     others = (sources < WORLD) & (sources != use.rank)

@@ -102,9 +102,7 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
 
 
 def groups(sources: Sequence[int], *, joinable: bool) -> list[list[int]]:
-    """Returns the sources of each call in the order of their copies: one source each or, if joinable, twice as many in
-    each call as in the call before.
-    """
+    """Returns the sources of each call in the order of their copies: one each or, if joinable, 1, 2, 4, .."""
     found: list[list[int]] = []
     left = list(sources)
     size = 1
@@ -124,9 +122,7 @@ def all_gather_attention(
     v: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Returns [out, lse, (gathered k, gathered v)] for q [B, Hq, Sq, D], k and v [B, Hkv, S, D] and bias [.., Sq, W*S];
-    see the module.
-    """
+    """Returns [out, lse, (gathered k, v)] for q [B, Hq, Sq, D], k and v [B, Hkv, S, D], bias [.., Sq, W*S]."""
     q, own, length = with_rows(q), (as_sent(k), as_sent(v)), k.shape[2]
     targets, gathered = _landing(node, sizes, k)
     # The own part of the gathered tensors is filled only if these are returned.

@@ -94,9 +94,7 @@ def _texts(
 
 
 class _Attention(torch.autograd.Function):
-    """The function with its gradient. The forward saves the gathered keys and values for the backward, as autograd does
-    with the result of a collective.
-    """
+    """The function with its gradient. The forward saves the gathered keys and values, as autograd does."""
 
     @staticmethod
     def forward(

@@ -48,9 +48,7 @@ def _gather_both(gathered: list[torch.Tensor], own: list[torch.Tensor], group: d
 
 
 def make(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., Outputs]:
-    """Returns a function (q, k, v, and a bias if the mask has one) -> [out, lse, (gathered k, gathered v)] for operands
-    of this form.
-    """
+    """Returns a function (q, k, v, perhaps a bias) -> [out, lse, (gathered k, v)] for operands of this form."""
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     sizes = node.mask, group.rank(), node.world_size, q.shape[2], k.shape[2]
     run = local_attention.choose(q, k, v, node.softcap, biased=node.mask.kind == GIVEN)

@@ -111,9 +111,7 @@ def _without_idle_window(node: Node, keys: int) -> Node:
 
 
 def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.Tensor], sizes: Sizes) -> int:
-    """Returns the bytes of a tensor with the sizes of the bias, on the rank where it is largest; 0 without a bias. The
-    ranks agree on it once, as on the sizes.
-    """
+    """Returns the bytes of a tensor with the sizes of the bias, the largest on any rank; 0 without a bias."""
     if not biases:
         return 0
     own = sum(bias.numel() * bias.element_size() for bias in biases)

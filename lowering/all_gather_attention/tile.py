@@ -147,9 +147,7 @@ def push_pieces(use, ticket, num_sends, kv, counters, numel, HOW: tl.constexpr, 
 
 @triton.jit
 def source_of(use, kv, source, numel):
-    """Returns a pointer to the keys of `source`, behind which its values lie: in `kv` for this rank itself, and in this
-    rank's slot for a peer.
-    """
+    """Returns a pointer to the keys of `source`, in `kv` or in this rank's slot. The values lie behind them."""
     received = data(use, use.rank, kv.dtype.element_ty) + source.to(tl.int64) * 2 * numel
     return tl.where(source == use.rank, kv, received)
 
@@ -337,9 +335,7 @@ FP32 = {64: AttentionConfig(64, 32, 8, 2), 128: AttentionConfig(32, 32, 4, 2), 2
 
 
 def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *, interpreted: bool) -> AttentionConfig:
-    """Returns the tile shape. It may differ between ranks, because no layout depends on it. tiles: the number of blocks
-    of 128 queries.
-    """
+    """Returns the tile shape, which may differ between ranks. tiles: the number of blocks of 128 queries."""
     if interpreted:
         return INTERPRETER
     size = max(64, triton.next_power_of_2(head_dim))
@@ -350,9 +346,7 @@ def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *
 
 @dataclass(frozen=True)
 class Geometry:
-    """What calls with operands of one form have in common. Only `nbytes`, the bytes of the slot, have to be equal on
-    all ranks.
-    """
+    """What calls with operands of one form have in common. `nbytes`, of the slot, is equal on all ranks."""
 
     config: AttentionConfig
     nbytes: int
@@ -379,9 +373,7 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
 
 
 def num_targets(node: AllGatherAttention, rank: int, keys: int) -> int:
-    """Returns how many peers get this rank's keys: the next ranks in order, as far as they see them; all peers if it is
-    not known which of them do.
-    """
+    """Returns how many peers get this rank's keys: the next ones that see them, or all if that is not known."""
     world, mask = node.world_size, node.mask
     if node.return_gathered or mask.kind != "causal_offset":
         return world - 1
@@ -390,9 +382,7 @@ def num_targets(node: AllGatherAttention, rank: int, keys: int) -> int:
 
 
 def kernel_window(mask: Mask, rank: int, world_size: int, queries: int) -> int:
-    """Returns the window of a rank's rows, 0 if it hides nothing from them. So it is never larger than their positions,
-    which the kernel counts in 32 bits.
-    """
+    """Returns the window of a rank's rows, 0 if it hides nothing from them, so that it fits in 32 bits."""
     return mask.within(max(run.start + run.count for run in mask.positions(rank, world_size, queries))).window
 
 

@@ -109,9 +109,7 @@ class Sizes(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """What a program loads before it knows its ticket: pointers to its own slot and to the slots of rank + 1, .., the
-    result of `ask_to_send`, and `last_use`.
-    """
+    """What a program loads before it has its ticket: pointers to all slots, `ask_to_send`, and `last_use`."""
 
     own: Any
     slots: Any
@@ -251,9 +249,7 @@ def all_reduce_kernel(
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut: `pieces` pieces of `piece` elements, of the whole tensor in one shot, and of each rank's run
-    in two shots.
-    """
+    """How a tensor, or in two shots each rank's run of it, is cut: `pieces` pieces of `piece` elements."""
 
     one_shot: bool
     piece: int
@@ -329,9 +325,7 @@ def reduced_sum(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module. extras: the extra
-    tensors of the epilogue.
-    """
+    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
     arrangement = sizes.arrangement
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     Operands([[rows_of(left)] for left in a], b, bias).multiply(0, out.view(sizes.M, sizes.N))

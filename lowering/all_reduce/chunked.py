@@ -107,9 +107,7 @@ def reduced_sum(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module. extras: the extra
-    tensors of the epilogue.
-    """
+    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
     if isinstance(sizes, all_reduce_kernel.Geometry):
         return all_reduce_kernel.reduced_sum(node, launch, sizes, a, b, bias, extras)
     first = a[0]
@@ -262,9 +260,7 @@ def _transfer(call: Call, source: int, dtype: torch.dtype, place: int, row: int,
 
 
 def products(part: int, first: int, count: int, rank: int, world_size: int, sizes: Parts) -> list[tuple[int, int, int]]:
-    """Returns (first row, last row, element of this rank's slot) of the products of a group. Products whose rows and
-    places both lie together are joined.
-    """
+    """Returns (first row, last row, element of the slot) of a group's products; adjacent ones are joined."""
     steps = range(first + 1, first + count + 1)
     places = [(part * (world_size - 1) + step - 1) * sizes.stride for step in steps]
     runs = [sizes.run(part, (rank + step) % world_size, world_size) for step in steps]

@@ -67,9 +67,7 @@ LEAST_CHUNK = 256
 INTERPRETED_MOST_BYTES = 512
 INTERPRETED_LEAST_CHUNK = 16
 INTERPRETED_PROGRAMS = 8
-"""The limits of the interpreter are low, so that small problems have several programs of each kind, and some small
-problems are not sent in band.
-"""
+"""The limits of the interpreter are low, so that small problems have several programs, in band or not."""
 
 
 class How(NamedTuple):
@@ -87,9 +85,7 @@ class How(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The sizes: [M, N] has `words` words, `width` in each row. In an area, the words of the next source begin after
-    `stride` words. There are `senders` senders.
-    """
+    """The sizes of x [M, N]: its words, those of a row, those of a source in an area; and the senders."""
 
     M: Any
     N: Any

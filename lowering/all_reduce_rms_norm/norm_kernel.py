@@ -91,9 +91,7 @@ def rows_of(ticket, tile, pieces, run, M, ROWS: tl.constexpr):
 
 @triton.jit
 def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr):
-    """Reduces and normalises the rows of piece `ticket`, and returns the result of `leave`. A slot has places
-    [source][row].
-    """
+    """Reduces and normalises the rows of piece `ticket`; returns the result of `leave`. A slot is [source][row]."""
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     cols = tl.arange(0, HOW.BLOCK)[None, :]

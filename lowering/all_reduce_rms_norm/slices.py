@@ -47,9 +47,7 @@ class How(NamedTuple):
 
 
 class SliceRuns(NamedTuple):
-    """The sizes: [M, N], the elements from one row to the next in a slot, the pieces of a run, the rows of a run, and
-    the columns of a slice.
-    """
+    """The sizes M and N, the pitch of rows in a slot, the pieces and rows of a run, and the columns of a slice."""
 
     M: Any
     N: Any

@@ -33,8 +33,7 @@ from ditron_inductor.task.ulysses import received_shape
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The layout of a call, from sizes that all ranks share: a rank has `rows` rows, and C columns in each of its runs.
-    """
+    """The layout of a call, equal on all ranks: a rank has `rows` rows, and C columns in each of its runs."""
 
     rows: int
     C: int

@@ -61,16 +61,12 @@ from ditron_inductor.task.nodes import AllToAllMatmul
 from ditron_inductor.task.ulysses import received_shape
 
 MOST_CHUNKS = 16
-"""The most chunks of the rows for one peer. With more of them the first tiles start earlier, but each chunk has a flag
-for which tiles wait.
-"""
+"""The most chunks of the rows for a peer. More would start the first tiles earlier, but need more waits."""
 INTERPRETED_SENDERS = 2
 
 
 class How(NamedTuple):
-    """Values that are known at compile time: the number of ranks, whether the received tensor is returned, the steps of
-    the send queue, and the Tiles.
-    """
+    """Compile-time values: ranks, whether the received tensor is returned, steps of the send queue, Tiles."""
 
     WORLD: Any
     RETURN_RECEIVED: Any
@@ -101,9 +97,7 @@ def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl
 
 
 class Pieces(NamedTuple):
-    """What a rank gets from each rank: `rows` rows of `parts` runs of C columns, `numel` elements in all, in chunks of
-    `chunk_rows` rows.
-    """
+    """What each rank sends: `rows` rows of `parts` runs of C columns (`numel` elements), in chunks of rows."""
 
     rows: Any
     C: Any
@@ -116,9 +110,7 @@ class Pieces(NamedTuple):
 def copy_received(
     use, ticket, x, received, pieces, alive, WORLD: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Copies tile `ticket` of the received tensor, which includes the rank's own piece, to the output; NaN after a
-    failure.
-    """
+    """Copies tile `ticket` of the received tensor to the output; NaN after a failure."""
     began = now(TRACE)
     num_m = tl.cdiv(pieces.rows, TILES.BLOCK_M)
     blocks = tl.cdiv(pieces.C, TILES.BLOCK_N)
@@ -277,9 +269,7 @@ class Geometry:
 
 
 def geometry(node: AllToAllMatmul, launch: Launch, x: torch.Tensor, columns: int) -> Geometry:
-    """Returns the Geometry for x [.., W*S, .., parts * C] with W*S at `scatter_dim`. columns: the largest N on any
-    rank.
-    """
+    """Returns the Geometry for x [.., W*S, .., parts * C]; W*S is at `scatter_dim`. columns: the largest N."""
     rows = math.prod(x.shape[:-1]) // node.world_size
     config = launch.config(rows=rows, columns=columns, repeats=1, dtype=x.dtype)
     blocks = ceil_div(rows, config.block_m)
@@ -295,9 +285,7 @@ def geometry(node: AllToAllMatmul, launch: Launch, x: torch.Tensor, columns: int
 
 
 def by_rank(node: AllToAllMatmul, x: torch.Tensor) -> torch.Tensor:
-    """Returns x [.., W*S, .., C'] as [W * rows, C'], contiguous, with the rows for each rank together; it is a copy if
-    they do not lie so in x.
-    """
+    """Returns x [.., W*S, .., C'] as [W * rows, C'], contiguous, each rank's rows together; perhaps a copy."""
     outer, rows = math.prod(x.shape[: node.scatter_dim]), math.prod(x.shape[node.scatter_dim : -1]) // node.world_size
     if outer == 1:
         return x.contiguous().view(node.world_size * rows, x.shape[-1])

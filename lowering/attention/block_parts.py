@@ -58,14 +58,11 @@ class Span:
         return (own if whole else own[:, self.first_key : self.last_key]).transpose(1, 2)
 
     def among(self, x: torch.Tensor, keys: int) -> torch.Tensor:
-        """Returns its keys out of those of all ranks, x [B, H, W * keys, D], as a view. It has to have all keys of
-        every source, or only one source.
-        """
+        """Returns a view of its keys in x [B, H, W * keys, D]: all keys of every source, or those of one."""
         return self._along(x, 2, keys)
 
     def _along(self, x: torch.Tensor, dim: int, keys: int) -> torch.Tensor:
-        """Returns its keys along a dimension of size W * keys, or all of x if that dimension is missing or broadcast.
-        """
+        """Returns its keys along a dimension of size W * keys; all of x if that is missing or broadcast."""
         if dim < 0 or x.shape[dim] == 1:
             return x
         first = self.source * keys
@@ -110,8 +107,7 @@ def with_rows(q: torch.Tensor) -> torch.Tensor:
 
 
 def stacked(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Returns keys and values [B, H, S, D] as one contiguous tensor [2, B, S, H, D], which the kernel of `tile` reads.
-    """
+    """Returns keys and values [B, H, S, D] as one contiguous tensor [2, B, S, H, D], for the kernel of `tile`."""
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 

@@ -229,9 +229,7 @@ def _dividing(lse: torch.Tensor) -> torch.Tensor:
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Returns keys or values with every head repeated for each of its heads of queries, as the memory-efficient kernel
-    needs it.
-    """
+    """Returns keys or values with every head repeated for its heads of queries, for the efficient kernel."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -302,9 +300,7 @@ def _bias_for_cudnn(q: torch.Tensor, k: torch.Tensor, seen: ShownBlock) -> torch
 
 
 def _beside(plain: Local, windowed: Local) -> Local:
-    """Returns a Local that runs `windowed` for blocks with a lower bound, which `plain` does not know, and otherwise
-    `plain`.
-    """
+    """Returns a Local that runs `windowed` for blocks with a lower bound, and `plain` for the others."""
 
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float

@@ -24,9 +24,7 @@ MERGE_WARPS = 4
 
 
 class MergedParts(NamedTuple):
-    """The sizes of the partials, as tuples: the first row, the row behind the last, and the strides of batch, head and
-    row.
-    """
+    """The first row, the row behind the last, and the strides of batch, head and row of partials, as tuples."""
 
     firsts: Any
     lasts: Any

@@ -43,18 +43,14 @@ def gradients(
 
 
 def lowered(run: local_attention.Local, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Returns (the anchored bias or None; the lse that belongs to it) for Given and perhaps a bias behind it; see
-    `Local.anchored`.
-    """
+    """Returns (the anchored bias or None, the lse that belongs to it); see `Local.anchored`."""
     q, lse, bias = given[1], given[5], given[6] if len(given) > 6 else None
     bias, anchors = run.anchored(bias, q.dtype, whole=True)
     return bias, lse if anchors is None else lse - anchors
 
 
 def make(node: AttentionReduceScatter, operands: Given) -> Callable[..., Outputs]:
-    """Returns a function (grad_out, q, k, v, out, lse, and a bias if the mask has one) -> (grad_q, grad_k, grad_v) for
-    operands of this form.
-    """
+    """Returns a function (*Given, perhaps a bias) -> (grad_q, grad_k, grad_v) for operands of this form."""
     _, q, k, v, _, _ = operands
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     world, keys = node.world_size, k.shape[2] // node.world_size

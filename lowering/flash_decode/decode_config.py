@@ -13,8 +13,7 @@ MOST_ROWS = 64
 LEAST_ROWS = 16
 """The fewest rows of a matrix product."""
 MERGED_ELEMENTS = 8192
-"""The elements of partial results that a program loads at once to merge them. All these loads are under way together.
-"""
+"""The elements of partial results that a program loads at once, so that all loads are under way together."""
 SMALL_PART = 1024
 """Twice as many elements fit in registers if a partial result has at most this many."""
 MERGED_SPLITS, INTERPRETED_MERGED_SPLITS = 16, 2
@@ -72,8 +71,7 @@ BY_HEAD_DIM = {
     most: DecodeConfig(block_n=block_n, num_warps=4, num_stages=4).validate()
     for most, block_n in ((64, 128), (128, 64), (256, 32))
 }
-"""The blocks by the largest head size that fits. Two programs of an SM have 192 KB of keys and values in shared memory.
-"""
+"""The blocks by the largest head size that fits. Two programs of an SM have 192 KB in shared memory."""
 WIDE = {
     most: DecodeConfig(block_n=block_n, num_warps=4, num_stages=3).validate()
     for most, block_n in ((64, 64), (128, 32), (256, 16))

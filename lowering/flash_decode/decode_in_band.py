@@ -52,9 +52,7 @@ from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode
 
 MOST_ELEMENTS = 2048
-"""The most elements of a head's part. A program holds the parts of all ranks in registers, with a logarithm for each
-element.
-"""
+"""The most elements of a head's part. A program holds those of all ranks, with logarithms, in registers."""
 WORDS_PER_ELEMENT = 2
 INTERPRETED_MOST_BYTES = 4096
 """The most bytes of an area in the interpreter, so that some small problems are not sent in band."""
@@ -69,9 +67,7 @@ class InBandSending(NamedTuple):
 
 @triton.jit
 def pairs(o, lse, R: tl.constexpr, D: tl.constexpr):
-    """Returns the words [R, 2 * D] of a part: each element of o [R, D], followed by the logarithm of its row, of lse
-    [R].
-    """
+    """Returns the words [R, 2 * D] of a part: each element of o [R, D] and the logarithm of its row, lse [R]."""
     logarithms = tl.broadcast_to(lse[:, None], (R, D))
     return encode(tl.reshape(tl.join(o, logarithms), (R, 2 * D)).to(tl.uint32, bitcast=True))
 
@@ -158,9 +154,7 @@ def flash_decode_in_band_kernel(
 
 
 def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
-    """Returns whether the parts of all ranks fit in an area, and those of a head in a program. It is equal on all
-    ranks.
-    """
+    """Returns whether all ranks' parts fit in an area, and a head's in a program. It is equal on all ranks."""
     most_bytes = INTERPRETED_MOST_BYTES if launch.interpreted else IN_BAND_BYTES.value
     words = WORDS_PER_ELEMENT * shape.rows * shape.head_dim
     return (

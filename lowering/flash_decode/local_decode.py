@@ -49,8 +49,7 @@ MERGE_WARPS = 4
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns x with contiguous rows; a copy if x has others, because a rank must not choose another strategy for them.
-    """
+    """Returns x with contiguous rows, perhaps a copy, because a rank must not choose another strategy for it."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -198,9 +197,7 @@ def shape_of(node: FlashDecode, given: DecodeOperands, num_sms: int) -> Shape:
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
 def local_attention_kernel(tensors, counters, heads, kv_heads, splits, sizes, HOW: tl.constexpr):
-    """Stores this rank's part in `tensors.out`: o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS]. It has a program
-    for each ticket.
-    """
+    """Stores this rank's part in `tensors.out`: o [heads * ROWS, HEAD_DIM], lse [heads * ROWS]. See the module."""
     work = work_of(tensors, counters, heads, kv_heads, splits, sizes.capacity)
     head, used, last = attend_ticket(tl.program_id(0), None, work, sizes.strides, HOW)
     if last != 0:
@@ -240,9 +237,7 @@ class LocalAttention:
         return round_up(self.shape.rows * (self.shape.head_dim + 1), 16)
 
     def part(self, given: DecodeOperands, counters: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the part of the local tokens, fp32 [area]. counters: int32 zeros, one for each head, which are zeros
-        afterwards again; None to allocate them.
-        """
+        """Returns the local part, fp32 [area]. counters: int32 zeros, one for each head; zeros again afterwards."""
         q, shape = given.q, self.shape
         splits = self.splits
         part = torch.empty(self.area, dtype=torch.float32, device=q.device)

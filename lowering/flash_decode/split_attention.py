@@ -70,9 +70,7 @@ class Sizes(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides: of batch and head of q; of batch (with pages: page), token and head of keys and of values; and of the
-    rows of the block table.
-    """
+    """The strides of q (batch, head), of keys and of values (batch or page, token, head), and of the table."""
 
     q: Any
     k: Any
@@ -119,9 +117,7 @@ def cut_splits(length, splits, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr
 
 @triton.jit
 def load_query(q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Loads ROWS query heads from `row` on, as [BLOCK_ROWS, HEAD_DIM] with zeros behind them. strides_q: the strides of
-    batch and head.
-    """
+    """Loads ROWS query heads from `row` on as [BLOCK_ROWS, HEAD_DIM], padded by zeros. strides_q: see Strides."""
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, HEAD_DIM)
     q_at = q + batch.to(tl.int64) * strides_q[0] + (row + rows)[:, None] * strides_q[1] + dims[None, :]
@@ -243,9 +239,7 @@ def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
 
 @triton.jit
 def merge_splits(partials, counts, head, used, HOW: tl.constexpr):
-    """Returns (o [MERGED_ROWS, HEAD_DIM], lse [MERGED_ROWS]) merged from the `used` parts of a head that
-    `attend_ticket` has stored.
-    """
+    """Returns (o [MERGED_ROWS, HEAD_DIM], lse [MERGED_ROWS]) merged from the `used` stored parts of a head."""
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     MERGED_ROWS: tl.constexpr = HOW.MERGED_ROWS
     MERGED_SPLITS: tl.constexpr = HOW.MERGED_SPLITS

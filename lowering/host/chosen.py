@@ -15,9 +15,7 @@ Runner = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What runs a call. `choice` is (the group's name, the request, its choice) for `plan.decisions`, or None if there
-    was nothing to choose.
-    """
+    """What runs a call, and (group name, request, choice) for `plan.decisions`, None if nothing was chosen."""
 
     run: Runner
     choice: tuple[str, PlanRequest, Choice] | None = None

@@ -15,15 +15,11 @@ from ditron_inductor.task.node import Node
 Runner = Callable[..., Any]
 """A function of (node, launch, the strategy's geometry, *node.split(operands)), which runs a call."""
 Library = Callable[[Any, Sequence[torch.Tensor]], Callable[..., Any]]
-"""A function of (node, operands of a call). It returns a function of node.split(operands) that runs such calls by the
-library.
-"""
+"""A function of (node, operands of a call). It returns the library's function of node.split(operands)."""
 
 
 def bound(reference: Callable[..., Any], node: Node) -> Callable[..., Any]:
-    """Returns a function of task/reference.py with its keyword arguments bound to the fields of a node. Arguments that
-    have a default are left alone.
-    """
+    """Returns a function of task/reference.py with its required keyword arguments from the fields of a node."""
     parameters = inspect.signature(reference).parameters.values()
     wanted = [param.name for param in parameters if param.kind is param.KEYWORD_ONLY and param.default is param.empty]
     return functools.partial(reference, **{name: getattr(node, name) for name in wanted})

@@ -127,15 +127,11 @@ class Launch:
 
     @property
     def num_sms(self) -> int:
-        """The number of SMs of the group's smallest device. It is equal on all ranks, as tile shapes and so the layout
-        of slots have to be.
-        """
+        """The SMs of the group's smallest device, which decide tile shapes and so layouts, equal on all ranks."""
         return self.workspace.capabilities.num_sms
 
     def config(self, *, rows: int, columns: int, repeats: int, dtype: torch.dtype) -> Config:
-        """Returns the tile shape for `repeats` outputs [rows, columns]. group_m is reduced to about half the number of
-        block rows if there are few.
-        """
+        """Returns the tile shape for `repeats` outputs [rows, columns]; with few block rows group_m is smaller."""
         config = select_config(
             rows=rows,
             columns=columns,
@@ -181,9 +177,7 @@ class Launch:
         return tile._replace(GROUP_M=1, DESCRIPTORS=False, K_MAJOR=0, PIECE=0)
 
     def loads_by_descriptor(self, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-        """Returns whether the copy unit (TMA) can fetch blocks of these operands. NVIDIA GPUs have it since Hopper, and
-        it needs an alignment of 16 bytes.
-        """
+        """Returns whether the copy unit (TMA, since Hopper) can fetch blocks of these operands, 16-byte aligned."""
         arch = self.workspace.capabilities.arch
         if not (arch == "interpreter" or arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))):
             return False
@@ -194,9 +188,7 @@ class Launch:
         return all(is_block_loadable(x) for x in (rows, *weights))
 
     def programs(self, work: int, config: Config) -> int:
-        """Returns the number of programs of a persistent kernel with `work` tickets. Results do not depend on it; this
-        number keeps the GPU busy.
-        """
+        """Returns the programs of a persistent kernel with `work` tickets. Results do not depend on the number."""
         return max(1, min(work, self.num_sms * config.programs_per_sm))
 
     def threads(self, num_warps: int) -> int:
@@ -204,9 +196,7 @@ class Launch:
         return num_warps * (64 if self.workspace.capabilities.arch.startswith("gfx9") else 32)
 
     def launcher(self, kernel: Any, clock: int = 0) -> Launcher:
-        """Returns the site's launcher of a kernel that has the parameters NUMBERS and WORDS. clock: the clock of its
-        time stamps, 0 for none.
-        """
+        """Returns the launcher of a kernel with the parameters NUMBERS and WORDS. clock: of time stamps, or 0."""
         found = self.launchers.get((id(kernel), clock))
         if found is None:
             workspace = self.workspace

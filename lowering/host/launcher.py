@@ -52,9 +52,7 @@ Allocator = Callable[[int, int, int | None], torch.Tensor]
 
 @dataclass(frozen=True)
 class Arguments:
-    """The part of a launch that does not come with every call: the number of programs, and other arguments and options
-    by name.
-    """
+    """The part of a launch that does not come with every call: programs, other arguments and options."""
 
     programs: int
     values: dict[str, Any]
@@ -71,9 +69,7 @@ class Internals:
     allocator: contextvars.ContextVar[Any]
 
     def settings(self) -> tuple[Any, ...] | None:
-        """Returns the settings that are options of every compilation; None while hooks are set that see launches or
-        change compilations.
-        """
+        """Returns the settings that are options of all compilations; None while hooks see or change these."""
         runtime = self.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         # A chain of hooks, a function, or None.

@@ -143,9 +143,7 @@ def _possible_as_agreed(
 def _possible(
     lowering: Lowering, node: TaskNode, planned: TaskNode, launch: Launch, x: torch.Tensor, sizes: Sizes
 ) -> tuple[PlanRequest, dict[str, Runner]]:
-    """Returns the plan's request, and what runs each strategy (see `Possible`). planned: the node with the local facts
-    of rank 0, by which all ranks choose alike.
-    """
+    """Returns what `Possible` returns. planned: the node with rank 0's local facts, equal on all ranks."""
     m, n, k = sizes.m, sizes.n, sizes.k
     workspace = launch.workspace
     capabilities = workspace.capabilities

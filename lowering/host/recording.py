@@ -180,8 +180,7 @@ def is_view(func: Any) -> bool:
 
 
 def with_own_storage(x: torch.Tensor) -> torch.Tensor:
-    """Returns x with a storage object that no other tensor has. The memory is the same, and the result does not own it.
-    """
+    """Returns x with a storage object of its own over the same memory, which the result does not own."""
     storage = x.untyped_storage()
     alias: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(alias, x.storage_offset(), x.shape, x.stride())

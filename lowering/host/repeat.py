@@ -51,8 +51,7 @@ class Allocation:
 
 
 class Step:
-    """One launch of a recorded call. pointers: (position of a parameter of the kernel, a Pointer or a tuple of them).
-    """
+    """One launch of a recorded call. pointers: (position of a parameter, its Pointer or a tuple of them)."""
 
     def __init__(self, launch: LaunchMade, pointers: Sequence[tuple[int, Pointer | tuple[Pointer, ...]]]) -> None:
         self.launcher = launch.launcher

@@ -29,9 +29,7 @@ def clock_of(arch: str) -> int | None:
 
 
 class TraceBuffer:
-    """The events of kernels on one device, at most `capacity`. `sites` has the texts of the sites, by their number in
-    the events.
-    """
+    """At most `capacity` events of kernels on one device. sites: their texts by the numbers in the events."""
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self.capacity = capacity
@@ -48,9 +46,7 @@ class TraceBuffer:
         self.words[words.EVENTS_CAPACITY.value].fill_(self.capacity)
 
     def attach(self, generation: Generation, site: int, text: str) -> None:
-        """Lets launches that follow on the current stream and use this ring write here. The next launch is of `site`,
-        whose text is `text`.
-        """
+        """Lets launches on the current stream in this ring write here; the next one is of `site`, named `text`."""
         self.sites[site] = text
         if id(generation) not in self._attached:
             generation.ctl[words.TRACE_BUFFER.value].fill_(self.words.data_ptr())

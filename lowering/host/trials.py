@@ -87,9 +87,7 @@ class Trial:
         self._samples: dict[str, list[tuple[Sample, float]]] = {strategy: [] for strategy in tried}
 
     def next(self, site: str) -> tuple[str, bool] | None:
-        """Returns (the strategy of this call of a site, whether the call is timed); None for the call in which the
-        ranks decide.
-        """
+        """Returns (this call's strategy, whether it is timed); None for the call in which the ranks decide."""
         calls = self._calls.get(site, 0)
         self._calls[site] = calls + 1
         return trial.strategy_of_call(self.tried, calls)
@@ -152,9 +150,7 @@ class SiteTrial:
         return self._trial.times is None and self._workspace.agreed(self._trial.name) is self._trial.begun
 
     def next(self) -> Chosen:
-        """Returns what runs this call. It has to be asked once for each call, because it counts them. It is collective
-        when the trial ends.
-        """
+        """Returns what runs this call, and counts it, so ask once for a call. Collective when the trial ends."""
         step = self._trial.next(self._site)
         assert self._planned.choice is not None
         group_name, request, planned = self._planned.choice

@@ -74,9 +74,7 @@ def select_tiles(*, rows: int, dtype: torch.dtype, interpreted: bool) -> Config:
 
 
 class Sizes(NamedTuple):
-    """The columns N of a rank's product, the argument `block` of `interleaved_row`, the columns `pitch` of the product
-    in a slot, and the Terms of the sum.
-    """
+    """The columns of a product, `block` of `interleaved_row`, the columns of a product in a slot, and Terms."""
 
     N: Any
     block: Any
@@ -163,9 +161,7 @@ def matmul_all_gather_kernel(
 
 
 def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """Returns the Geometry for a [.., K], with the rows and columns of a rank's product. A chunk is the run of one
-    program. columns: N.
-    """
+    """Returns the Geometry for a [.., K] and columns N of a rank. A chunk is the run of one program."""
     M = math.prod(a.shape[:-1])
     config = select_tiles(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
     config = config.for_arch(launch.workspace.capabilities.arch)
@@ -183,9 +179,7 @@ def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: in
 
 
 def copy_columns(sizes: Geometry, world_size: int, itemsize: int) -> int:
-    """Returns the columns that a program copies at once, a power of two: those of a run, or as many as its threads have
-    registers for.
-    """
+    """Returns the columns that a program copies at once, 2^n: a run's, or as many as fit in registers."""
     threads = 32 * sizes.config.num_warps
     most = threads * COPY_BYTES // (COPY_ROWS.value * (world_size - 1) * itemsize)
     wanted = 1 << (sizes.chunk_tiles * sizes.config.block_n - 1).bit_length()
@@ -200,9 +194,7 @@ def matmul_all_gather(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the products sum_i a_i @ b_i + bias of all ranks, gathered along the node's dimension; see the module.
-    a_i is [.., K_i], b_i [K_i, N] and bias [N].
-    """
+    """Returns the gathered products for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module."""
     out = gathered_like(node, a[0], sizes.N)
     call = SumCall(node, launch, sizes, a, b, bias)
 

@@ -66,9 +66,7 @@ def destinations(use, tile, tiles, dtype: tl.constexpr, WORLD: tl.constexpr, BLO
 
 @triton.jit
 def store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD: tl.constexpr, TILES: tl.constexpr):
-    """Stores `result`, tile `tile` of the product of `source`, at its place in `out`, without the elements that lie
-    beyond its edges.
-    """
+    """Stores `result`, tile `tile` of the product of `source`, in `out`, without what is beyond its edges."""
     block_row, block_column = grouped(tile, num_m, num_n, TILES.GROUP_M)
     offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
     offs_n = block_column * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
@@ -171,9 +169,7 @@ def matmul_all_gather(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the products sum_i a_i @ b_i + bias of all ranks, gathered along the node's dimension; see the module.
-    a_i is [.., K_i], b_i [K_i, N] and bias [N].
-    """
+    """Returns the gathered products for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module."""
     out = gathered_like(node, a[0], sizes.N)
     call = SumCall(node, launch, sizes, a, b, bias)
 

@@ -61,17 +61,13 @@ MOST_ROWS = 64
 """With more rows, sending every partial tile to every rank takes longer than a second round of signals."""
 
 MOST_NORM_ROWS = 1
-"""The most rows that one program normalises. For more rows another launch takes less time (4 rows of 8192 elements took
-4 us longer on an H200).
-"""
+"""The most rows that one program normalises (on an H200, 4 rows of 8192 took 4 us longer than a launch)."""
 MOST_NORM_ELEMENTS = 64
 """The most elements of a row in each thread of that program."""
 
 
 def fits(launch: Launch, rows: int, columns: int) -> bool:
-    """Returns whether [rows, columns] is reduced in one shot: there are few rows, and enough flags even for the
-    narrowest tiles.
-    """
+    """Returns whether [rows, columns] is reduced in one shot: few rows, and flags for the narrowest tiles."""
     return 0 < rows <= MOST_ROWS and columns <= 16 * MAX_CHUNKS.value
 
 
@@ -191,9 +187,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module. extras: the extra
-    tensors of the epilogue.
-    """
+    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
     outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
     behind = {"NORMS": None, "ROW": 16, "given": None, "norm_outs": None}
     call = SumCall(node, launch, sizes, a, b, bias)
@@ -211,9 +205,7 @@ def matmul_all_reduce_rms_norm(
     given: tuple[torch.Tensor | None, ...],
     extras: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Does `matmul_all_reduce` and then the norm, without an epilogue in between. Returns (normed, total), and what is
-    saved. given: see nodes.EXTRAS.
-    """
+    """Returns (normed, total), and what is saved, with the norm in the same launch. given: see nodes.EXTRAS."""
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     outputs = reduced_outputs(node, out)
     behind = {"ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}

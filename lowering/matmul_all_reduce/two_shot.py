@@ -254,9 +254,7 @@ def matmul_all_reduce_kernel(
 
 
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """Returns the Geometry for a [.., K], with the rows and columns of the output and the tiles of an owner. columns:
-    N.
-    """
+    """Returns the Geometry for a [.., K] and columns N: sizes of the output, and tiles of an owner."""
     M, world = math.prod(a.shape[:-1]), node.world_size
     config = launch.config(rows=M, columns=columns, repeats=1, dtype=a.dtype)
     owned = ceil_div(ceil_div(M, config.block_m) * ceil_div(columns, config.block_n), world)
@@ -276,9 +274,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module. extras: the extra
-    tensors of the epilogue.
-    """
+    """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
     outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
     call = SumCall(node, launch, sizes, a, b, bias)
 

@@ -36,9 +36,7 @@ class InParts:
 
 @dataclass(frozen=True, eq=False)
 class Small:
-    """The layout of a call in which one kernel reduces and normalises. `preparer` is the part of an epilogue before the
-    reduction, or None.
-    """
+    """The layout of a call with one kernel behind the product. preparer: the epilogue's part before it, or None."""
 
     rows: norm_kernel.Geometry
     preparer: Preparer | None

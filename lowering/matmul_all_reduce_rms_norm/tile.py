@@ -20,8 +20,7 @@ from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layout of a call: that of the reduced product, and the kernel of the norm, None if everything is one launch.
-    """
+    """The layout of a call: that of the product, and the kernel of the norm, None if it is in one launch."""
 
     product: sums.Geometry
     add_norm: AddNorm | None

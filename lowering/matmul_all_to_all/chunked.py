@@ -76,9 +76,7 @@ class _Columns:
     cuts: tuple[tuple[int, int], ...]
 
     def multiply(self, place: int, out: torch.Tensor) -> None:
-        """Computes into `out` [rows, parts * C] the columns for rank `place // len(cuts)` of the run of rows `place %
-        len(cuts)`.
-        """
+        """Computes out [rows, parts * C]: rank `place // len(cuts)`'s columns of run `place % len(cuts)`."""
         reader, (first, last) = place // len(self.cuts), self.cuts[place % len(self.cuts)]
         for part in range(self.parts):
             begin = (part * self.world_size + reader) * self.C
@@ -97,9 +95,7 @@ def matmul_all_to_all(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the output [.., W*S, .., N / W] for a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N] and bias
-    [N]; see the module.
-    """
+    """Returns [.., W*S, .., N / W] for a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]."""
     world, M, width = node.world_size, sizes.M, node.parts * sizes.C
     out = a[0].new_empty(gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, world))
     columns = _Columns([rows_of(left) for left in a], b, bias, node.parts, sizes.C, world, sizes.cuts)

@@ -59,9 +59,7 @@ from ditron_inductor.task.ulysses import gathered_shape
 
 @triton.jit
 def place_of_tile(tile, num_m, C, parts, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Returns (first row, part, first column within the part's run of C columns) of tile `tile` of what one rank gets
-    from another.
-    """
+    """Returns (first row, part, first column in the part's run of C) of tile `tile` for one rank."""
     blocks = tl.cdiv(C, BLOCK_N)
     block_row, block_column = grouped(tile, num_m, parts * blocks, GROUP_M)
     return block_row * BLOCK_M, block_column // blocks, block_column % blocks * BLOCK_N
@@ -69,9 +67,7 @@ def place_of_tile(tile, num_m, C, parts, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD: tl.constexpr, TILES: tl.constexpr):
-    """Stores `result`, tile `tile` of what `source` has for this rank, at its place in `out`, without the elements that
-    lie beyond its edges.
-    """
+    """Stores `result`, tile `tile` from `source` for this rank, in `out`, without what is beyond its edges."""
     row, part, column = place_of_tile(tile, num_m, C, parts, TILES.BLOCK_M, TILES.BLOCK_N, TILES.GROUP_M)
     offs_m = row + tl.arange(0, TILES.BLOCK_M)
     offs_n = column + tl.arange(0, TILES.BLOCK_N)
@@ -166,9 +162,7 @@ def matmul_all_to_all_kernel(
 
 
 def geometry(node: MatmulAllToAll, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """Returns the Geometry for a [.., K]: M rows of a rank, N columns in each of its runs, and the tiles of what one
-    rank gets from another.
-    """
+    """Returns the Geometry for a [.., K]: M rows of a rank, N columns of a run, tiles for one rank."""
     M, world = math.prod(a.shape[:-1]), node.world_size
     N = columns // (node.parts * world)
     config = launch.config(rows=M, columns=N, repeats=world * node.parts, dtype=a.dtype)
@@ -184,9 +178,7 @@ def matmul_all_to_all(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the output [.., W*S, .., N / W] for a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N] and bias
-    [N]; see the module.
-    """
+    """Returns [.., W*S, .., N / W] for a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]."""
     out = a[0].new_empty(gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, node.world_size))
     call = SumCall(node, launch, sizes, a, b, bias)
 

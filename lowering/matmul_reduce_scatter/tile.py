@@ -162,9 +162,7 @@ def matmul_reduce_scatter_kernel(
 
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """Returns the Geometry for a [.., W*S, .., K] with W*S at `scatter_dim`, with the rows and columns of an output.
-    columns: N.
-    """
+    """Returns the Geometry for a [.., W*S, .., K], W*S at `scatter_dim`, and columns N of an output."""
     M, world = math.prod(a.shape[:-1]) // node.world_size, node.world_size
     config = launch.config(rows=M, columns=columns, repeats=world, dtype=a.dtype)
     tiles = ceil_div(M, config.block_m) * ceil_div(columns, config.block_n)

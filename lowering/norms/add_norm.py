@@ -41,9 +41,7 @@ Outputs = tuple[torch.Tensor, ...]
 
 @triton.jit(do_not_specialize=["M"])
 def add_norm_kernel(reduced, given, outputs, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr):
-    """Computes `finish` for reduced [M, N], contiguous, which may be the total too. given, outputs: see `extras` and
-    `finish`.
-    """
+    """Does `finish` for reduced [M, N], contiguous, which may be the total. given, outputs: see `extras`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < M) & (cols < N)

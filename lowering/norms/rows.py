@@ -149,8 +149,7 @@ def with_rows(residual_rows, given, cols, N, FORM: tl.constexpr):
 
 @triton.jit
 def scale(value, inside, N, IS_LAYER: tl.constexpr, EPS: tl.constexpr):
-    """Returns (scaled [ROWS, BLOCK], mean [ROWS], rstd [ROWS]) of whole rows in fp32. An RMS norm does not use `mean`.
-    """
+    """Returns (scaled [ROWS, BLOCK], mean [ROWS], rstd [ROWS]), fp32, of whole rows; RMS norms ignore mean."""
     value = tl.where(inside, value, 0.0)
     mean = tl.sum(value, axis=1) / N
     if IS_LAYER:
@@ -247,9 +246,7 @@ def finish(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.constexpr
 
 @triton.jit
 def finish_all(reduced, given, outputs, M, N, BLOCK: tl.constexpr, NORMS: tl.constexpr):
-    """Does `finish` in one program for M rows of N columns in `reduced`, one after the other. `reduced` may be the
-    total.
-    """
+    """Does `finish` in one program for M rows of N columns, one by one. `reduced` may be the total."""
     cols = tl.arange(0, BLOCK)[None, :]
     for row in range(M):
         rows = row + tl.arange(0, 1)[:, None]
@@ -261,8 +258,7 @@ def finish_all(reduced, given, outputs, M, N, BLOCK: tl.constexpr, NORMS: tl.con
 
 
 def form_of(node: WithNorm, *, stores_reduced: bool) -> int:
-    """Returns the FORM of a node. stores_reduced: whether the kernel has to store the reduced rows if they are saved.
-    """
+    """Returns the FORM of a node. stores_reduced: whether the kernel stores the reduced rows if they are saved."""
     form = sum(FORM_OF_EXTRAS[name] for name in node.extras)
     form += sum(FORM_OF_SAVED[name] for name in node.saved if stores_reduced or name != "reduced")
     form += NO_NORM.value * (node.norm.form == nodes.NO_NORM)
@@ -305,8 +301,7 @@ def reduced_outputs(node: WithNorm, reduced: torch.Tensor) -> tuple[torch.Tensor
 
 
 def pointers(given: tuple[torch.Tensor | None, ...], other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of a node, contiguous, as a kernel takes them, with `other` for those that it does not have.
-    """
+    """Returns the tensors of a node, contiguous, as a kernel takes them, with `other` for missing ones."""
     return tuple(other if tensor is None else tensor.contiguous() for tensor in given)
 
 
@@ -317,9 +312,7 @@ def shard_extras(given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor |
 
 
 def all_outputs(node: WithNorm, outputs: tuple[T, ...]) -> tuple[T, ...]:
-    """Returns the outputs (or whatever belongs to each) as `finish` takes them, with that of the total for outputs that
-    the node does not have.
-    """
+    """Returns the outputs (or what belongs to each) as `finish` takes them, the total's for missing ones."""
     made = dict(zip(norm_returns(node.norm, node.saved), outputs, strict=True))
     return tuple(made.get(name, made["total"]) for name in ("normed", "total", *SAVED))
 
@@ -335,6 +328,5 @@ def block_of(columns: int) -> int:
 
 
 def warps_of(elements: int) -> int:
-    """Returns the warps of a program whose tile has `elements` elements: 16 elements for each thread, at most 16 warps.
-    """
+    """Returns the warps of a program whose tile has `elements` elements: 16 for each thread, at most 16 warps."""
     return max(1, min(elements // (32 * 16), 16))

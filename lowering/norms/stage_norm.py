@@ -24,9 +24,7 @@ from ditron_inductor.lowering.transfers import PIECE_ROWS
 
 
 class How(NamedTuple):
-    """Values that are known at compile time: the number of ranks, whether the norm is stored as an output too, the rows
-    of a tile, and the places of a row.
-    """
+    """Compile-time values: ranks, whether the norm is an output too, rows of a tile, places of a row."""
 
     WORLD: Any
     COPY: Any
