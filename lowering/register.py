@@ -46,9 +46,7 @@ calls = PreparedCalls()
 """The prepared calls of this process."""
 
 
-def lookup(
-    kind: str, text: str, operands: Sequence[torch.Tensor]
-) -> tuple[Hashable, Any, Callable[..., Any] | None]:
+def lookup(kind: str, text: str, operands: Sequence[torch.Tensor]) -> tuple[Hashable, Any, Callable[..., Any] | None]:
     """Returns the key of a call, its node, and the function that runs it, or None if the call is not prepared yet."""
     # A call depends on the node, the forms of the operands, and the precision of fp32 products; on nothing else.
     key = kind, text, is_tf32_allowed(), *[form(operand) for operand in operands]

@@ -62,9 +62,7 @@ def softcapped(s, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def attend(
-    state, q, keys, begin, end, seen, scale, HOW: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr
-):
+def attend(state, q, keys, begin, end, seen, scale, HOW: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
     """Returns the state after keys begin, .., end - 1. q is [BLOCK_M, BLOCK_D]. scale: log2(e) times the scale of the
     softmax, positive. HOW: a `How`.
 

@@ -223,9 +223,7 @@ def wait_credits(use, WORLD: tl.constexpr):
 
 
 @triton.jit
-def wait_for_words(
-    use, row, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr
-):
+def wait_for_words(use, row, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr):
     """Implements `wait_credits`, `wait_all` and `wait_rows`."""
     lanes = tl.arange(0, ROWS * MAX_WORLD)
     sources = lanes % MAX_WORLD

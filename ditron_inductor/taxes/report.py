@@ -185,13 +185,7 @@ def _cells(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _row(title: str, inductor: float | None, before: float | None, after: float | None) -> dict[str, str]:
     saved = None if before is None or after is None else before - after
-    return {
-        "": title,
-        INDUCTOR: _time(inductor),
-        UNFUSED: _time(before),
-        FUSED: _time(after),
-        "saved": _time(saved),
-    }
+    return {"": title, INDUCTOR: _time(inductor), UNFUSED: _time(before), FUSED: _time(after), "saved": _time(saved)}
 
 
 def _pair(before: Account | None, after: Account | None, field: str) -> str:

@@ -24,14 +24,7 @@ import torch
 from ditron_inductor.device.lanes import Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering.attention import local_attention
-from ditron_inductor.lowering.attention.block_parts import (
-    Span,
-    as_sent,
-    canonical,
-    joined,
-    single,
-    with_rows,
-)
+from ditron_inductor.lowering.attention.block_parts import Span, as_sent, canonical, joined, single, with_rows
 from ditron_inductor.lowering.attention.local_attention import Local
 from ditron_inductor.lowering.attention.merge import Merge, Partial
 from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels

@@ -55,13 +55,7 @@ FULL = tl.constexpr(0)
 CAUSAL = tl.constexpr(1)
 ZIGZAG = tl.constexpr(2)
 ZIGZAG_KEYS = tl.constexpr(3)
-NUMBERS = {
-    "full": FULL,
-    "causal": CAUSAL,
-    "zigzag_keys": ZIGZAG_KEYS,
-    "causal_offset": CAUSAL,
-    "zigzag": ZIGZAG,
-}
+NUMBERS = {"full": FULL, "causal": CAUSAL, "zigzag_keys": ZIGZAG_KEYS, "causal_offset": CAUSAL, "zigzag": ZIGZAG}
 
 
 class How(NamedTuple):

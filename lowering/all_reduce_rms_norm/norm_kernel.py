@@ -28,14 +28,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import RESULT_ROW, REVOKED_ROW, SEND_TICKET, TILE_TICKET
-from ditron_inductor.core.signals import (
-    Words,
-    close,
-    granted,
-    publish_all,
-    request_ticket,
-    use_of,
-)
+from ditron_inductor.core.signals import Words, close, granted, publish_all, request_ticket, use_of
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import TILE as TILE_EVENT
 from ditron_inductor.core.trace import event, now

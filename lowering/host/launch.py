@@ -169,9 +169,7 @@ class Launch:
             EVEN_K=all(right.shape[0] % config.block_k == 0 for right in rights),
         )
 
-    def tile_of_few_rows(
-        self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]
-    ) -> Tiles:
+    def tile_of_few_rows(self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Tiles:
         """Returns `tile_of_sum` for a kernel that does not load by descriptors, group tiles or carry them."""
         tile = self.tile_of_sum(config, lefts, rights)
         return tile._replace(GROUP_M=1, DESCRIPTORS=False, K_MAJOR=0, PIECE=0)

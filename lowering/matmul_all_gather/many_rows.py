@@ -22,14 +22,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import TILE_TICKET
-from ditron_inductor.core.matmul import (
-    Carried,
-    carry,
-    factors_of,
-    plus_bias,
-    sum_tile,
-    zeros_of,
-)
+from ditron_inductor.core.matmul import Carried, carry, factors_of, plus_bias, sum_tile, zeros_of
 from ditron_inductor.core.order import grouped, interleaved_row
 from ditron_inductor.core.signals import (
     Words,

@@ -122,9 +122,7 @@ def matmul_reduce_scatter_kernel(
                 if sent_owner != rank:
                     publish_partial(use, chunks, sent_owner, sent_tile, HOW)
                     sent_owner = rank + 0
-                acc = sum_steps_by_descriptors(
-                    acc, head, steps, factors, row, column, Carried(outbox, (), 0, 0), TILES
-                )
+                acc = sum_steps_by_descriptors(acc, head, steps, factors, row, column, Carried(outbox, (), 0, 0), TILES)
             acc = further_products_by_descriptors(acc, factors, row, column, TILES)
         else:
             inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), sizes.M - 1)

@@ -17,9 +17,7 @@ from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, ReductionWithNorm
 
 def reduced(node: ReductionWithNorm, x: torch.Tensor) -> torch.Tensor:
     """Reduces the contiguous x over the ranks, in place, and returns it."""
-    return reference.all_reduce_(
-        x, reduce_op=node.reduce_op, world_size=node.world_size, group_name=node.group_name
-    )
+    return reference.all_reduce_(x, reduce_op=node.reduce_op, world_size=node.world_size, group_name=node.group_name)
 
 
 def normaliser(node: ReductionWithNorm, shape: list[int], device: torch.device) -> Callable[..., Outputs]:
