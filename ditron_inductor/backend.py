@@ -66,7 +66,7 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
     ValueErrors.
     """
     ditron_options, entries = Options.parse(options)
-    runtime.use_table(ditron_options)
+    runtime.use(ditron_options)
     pipelines = {USER_PASS_OPTION: DitronPipeline(ditron_options), JOINT_PASS_OPTION: JointPipeline(ditron_options)}
     for option, pipeline in pipelines.items():
         user_passes = entries.pop(option, getattr(torch._inductor.config, option))

@@ -89,6 +89,12 @@ class GraphVerificationError(DitronError, RuntimeError):
 # Errors of a run.
 
 
+class DitronRunsUnfused(DitronError, RuntimeError):
+    """A fused site can run only by the library, and ``ditron.strict`` is ``"run"``. ``reason`` is the obstacle."""
+
+    message = "{site} can run only by the library, unfused, and the option 'ditron.strict' = 'run' forbids it: {reason}"
+
+
 class DitronTimeout(DitronError, RuntimeError):
     """A bounded wait for a peer's signal expired. ``expected`` and ``seen`` describe the flag: epoch and site."""
 

@@ -2,7 +2,7 @@
 
 Inductor's code for a graph that holds collectives (see ditron_inductor/codegen/meeting_kernel.py) begins with
 
-    meeting_buf0 = graph_meeting("..", "..", 20.0)
+    meeting_buf0 = graph_meeting("..", "..", 20.0, {"no_matmul": 1})
     ...
     def call(self, args):
         arg0_1, arg1_1 = args
@@ -10,7 +10,8 @@ Inductor's code for a graph that holds collectives (see ditron_inductor/codegen/
         if other is not None:
             return other([arg0_1, arg1_1], ((8, 1), None))
 
-The first call meets the peers (device/meetings.py); later calls look up what was decided.
+The first call meets the peers (device/meetings.py); later calls look up what was decided. The first execution of a
+graph is counted by the summary (summary.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Decision
 from ditron_inductor.device.facts import GraphFacts
 from ditron_inductor.device.meetings import check_world_sizes, meetings
-from ditron_inductor.errors import DitronCaptureError, DitronDiverged
-from ditron_inductor.options import Options
+from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronRunsUnfused
+from ditron_inductor.options import STRICT_RUN, Options
 from ditron_inductor.pipeline import ConformPipeline
+from ditron_inductor.summary import FirstRun, summary
+from ditron_inductor.task.policy import shared_site
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +50,14 @@ Other = Callable[[list[Any], Sequence[Any]], tuple[Any, ...]]
 
 class GraphMeeting:
     """The meeting of one compiled graph with its peers. facts: the text of its GraphFacts. plain: the text of the graph
-    before our passes, see plain_graph.py. limit_s: seconds to wait for a rank that does not come.
+    before our passes, see plain_graph.py. limit_s: seconds to wait for a rank that does not come. left_alone: the
+    number of its collectives that were left alone, by reason.
     """
 
-    def __init__(self, facts: str, plain: str, limit_s: float) -> None:
+    def __init__(self, facts: str, plain: str, limit_s: float, left_alone: Mapping[str, int]) -> None:
         self.facts = GraphFacts.parse(facts)
         self.limit_s = limit_s
+        self.left_alone = left_alone
         self.decision: Decision | None = None
         self._text = plain
         self._plain = PlainGraph(plain) if plain else None
@@ -60,14 +65,21 @@ class GraphMeeting:
         self._version = self._life = -1
         self._groups: list[Any] = []
         self._attempts = 0
+        self._is_counted = False
+        self._first_run: FirstRun | None = None
         self._lock = threading.Lock()
 
     def __call__(self) -> Other | None:
         """Returns None if the graph runs as it was rewritten, and otherwise what runs in its place.
 
         Raises what `Meetings.meet` raises; DitronCaptureError if a graph that waits for its peers is captured before it
-        has run; and RuntimeError if a group does not exist any more.
+        has run; DitronRunsUnfused if the graph runs as Inductor alone would run it, and the option `ditron.strict`
+        forbids that; and RuntimeError if a group does not exist any more.
         """
+        if self._first_run is not None:
+            # The first execution has ended, whether all sites have run or not.
+            self._first_run.end()
+            self._first_run = None
         if self._version == meetings.version and self._is_current():
             return self._other
         with self._lock:
@@ -77,6 +89,11 @@ class GraphMeeting:
         return all(groups.find(name) is group for name, group in self._groups)
 
     def _decide(self) -> Other | None:
+        if not self.facts.groups:
+            # All its collectives are of groups of one rank, or of groups that are not known: nobody has to come.
+            self._count("")
+            self._version = meetings.version
+            return None
         if self._life != meetings.life or not self._is_current():
             self._attempts = 0
         self._life = meetings.life
@@ -99,10 +116,26 @@ class GraphMeeting:
             self._other = self._in_place(decision)
         self.decision = decision
         meetings.note_plain(self.facts, decision.plain)
+        if decision.plain:
+            self._refuse_plain(decision.plain)
+        if decision.conform is None:
+            self._count(decision.plain)
         if decision.final or self._attempts >= MOST_ATTEMPTS:
             self._version = meetings.version
         self._groups = [(group.name, groups.find(group.name)) for group in self.facts.groups]
         return self._other
+
+    def _refuse_plain(self, reason: str) -> None:
+        options = Options.of_shared(self.facts.options)
+        sites = [shared_site(launch.site) for group in self.facts.groups for launch in group.after if launch.site]
+        if sites and options.strict == STRICT_RUN and options.strategy != "library":
+            raise DitronRunsUnfused(site=", ".join(sites), reason=reason)
+
+    def _count(self, plain: str) -> None:
+        """Lets the summary count the graph when it runs for the first time."""
+        if not self._is_counted:
+            self._is_counted = True
+            self._first_run = summary.begin(self.facts, self.left_alone, plain)
 
     def _captured(self) -> Decision | None:
         """Returns the decision for a graph that is captured before anything was decided; None if nobody waits for this
@@ -136,6 +169,6 @@ def _run(plain: Callable[[Sequence[Any]], Sequence[Any]], inputs: list[Any], str
         return restrided(plain(inputs), strides)
 
 
-def graph_meeting(facts: str, plain: str, limit_s: float) -> GraphMeeting:
+def graph_meeting(facts: str, plain: str, limit_s: float, left_alone: Mapping[str, int]) -> GraphMeeting:
     """Returns the meeting of a compiled graph. The code of the graph calls this when it is loaded."""
-    return GraphMeeting(facts, plain, limit_s)
+    return GraphMeeting(facts, plain, limit_s, left_alone)

@@ -11,7 +11,8 @@ option                     environment               meaning
 ``ditron.meeting_s``       DITRON_MEETING_S          seconds that a graph's first run waits for its peers
 ``ditron.fusions``                                   the fusions to apply; all of them by default
 ``ditron.table``           DITRON_TABLE              file of measured choices, or ``shipped``; None: the user's
-``ditron.strict``          DITRON_STRICT             whether a site that could be fused, and is not, is an error
+``ditron.strict``          DITRON_STRICT             whether a site that could be fused, and is not, is an error;
+                                                     ``run``: one that cannot run fused too
 ``ditron.sequence_parallel``                         ``auto`` (where it pays), ``on`` or ``off``
 ``ditron.trials``          DITRON_TRIALS             whether the first calls of a site try several strategies
 ``ditron.summary``         DITRON_SUMMARY            whether a line says, once, what was fused
@@ -39,7 +40,8 @@ SEQUENCE_PARALLEL = ("auto", "on", "off")
 SHIPPED = "shipped"
 # These options act when the model runs, or on what is printed, so a graph from a cache is right for all their values.
 NOT_COMPILED = ("table", "summary")
-SHARED = ("strategy", "workspace_limit", "timeout_s", "fusions", "sequence_parallel", "trials")
+SHARED = ("strategy", "workspace_limit", "timeout_s", "fusions", "strict", "sequence_parallel", "trials")
+STRICT_RUN = "run"
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",
@@ -65,7 +67,8 @@ class Options:
     fusions: names out of ``FUSIONS``, kept in that order.
     table: path of a table of measured choices, or ``SHIPPED`` for the shipped tables alone; None takes the one that
     ``python -m ditron_inductor tune`` writes, if there is one.
-    strict: raise ``DitronNotFused`` if a collective beside a matmul is left alone that could be fused after a change.
+    strict: raise ``DitronNotFused`` if a collective beside a matmul is left alone that could be fused after a change;
+    with ``STRICT_RUN`` also raise ``DitronRunsUnfused`` if an obstacle makes a fused site run by ``library``.
     sequence_parallel: whether work between all-reduces is divided among the ranks: ``auto`` (where it pays), ``on``
     (wherever it is possible) or ``off`` (never).
     trials: with the strategy ``auto``, time the strategies in the first calls of each site and keep the fastest.
@@ -79,7 +82,7 @@ class Options:
     meeting_s: float = 10.0
     fusions: tuple[str, ...] = FUSIONS
     table: str | None = None
-    strict: bool = False
+    strict: bool | str = False
     sequence_parallel: str = "auto"
     trials: bool = False
     summary: bool = True
@@ -239,6 +242,12 @@ def _check_switch(key: str, value: Any) -> bool:
     return value
 
 
+def _check_strict(key: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != STRICT_RUN:
+        raise InvalidOptionValue(key=key, value=value, allowed=f"True, False or '{STRICT_RUN}'")
+    return value
+
+
 def _check_sequence_parallel(key: str, value: Any) -> str:
     if value not in SEQUENCE_PARALLEL:
         raise InvalidOptionValue(key=key, value=value, allowed=f"one of {', '.join(SEQUENCE_PARALLEL)}")
@@ -252,7 +261,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "meeting_s": _check_meeting_s,
     "fusions": _check_fusions,
     "table": _check_table,
-    "strict": _check_switch,
+    "strict": _check_strict,
     "sequence_parallel": _check_sequence_parallel,
     "trials": _check_switch,
     "summary": _check_switch,
@@ -281,7 +290,7 @@ _FROM_TEXT: dict[str, Callable[[str, str], Any]] = {
     "timeout_s": _number(float, "seconds"),
     "meeting_s": _number(float, "seconds"),
     "table": lambda variable, text: text,
-    "strict": _switch,
+    "strict": lambda variable, text: text if text == STRICT_RUN else _switch(variable, text),
     "trials": _switch,
     "summary": _switch,
 }

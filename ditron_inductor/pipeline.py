@@ -6,8 +6,8 @@ the user has set in the same place. `JOINT_PASSES` see forward and backward in o
 
 Its work can be observed in four ways. `TORCH_LOGS="+ditron_inductor"` prints how each pass changed the number of calls
 of each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows
-them); `torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote, and `summary` logs a line on it; an open
-`collect_sites` block gets the sites.
+them); `torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote; an open `collect_sites` block gets the
+sites. When the graph runs, `summary` logs a line on what was matched and what ran fused.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ from ditron_inductor.passes.finish.conform import conform
 from ditron_inductor.passes.finish.name_sites import add_key, name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.pad_products import pad_products
-from ditron_inductor.passes.finish.record_sites import record_graph
+from ditron_inductor.passes.finish.record_sites import count_left_alone, record_graph
 from ditron_inductor.passes.finish.require_fusions import require_fusions
 from ditron_inductor.passes.finish.review_left_alone import review_left_alone
-from ditron_inductor.passes.finish.summary import summary
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.finish.wire_facts import Before, before_passes, facts_of, graph_facts
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
@@ -185,9 +184,9 @@ class DitronPipeline(CustomGraphPass):
         self.sink: SiteSink | None = current_sink()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the pipeline in another process. The passes import the Task ops, their kernels and a table there."""
+        """Restores the pipeline in another process. The passes import the Task ops and their kernels there."""
         vars(self).update(state)
-        runtime.use_table(self.options)
+        runtime.use(self.options)
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
@@ -196,13 +195,11 @@ class DitronPipeline(CustomGraphPass):
         plain = plain_graph.dump(graph) if before else ""
         rewritten = run(graph, self.options, self.passes)
         mark_calls(graph)
-        if before is not None:
+        if before is not None or count_left_alone(graph):
             moved = ", ".join(f"{name} {rewritten[name]}" for name in MOVING if rewritten.get(name))
-            add_meeting(graph, before, moved, plain, self.options)
-        if self.options.summary:
-            summary.add(graph)
+            add_meeting(graph, before or Before({}, ""), moved, plain, self.options)
         if self.sink is not None:
-            self.sink.add(record_graph(graph, graph_before=text, graph_after=graph_text(graph)))
+            self.sink.add(record_graph(graph, self.options, graph_before=text, graph_after=graph_text(graph)))
 
     def uuid(self) -> str:
         """Returns a hash of everything that decides what the passes do: sources, shipped tables, options, order, the
@@ -288,7 +285,7 @@ def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         node = graph.call_function(overload("meet"), (key,))
-    node.meta.update({"val": None, MEETING: (facts.text(), plain, options.meeting_s)})
+    node.meta.update({"val": None, MEETING: (facts.text(), plain, options.meeting_s, count_left_alone(graph))})
     graph.lint()
 
 

@@ -13,24 +13,27 @@ from ditron_inductor.device import workspaces
 from ditron_inductor.lowering.host.site_call import SiteCall
 from ditron_inductor.lowering.register import implementations, register
 from ditron_inductor.options import Options
+from ditron_inductor.summary import summary
 
 
 @functools.cache
 def prepare() -> None:
     """Declares the ops and binds their kernels, once. Groups take their strategies from the table that the environment
-    names, until `use_table` is called. In a process that runs only graphs from a cache, nothing else names a table.
+    names, until `use` is called. In a process that runs only graphs from a cache, nothing else names a table.
     """
     register()
     workspaces.use_table(lambda: user_table.read(Options.from_environment().table))
 
 
-def use_table(options: Options) -> None:
-    """Groups that are first used from now on take their strategies from the table of these options.
+def use(options: Options) -> None:
+    """What runs from now on follows these options, as far as they act when a model runs: groups that are first used
+    take their strategies from their table, and the summary line is logged if they ask for it.
 
     Raises InvalidOptionValue and InvalidTable, as `user_table.read` does.
     """
     prepare()
     workspaces.use_table(user_table.read(options.table))
+    summary.wanted = options.summary
 
 
 def site_call(kind: str, static: bool, text: str) -> SiteCall:

@@ -12,7 +12,7 @@ import ditron_inductor
 from ditron_inductor import errors, ops
 from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options
 from ditron_inductor.pipeline import PASSES
-from ditron_inductor.report.explain import ExplainedSite
+from ditron_inductor.report.explained import ExplainedSite
 from ditron_inductor.task.nodes import STRATEGIES
 from tests.test_explain import site
 

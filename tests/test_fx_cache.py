@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from benchmarks.tolerances import assert_near
-from ditron_inductor import backend
+from ditron_inductor import backend, graph_meeting
 from ditron_inductor.lowering.host.site_call import SiteCall
+from ditron_inductor.summary import Summary
 from tests.ranks import RankContext, RankPool
 
 SHAPES = (8, 16), (16, 32), (32, 16)
@@ -104,3 +107,40 @@ def test_code_from_the_cache_binds_its_sites_in_another_process(pools: tuple[Ran
     first.run(calls_in_a_graph, timeout=150.0)
     for counted in second.run(calls_in_a_graph, timeout=150.0):
         assert counted == {"sites": 2, "rewritten": 0}
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def said_of_graphs(ctx: RankContext) -> tuple[list[str], dict[str, int]]:
+    """What the summary logs when graphs run for the first time in a process, and what caches and passes counted."""
+    lines = _Lines()
+    logger = logging.getLogger("ditron_inductor.summary")
+    logger.addHandler(lines)
+    try:
+        with mock.patch.object(graph_meeting, "summary", Summary()):
+            return lines.texts, run_layer(ctx, {"ditron.strategy": "library"})
+    finally:
+        logger.removeHandler(lines)
+
+
+@pytest.mark.timeout(300)
+def test_the_summary_is_logged_for_graphs_from_the_cache(pools: tuple[RankPool, RankPool]) -> None:
+    first, second = pools
+    cold = first.run(said_of_graphs, timeout=200.0)
+    warm = second.run(said_of_graphs, timeout=200.0)
+    assert all(counted["rewritten"] == 0 and counted["hit"] == 2 for _, counted in warm)
+    assert [texts for texts, _ in warm] == [texts for texts, _ in cold] == [
+        [
+            "ditron: 2 of 2 collectives of the first graph matched (1 all_gather_matmul, 1 matmul_reduce_scatter); "
+            "0 ran fused, 2 by library (forced by the option ditron.strategy); "
+            "ditron_inductor.explain(model)(*inputs) says where and why"
+        ],
+        [],
+    ]

@@ -26,6 +26,7 @@ LAYERS = (
     "task",
     "options",
     "user_table",
+    "summary",
     "lowering",
     "runtime",
     "passes.graph",

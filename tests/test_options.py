@@ -89,6 +89,7 @@ def test_an_unknown_key_is_named_with_the_valid_ones(key: Any, named: str) -> No
         ("ditron.table", 7),
         ("ditron.table", ""),
         ("ditron.strict", 1),
+        ("ditron.strict", "runs"),
         ("ditron.summary", None),
         ("max_autotune", "yes"),
     ],
@@ -117,6 +118,13 @@ def test_environment_gives_defaults_and_options_win() -> None:
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("True", True), ("on", True), ("0", False), ("off", False)])
 def test_a_switch_in_the_environment(text: str, value: bool) -> None:
     assert Options.from_environment({"DITRON_STRICT": text}).strict is value
+
+
+def test_strict_has_a_third_value() -> None:
+    assert Options.from_environment({"DITRON_STRICT": "run"}).strict == "run"
+    assert Options.parse({"ditron.strict": "run"}, environment={})[0].strict == "run"
+    assert Options.of_shared(Options(strict="run").shared()).strict == "run"
+    assert Options(strict="run").text() != Options(strict=True).text()
 
 
 @pytest.mark.parametrize(("name", "variable"), [item for item in ENVIRONMENT.items() if item[0] != "table"])

@@ -282,14 +282,14 @@ def test_sites_are_recorded() -> None:
     assert graph.is_backward is False and graph.index == 0
     assert "ditron" not in graph.graph_before and "ditron" in graph.graph_after
     reduce, gather, alone = graph.sites
-    assert (reduce.kind, reduce.fused, reduce.strategy) == ("matmul_all_reduce", True, "library")
+    assert (reduce.kind, reduce.matched, reduce.strategy) == ("matmul_all_reduce", True, "library")
     assert (reduce.m, reduce.n, reduce.k, reduce.itemsize) == (8, 32, 16, 4)
     assert reduce.bytes_moved == 2 * 3 * 8 * 32 * 4 // 4
     assert reduce.site.partition("@")[0] == f"{graph.region}/0:matmul_all_reduce" and reduce.site in reduce.text
     assert (gather.kind, gather.m, gather.n, gather.k) == ("all_gather_matmul", 32, 32, 16)
     assert gather.bytes_moved == 3 * 8 * 16 * 4
     assert gather.shapes == ("[8, 16]", "[16, 32]") and gather.dtype == "float32" and gather.device_type == "cpu"
-    assert (alone.kind, alone.fused, alone.site) == ("all_reduce", False, "")
+    assert (alone.kind, alone.matched, alone.site) == ("all_reduce", False, "")
     assert alone.reason and alone.reason_code and alone.world_size == graphs.WORLD_SIZE
     assert alone.bytes_moved == 2 * 3 * 8 * 16 * 4 // 4
 

@@ -46,6 +46,48 @@ def _forward(ctx: RankContext) -> list[str]:
     return [*runs, _message(lambda: ditron_inductor.explain(product_used, options=STRICT)(x, w))]
 
 
+def _without_gpus(ctx: RankContext) -> list[str]:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x @ w, "sum", ctx.group_name)
+
+    def run(**options: Any) -> str:
+        torch._dynamo.reset()
+        given = {f"ditron.{name}": value for name, value in options.items()}
+        compiled = torch.compile(fn, backend="ditron", options=given)
+        # A call that raised raises again.
+        assert _message(lambda: compiled(x, w)) == (message := _message(lambda: compiled(x, w)))
+        return message
+
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    return [run(strict=True), run(strict="run"), run(strict="run", strategy="library"), run(strict="run")]
+
+
+def test_an_obstacle_of_the_run_raises_where_that_is_asked_for(rank_pools: RankPools) -> None:
+    first, second = rank_pools.get("cpu", 2).run(_without_gpus, timeout=250.0)
+    assert first == second
+    assert [bool(message) for message in first] == [False, True, False, True]
+    assert "/0:matmul_all_reduce can run only by the library" in first[1] and "no GPU: on the CPU" in first[1]
+
+
+def _broken_on_one_rank(ctx: RankContext) -> str:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_reduce(x @ w, "sum", ctx.group_name)
+        if ctx.rank == 0:
+            torch._dynamo.graph_break()
+        return funcol.all_reduce(y.sin() @ w.t(), "sum", ctx.group_name)
+
+    torch._dynamo.reset()
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    options = {"ditron.strict": "run", "ditron.strategy": "tile"}
+    return _message(lambda: torch.compile(fn, backend="ditron", options=options)(x, w))
+
+
+def test_graphs_of_ranks_that_differ_are_such_an_obstacle(rank_pools: RankPools) -> None:
+    for message in rank_pools.get("cpu", 2).run(_broken_on_one_rank, timeout=250.0):
+        assert "/0:matmul_all_reduce" in message and "can run only by the library" in message
+        assert "the graphs of the ranks have" in message
+
+
 def test_each_compilation_raises_and_no_other(rank_pools: RankPools) -> None:
     first, second = rank_pools.get("cpu", 2).run(_forward, timeout=250.0)
     assert first == second

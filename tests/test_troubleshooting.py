@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ditron_inductor.passes.finish.outside import TEXTS
 from ditron_inductor.passes.graph.reasons import ReasonCode
 
 ROOT = Path(__file__).parent.parent
@@ -95,3 +96,10 @@ def test_every_reason_of_a_strategy_is_explained() -> None:
     assert set(known) == reasons_of_strategies()
     for reason, cells in known.items():
         assert len(cells) == 2 and all(len(cell) > 10 for cell in cells), reason
+
+
+def test_every_code_of_what_stayed_outside_is_explained() -> None:
+    known = rows(section("Outside of a node"))
+    assert set(known) == set(TEXTS)
+    for code, cells in known.items():
+        assert len(cells) == 2 and all(len(cell) > 10 for cell in cells), code

@@ -211,7 +211,7 @@ def test_the_sites_of_a_function(rank_pools: RankPools, tmp_path: Path) -> None:
     (entry,) = Table.parse((tmp_path / "table.csv").read_text()).entries
     assert (entry.op, entry.m, entry.n, entry.k, entry.gpu) == ("matmul_all_reduce", 8, 6, 8, "cpu")
     for report, source, reason in results:
-        assert report.fused[0].measured.us == pytest.approx(entry.us, abs=0.01)
+        assert report.matched[0].measured.us == pytest.approx(entry.us, abs=0.01)
         assert source == "table" and "your table" in reason
 
 

@@ -435,8 +435,8 @@ class Run(Session):
 def sites_text(sink: SiteSink) -> str:
     """Sites by kind, those that were left alone with their reason's code."""
     sites = [site for graph in sink.graphs for site in graph.sites]
-    fused = Counter(site.kind for site in sites if site.fused)
-    alone = Counter(f"{site.kind} left alone ({site.reason_code})" for site in sites if not site.fused)
+    fused = Counter(site.kind for site in sites if site.matched)
+    alone = Counter(f"{site.kind} left alone ({site.reason_code})" for site in sites if not site.matched)
     return ", ".join(f"{count} {kind}" for kind, count in (fused + alone).items()) or "nothing"
 
 

@@ -1,7 +1,8 @@
 """``explain``: what Ditron does at every collective of a function, and why.
 
     report = ditron_inductor.explain(model)(tokens)   # on all ranks of the groups involved
-    print(report)                                     # a table, one row per collective site
+    print(report)                                     # a table, with one row for equal collective sites
+    Path("report.html").write_text(report.html())     # a page, with a picture of the graph around each site
     report.sites[0].strategy                          # the same, to read from code
     ditron_inductor.explain(model, measure=True)      # and every strategy timed at every site
 
@@ -13,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.options import Options
-from ditron_inductor.task.site_records import GraphRecord, SiteRecord, collect_sites, stopped_text
+from ditron_inductor.report.explained import NOTHING, ExplainedSite
+from ditron_inductor.report.report_page import report_page
+from ditron_inductor.report.report_text import report_text
+from ditron_inductor.task.site_records import GraphRecord, SiteRecord, collect_sites
 
 if TYPE_CHECKING:
     import torch
@@ -25,61 +29,14 @@ if TYPE_CHECKING:
     from ditron_inductor.report.measure import SiteShape, Timings
     from ditron_inductor.task.plan import PlanRequest
 
-LEFT_ALONE = "-"
 # A report must not raise, and needs no summary line.
 UNASKED = {"ditron.strict": False, "ditron.summary": False}
 
 
 @dataclass(frozen=True)
-class ExplainedSite:
-    """One collective of one compiled graph.
-
-    direction: ``forward``, ``backward``, or ``graph`` if the compiler does not say.
-    record: what the passes saw and did, see ``SiteRecord``.
-    strategy: the strategy that runs here, or ``-`` for a collective that was left alone.
-    predicted_us: the cost model's microseconds for one call by this strategy, None if it has none.
-    reason: why this strategy was chosen, or why the collective was left alone.
-    source: what decided, see ``task.plan.Choice``; empty for a collective that was left alone.
-    predictions: the cost model's microseconds by strategy.
-    measured: the measured microseconds by strategy, the maximum over ranks; None if nothing was timed.
-    request: the question that the plan was asked, None if nothing ran.
-    tried_us: the microseconds by strategy that a trial of the first calls ended with; empty without a trial.
-    """
-
-    direction: str
-    record: SiteRecord
-    strategy: str
-    predicted_us: float | None
-    reason: str
-    source: str = ""
-    predictions: Mapping[str, float] = field(default_factory=dict)
-    measured: Timings | None = None
-    request: PlanRequest | None = None
-    tried_us: Mapping[str, float] = field(default_factory=dict)
-
-    def row(self) -> dict[str, str]:
-        """The cells of this site's line in the printed table, by column."""
-        record = self.record
-        return {
-            "graph": self.direction,
-            "collective": record.kind,
-            "pattern": record.pattern,
-            "shape": " ".join(record.shapes),
-            "dtype": record.dtype.removeprefix("torch."),
-            "group": record.group_name if record.world_size is None else f"{record.group_name} (x{record.world_size})",
-            "strategy": self.strategy,
-            "moved": LEFT_ALONE if record.bytes_moved is None else bytes_text(record.bytes_moved),
-            "by": self.source or LEFT_ALONE,
-            "predicted": times_text(self.predictions),
-            "measured": times_text(self.tried_us if self.measured is None else self.measured.us),
-            "why": self.reason,
-        }
-
-
-@dataclass(frozen=True)
 class Report:
-    """All collective sites of a function's graphs, in graph order. ``text()``, or ``str()``, prints them as a table,
-    and below it what stopped those that were left alone.
+    """All collective sites of a function's graphs, in graph order. ``text()``, or ``str()``, is for a terminal, and
+    ``html()`` is a page with pictures.
     """
 
     sites: tuple[ExplainedSite, ...]
@@ -87,39 +44,49 @@ class Report:
     options: Options
 
     @property
+    def matched(self) -> tuple[ExplainedSite, ...]:
+        """The sites that became a Task node, whatever they run by."""
+        return tuple(site for site in self.sites if site.record.matched)
+
+    @property
     def fused(self) -> tuple[ExplainedSite, ...]:
-        return tuple(site for site in self.sites if site.record.fused)
+        """The sites that ran fused: by ``tile`` or ``chunked``, and not by the library."""
+        return tuple(site for site in self.sites if site.fused)
 
     @property
     def left_alone(self) -> tuple[ExplainedSite, ...]:
-        return tuple(site for site in self.sites if not site.record.fused)
+        """The collectives that no pass made a Task node of."""
+        return tuple(site for site in self.sites if not site.record.matched)
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self) -> str:
-        """The table, the sites left alone with the node and the line of each, and a summary."""
-        from tabulate import tabulate
+        """The table with a row for equal sites, the reasons, what was left alone with its line, and a conclusion. No
+        line is longer than 120 characters.
+        """
+        return report_text(self.sites, self.conclusion()) if self.sites else self.conclusion()
+
+    def html(self) -> str:
+        """The same as a page of HTML, with a picture of the graph around each row's first site. It needs no other file.
+        """
+        return report_page(self.sites, self.conclusion())
+
+    def conclusion(self) -> str:
+        """How many collectives were matched, how many of these ran fused, and why the others did not."""
+        from ditron_inductor.summary import NOT_RUN, ran_by, ran_text
 
         if not self.graphs:
             return "Ditron compiled no graph: the function holds no tensor operation that torch.compile captures."
         graphs = f"{len(self.graphs)} graph{'s' if len(self.graphs) > 1 else ''}"
         if not self.sites:
             return f"Ditron compiled {graphs} without a collective: nothing to fuse."
-        rows = [site.row() for site in self.sites]
-        if not any(site.measured or site.tried_us for site in self.sites):
-            for row in rows:
-                del row["measured"]
-        widths = {"why": 48, "shape": 34, "pattern": 30, "predicted": 18, "measured": 18}
-        limits = [widths.get(column) for column in rows[0]]
-        table = tabulate(rows, headers="keys", disable_numparse=True, maxcolwidths=limits)
-        notes = dict.fromkeys(note for site in self.sites if site.measured for note in site.measured.notes)
-        missing = "".join(f"\nno time: {note}" for note in notes)
-        summary = f"{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
-        records = [site.record for site in self.left_alone]
-        stopped = [stopped_text(record.node, record.line, record.reason_code, record.culprit) for record in records]
-        alone = "\n".join(["\nleft alone:", *stopped]) if stopped else ""
-        return f"{table}{missing}{alone}\n{summary}"
+        ran = [
+            NOT_RUN if site.strategy == NOTHING else ran_by(site.strategy, site.source, site.reason)
+            for site in self.matched
+        ]
+        text = f"{len(self.matched)} of {len(self.sites)} collectives matched, in {graphs}"
+        return text + (f"; {ran_text(ran)}" if ran else "") + _changed(self.options)
 
 
 def explain(
@@ -252,21 +219,6 @@ def without_caches() -> Iterator[None]:
         yield
 
 
-def times_text(times: Mapping[str, float]) -> str:
-    """'library 20, tile 12 us', or '-' for no times."""
-    return ", ".join(f"{name} {us:.0f}" for name, us in times.items()) + " us" if times else LEFT_ALONE
-
-
-def bytes_text(count: int) -> str:
-    """1536 -> '1.5 KiB'."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("the loop returns at its last unit")
-
-
 def _changed(options: Options) -> str:
     """The options that differ from the defaults, or nothing."""
     default = Options()
@@ -278,8 +230,8 @@ def _changed(options: Options) -> str:
 
 def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
     direction = {None: "graph", False: "forward", True: "backward"}[graph.is_backward]
-    if not record.fused:
-        return ExplainedSite(direction, record, LEFT_ALONE, None, record.reason)
+    if not record.matched:
+        return ExplainedSite(direction, record, NOTHING, None, record.reason)
     # torch stays out of this module's imports.
     from ditron_inductor.device.meetings import meetings
     from ditron_inductor.task.plan import decisions
@@ -291,7 +243,7 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
         return ExplainedSite(direction, record, "library", None, reason, "meeting")
     if last is None:
         reason = "it has not run: its tensors were empty, or nothing needed its result"
-        return ExplainedSite(direction, record, LEFT_ALONE, None, reason)
+        return ExplainedSite(direction, record, NOTHING, None, reason)
     request, choice = last
     return ExplainedSite(
         direction=direction,

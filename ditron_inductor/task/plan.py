@@ -15,14 +15,16 @@ sharded evenly, and otherwise not. Whoever builds the request sees to it that al
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from ditron_inductor.errors import StrategyUnavailable
+from ditron_inductor.errors import DitronRunsUnfused, StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task import table as tables
 from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.nodes import NODES
+from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import NOTHING, Problem, Requirement
 
 MARGIN = 0.01
@@ -53,6 +55,7 @@ class PlanRequest:
         device_type, device_name: `cuda` or `cpu`, and the name that the driver gives the GPU.
         tile, chunked: what these strategies want, nothing of a strategy that the kind lacks.
         launch_us: microseconds of a launch on the slowest host of the group, 0 if unknown.
+        strict: whether an obstacle that leaves the library only is an error.
     """
 
     problem: Problem
@@ -64,6 +67,7 @@ class PlanRequest:
     tile: Requirement = NOTHING
     chunked: Requirement = NOTHING
     launch_us: float = 0.0
+    strict: bool = False
 
     def wants(self, strategy: str) -> Requirement:
         """What one of our strategies wants."""
@@ -80,7 +84,8 @@ class Choice:
 
     predicted_us: the cost model's microseconds by strategy, None where it has none; in eager mode at least the host's.
     source: what decided: `forced` by the option, a `table` of measurements, the cost `model`, a `trial` of the first
-    calls, or an `obstacle` that left the library only.
+    calls, an `obstacle` that left the library only, the `meeting` of the ranks, which left it too, or that the library
+    is the `only` one: the kind has no other strategy, or there is nothing to compute.
     tried_us: the microseconds by strategy that a trial ended with, empty without one.
     settled: whether the user's own table has this very problem, so that a trial would measure it again.
     """
@@ -97,7 +102,8 @@ class Choice:
 def choose(request: PlanRequest, table: str = "") -> Choice:
     """The strategy for one call. table: the text of the group's table of measured choices, equal on all ranks.
 
-    Raises `StrategyUnavailable` if a strategy is forced and cannot run here; `auto` takes another one then.
+    Raises `StrategyUnavailable` if a strategy is forced and cannot run here; `auto` takes another one then. Raises
+    `DitronRunsUnfused` if that is the library and the request is strict.
     """
     problem = request.problem
     predicted = _predicted(request, problem)
@@ -115,13 +121,13 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
             raise StrategyUnavailable(strategy=forced, site=request.site, reason=why, remedy=remedy)
         return Choice(forced, reason, predicted, "forced")
     if not obstacles:
-        return Choice("library", f"{problem.kind} has no other strategy", predicted, "obstacle")
-    able = possible(request)
-    if not able:
-        reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
-        return Choice("library", "; ".join(reasons), predicted, "obstacle")
+        return Choice("library", f"{problem.kind} has no other strategy", predicted, "only")
     if problem.is_empty:
-        return Choice("library", "there is nothing to compute", predicted, "obstacle")
+        return Choice("library", "there is nothing to compute", predicted, "only")
+    able = possible(request)
+    if not able and request.device_type != "cpu":
+        reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
+        return _hindered(request, "; ".join(reasons), predicted)
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
         best, reason, exact = _best_measured(request, known, able)
         if best:
@@ -129,12 +135,19 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
             settled = exact and source == "your table"
             return Choice(best, f"measured ({source}): {reason}", predicted, "table", settled=settled)
     if predicted is None:
-        reason = "on the CPU our kernels run in an interpreter, for tests only"
-        return Choice("library", reason, predicted, "obstacle")
+        reason = "no GPU: on the CPU our kernels run in an interpreter, for tests only"
+        return _hindered(request, reason, predicted)
     best = _best(request, predicted, {strategy: cost.least_gain(problem, strategy) for strategy in able})
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
     times += _of_the_host(request)
     return Choice(best, f"predicted: {times}", predicted, "model")
+
+
+def _hindered(request: PlanRequest, reason: str, predicted: Mapping[str, float] | None) -> Choice:
+    """The library, as nothing else can run. Raises `DitronRunsUnfused` if the request is strict."""
+    if request.strict:
+        raise DitronRunsUnfused(site=shared_site(request.site), reason=reason)
+    return Choice("library", reason, predicted, "obstacle")
 
 
 def possible(request: PlanRequest) -> tuple[str, ...]:
@@ -244,6 +257,16 @@ class Decisions:
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], tuple[PlanRequest, Choice]] = {}
         self._sized: dict[tuple[str, str], dict[Sizes, tuple[PlanRequest, Choice]]] = {}
+        self._lock = threading.Lock()
+        self._awaited: list[tuple[set[tuple[str, str]], Callable[[], None]]] = []
+
+    def when_noted(self, sites: Collection[tuple[str, str]], then: Callable[[], None]) -> None:
+        """Calls `then` as soon as a choice has been noted from now on for each of these, by group and name."""
+        for site in sites:
+            # Its next call is noted, even if that repeats what the call before it noted.
+            self._last.pop(site, None)
+        with self._lock:
+            self._awaited.append((set(sites), then))
 
     def note(self, group_name: str, request: PlanRequest, choice: Choice) -> None:
         """Remember `choice` as the last one of the request's site in a group."""
@@ -259,6 +282,17 @@ class Decisions:
         sized[sizes] = (request, choice)
         if len(sized) > SIZES_KEPT:
             del sized[next(iter(sized))]
+        if self._awaited:
+            self._arrived(key)
+
+    def _arrived(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            for left, _ in self._awaited:
+                left.discard(key)
+            complete = [then for left, then in self._awaited if not left]
+            self._awaited = [(left, then) for left, then in self._awaited if left]
+        for then in complete:
+            then()
 
     def last(self, group_name: str, site: str, sizes: Sizes | None = None) -> tuple[PlanRequest, Choice] | None:
         """The last request and choice of a site, those of (m, n, k) `sizes` if it ran so; None if it never ran here."""

@@ -25,12 +25,14 @@ class Policy:
         workspace_limit: bytes of symmetric memory that the site may use.
         timeout_s: seconds before a wait gives up; 0.0 means the timeout of the process group.
         trials: whether the first calls try several strategies, where `strategy` is `auto`.
+        strict: whether it is an error if an obstacle leaves `library` only, where `strategy` is `auto`.
     """
 
     strategy: str = "auto"
     workspace_limit: int = 1 << 30
     timeout_s: float = 0.0
     trials: bool = False
+    strict: bool = False
 
     def verify(self, kind: str) -> None:
         check(self.strategy in STRATEGIES, kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")

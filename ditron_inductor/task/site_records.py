@@ -31,22 +31,44 @@ class NodeRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class SiteRecord:
-    """One collective site of one graph, fused or left alone, in graph order.
+class OutsideRecord:
+    """A norm or an epilogue beside a Task node that did not become a part of it. `what` is `norm behind`, `norm in
+    front` or `epilogue`; `code` and `text` say why; `node` is the op that shows it.
+    """
 
-    `kind` is the Task kind (`all_gather_matmul`, ...) of a fused site, and otherwise the collective's own name
-    (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the product that one rank computes, [m, k] @ [k, n].
-    With several weights n is their sum; if several products are added up, k is theirs. For a dynamic size they hold the
-    compiler's hint, and None if a size is not known (a site left alone, an unbacked symbol). `bytes_moved` is what one
-    rank receives from its peers in one call. `task` is the node of a fused site. `operands` are the shapes of its
-    operands on this rank by name, with a list if there are several of one name; None if a size is not known. `line` is
-    the user's line as in `NodeRecord`. `culprit` is the node that prevented the fusion, or the collective itself if the
-    reason is its own.
+    what: str
+    code: str
+    text: str
+    node: NodeRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureRecord:
+    """A node of the graph near a site, and the names of those nodes near the site that it reads."""
+
+    node: NodeRecord
+    inputs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteRecord:
+    """One collective site of one graph, matched or left alone, in graph order.
+
+    `matched` is whether the passes made a Task node of it; by which strategy the node runs, fused or not, is decided
+    when it runs. `kind` is the Task kind (`all_gather_matmul`, ...) of a matched site, and otherwise the collective's
+    own name (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the product that one rank computes, [m, k]
+    @ [k, n]. With several weights n is their sum; if several products are added up, k is theirs. For a dynamic size
+    they hold the compiler's hint, and None if a size is not known (a site left alone, an unbacked symbol).
+    `bytes_moved` is what one rank receives from its peers in one call. `task` is the node of a matched site. `operands`
+    are the shapes of its operands on this rank by name, with a list if there are several of one name; None if a size is
+    not known. `line` is the user's line as in `NodeRecord`. `culprit` is the node that prevented the fusion, or the
+    collective itself if the reason is its own. `outside` is what a matched site could not take in. `near` are the nodes
+    around the site, itself included, in graph order.
     """
 
     site: str
     kind: str
-    fused: bool
+    matched: bool
     pattern: str
     group_name: str
     world_size: int | None
@@ -67,6 +89,8 @@ class SiteRecord:
     operands: Shapes | None = None
     line: str = ""
     culprit: NodeRecord | None = None
+    outside: tuple[OutsideRecord, ...] = ()
+    near: tuple[PictureRecord, ...] = ()
 
 
 def stopped_text(node: str, line: str, reason_code: str, culprit: NodeRecord | None) -> str:

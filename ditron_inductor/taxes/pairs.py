@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ditron_inductor.report.explain import ExplainedSite
+    from ditron_inductor.report.explained import ExplainedSite
 
 NORMED = "_rms_norm"
 """The end of the names of kinds whose node has a norm. If absorbing the norm does not pay, it is a kernel of its own.

@@ -44,7 +44,8 @@ from ditron_inductor.taxes.report import TaxReport
 if TYPE_CHECKING:
     import torch
 
-    from ditron_inductor.report.explain import ExplainedSite, Report
+    from ditron_inductor.report.explain import Report
+    from ditron_inductor.report.explained import ExplainedSite
     from ditron_inductor.report.timing import Clock
     from ditron_inductor.task.site_records import SiteRecord
     from ditron_inductor.taxes.probe import Key, Spent
@@ -129,7 +130,7 @@ class _Profile:
             steps = self._steps(clock, calls, rounds, compiled, notes)
         bytes_per_us = _bandwidth(clock, rounds)
         probed = _probed(clock, {name: calls[name] for name in (UNFUSED, FUSED)}, steps, min(rounds, PROBED_ROUNDS))
-        pairs = paired(compiled.fused, distinct(unfused.fused))
+        pairs = paired(compiled.matched, distinct(unfused.matched))
         sites = [_site(site, other, probed, bytes_per_us) for site, other in pairs]
         alone = sum(site.unfused is None for site in sites)
         if alone:
@@ -195,7 +196,7 @@ class _Profile:
             # Read this now, because a site of the same name in another contestant is noted in the same place.
             reports[name] = build_report(sink.graphs, self.parsed)
         fused = reports[FUSED]
-        return calls, reports[UNFUSED], replace(fused, sites=(*distinct(fused.fused), *fused.left_alone))
+        return calls, reports[UNFUSED], replace(fused, sites=(*distinct(fused.matched), *fused.left_alone))
 
     def _step_of(self, compiled: Callable[..., Any]) -> Callable[[int], None]:
         args, kwargs = self.inputs
@@ -245,7 +246,7 @@ def _captured(
     notes.append(f"{name}: no CUDA graph: {problems[0]}")
     if name == FUSED:
         # A call that failed half way leaves its workspace unusable.
-        for group_name in sorted({site.record.group_name for site in compiled.fused}):
+        for group_name in sorted({site.record.group_name for site in compiled.matched}):
             reset(group_name)
     return None
 
@@ -391,7 +392,7 @@ def _with_launches(report: Report, sites: Sequence[SiteTaxes], rounds: int) -> l
     """
     eager, graph = (measured_report(report, graph=graph, rounds=rounds, chosen=True) for graph in (False, True))
     priced = []
-    for site, slow, fast in zip(sites, eager.fused, graph.fused, strict=True):
+    for site, slow, fast in zip(sites, eager.matched, graph.matched, strict=True):
         times = [{} if timed.measured is None else timed.measured.us for timed in (slow, fast)]
 
         def launch(strategy: str, times: Sequence[Mapping[str, float]] = times) -> float | None:

@@ -37,4 +37,5 @@ def plan_request(
         tile=tile,
         chunked=chunked,
         launch_us=capabilities.launch_us,
+        strict=node.policy.strict,
     )

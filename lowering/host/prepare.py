@@ -20,6 +20,7 @@ import torch
 
 from ditron_inductor.device import AgreedOptions, groups, workspaces
 from ditron_inductor.device.meetings import meetings
+from ditron_inductor.errors import DitronRunsUnfused
 from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.kind import Lowering, Runner
@@ -108,6 +109,8 @@ def _by_library(
     sizes: Sizes,
 ) -> Callable[..., Any]:
     """A call that the ranks agreed to run by the library: without a workspace, since a peer may have no use for one."""
+    if node.policy.strict and node.policy.strategy != "library":
+        raise DitronRunsUnfused(site=shared_site(node.site), reason=reason)
     m, n, k = sizes.m, sizes.n, sizes.k
     problem = Problem(node.planned_as or node.kind, m, n, k, precision_of(x.dtype), node.world_size, captured=False)
     wants = Requirement(reason=reason)

@@ -133,6 +133,33 @@ def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
     )
 
 
+NO_TEXT, WITH_READER = "no_text", "computed_with_its_reader"
+"""Why an op behind the products of a call stays outside of the node: the epilogue has no text for it, or Inductor
+computes it in one kernel with what reads it.
+"""
+
+
+def find_left_outside(call: fx.Node, task: WithEpilogue) -> tuple[str, fx.Node, fx.Node | None] | None:
+    """Returns why the pointwise ops behind a call without an epilogue are none, the first of these ops, and the reader
+    with which Inductor computes them, if that is the reason. None if there are no such ops, or if there is an epilogue.
+    """
+    if task.parsed is not None and (task.parsed.pre is None or task.parsed.behind is not None):
+        return None
+    chain = _read_chain(call, task)
+    for node in call.graph.nodes:
+        if _is_pointwise(node) and not chain.plain.keys().isdisjoint(node.all_input_nodes):
+            if node not in chain.values:
+                return NO_TEXT, node, None
+            readers = [user for value in chain.values for user in value.users if user not in chain.values]
+            open_ones = [user for user in readers if not _ends(user)]
+            return (WITH_READER, node, open_ones[0]) if open_ones else None
+    return None
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return node.target in expressions.POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
     """Everything behind the products that an epilogue can compute."""
     plain = {

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import find_sites
+from ditron_inductor.passes.finish.near import near
+from ditron_inductor.passes.finish.outside import find_outside
 from ditron_inductor.passes.graph.collectives import group_size
 from ditron_inductor.passes.graph.culprits import describe
 from ditron_inductor.passes.graph.launches import GROUP_ARGUMENT, is_task, launches_collective
@@ -19,14 +24,21 @@ from ditron_inductor.task.schema import node_from_call, operands_from_call
 from ditron_inductor.task.site_records import GraphRecord, SiteRecord
 from ditron_inductor.task.torch_dtypes import precision_of
 
+NO_PATTERN = "no_pattern"
+"""The reason for a collective that no pass has looked at."""
 
-def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
+
+def record_graph(graph: fx.Graph, options: Options, *, graph_before: str, graph_after: str) -> GraphRecord:
     """Returns a record of what the passes did with the collectives of `graph`, read from the rewritten graph."""
     region, _ = find_sites(graph)
-    sites = [_task_record(node) for node in graph.nodes if is_task(node)]
-    alone = [_collective_record(node) for node in graph.nodes if launches_collective(node)]
-    order = {node.name: position for position, node in enumerate(graph.nodes)}
-    records = sorted([*sites, *alone], key=lambda record: order[record.node])
+    outside = find_outside(graph, options)
+    records = [
+        replace(_task_record(node), outside=outside.get(node, ()), near=near(node))
+        if is_task(node)
+        else replace(_collective_record(node), near=near(node))
+        for node in graph.nodes
+        if is_task(node) or launches_collective(node)
+    ]
     return GraphRecord(
         index=0,
         is_backward=any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")),
@@ -35,6 +47,12 @@ def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> Gra
         graph_before=graph_before,
         graph_after=graph_after,
     )
+
+
+def count_left_alone(graph: fx.Graph) -> dict[str, int]:
+    """Returns the number of collectives that no pass fused, by the code of the reason."""
+    reasons = [node.meta.get(LEFT_ALONE) for node in graph.nodes if launches_collective(node)]
+    return dict(Counter(NO_PATTERN if reason is None else str(reason.code) for reason in reasons))
 
 
 def _task_record(node: fx.Node) -> SiteRecord:
@@ -52,7 +70,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
     return SiteRecord(
         site=task.site,
         kind=task.kind,
-        fused=True,
+        matched=True,
         pattern=task.pattern,
         group_name=task.group_name,
         world_size=task.world_size,
@@ -97,7 +115,7 @@ def _collective_record(node: fx.Node) -> SiteRecord:
     return SiteRecord(
         site="",
         kind=kind,
-        fused=False,
+        matched=False,
         pattern=reason.pattern if reason is not None else kind,
         group_name=str(group_name),
         world_size=world_size,
@@ -112,7 +130,7 @@ def _collective_record(node: fx.Node) -> SiteRecord:
         strategy="",
         node=node.name,
         text=node.format_node() or node.name,
-        reason_code=reason.code if reason is not None else "no_pattern",
+        reason_code=reason.code if reason is not None else NO_PATTERN,
         reason=reason.text if reason is not None else f"no fusion takes {kind}",
         line=describe(node).line,
         culprit=reason.culprit if reason is not None else None,

@@ -195,7 +195,7 @@ def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
 
 def _equal_norms(norm: FoundNorm, rsqrt: fx.Node) -> Iterator[FoundNorm]:
     """Other norms of the same rows and of the same form, of which nothing is saved."""
-    for other in _rsqrts(rsqrt.graph):
+    for other in rsqrts(rsqrt.graph):
         found = find_norm(other) if other is not rsqrt and normalised(other) is norm.x else None
         if isinstance(found, FoundNorm) and found.norm == norm.norm and not found.saved:
             yield found
@@ -325,11 +325,11 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 def all_reduce_rms_norm(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every all-reduce with the norm behind it, if proved; returns how many were. Others may get a reason."""
     # A sum with a norm behind it is fused with that norm, so such norms are looked for first.
-    count = sum(_fuse(graph, rsqrt, _find_norm_behind, options) for rsqrt in _rsqrts(graph))
-    return count + sum(_fuse(graph, rsqrt, _find_post_norm, options) for rsqrt in _rsqrts(graph))
+    count = sum(_fuse(graph, rsqrt, find_norm_behind, options) for rsqrt in rsqrts(graph))
+    return count + sum(_fuse(graph, rsqrt, _find_post_norm, options) for rsqrt in rsqrts(graph))
 
 
-def _rsqrts(graph: fx.Graph) -> list[fx.Node]:
+def rsqrts(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=aten.rsqrt.default))
 
 
@@ -337,7 +337,7 @@ Found = tuple[fx.Node, Match | ReasonCode]
 """The node that reduces, and a match or the reason why there is none."""
 
 
-def _find_norm_behind(rsqrt: fx.Node) -> Found | None:
+def find_norm_behind(rsqrt: fx.Node) -> Found | None:
     """The norm that `rsqrt` belongs to, behind a sum; None if it is not."""
     rows = normalised(rsqrt)
     found = None if rows is None else find_sum(rows)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ditron_inductor.options import Options
+from ditron_inductor.options import STRICT_RUN, Options
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.task import schema
 from ditron_inductor.task.node import Node
@@ -47,7 +47,8 @@ ANY_STRIDES: frozenset[object] = frozenset(
 
 def policy(options: Options) -> Policy:
     """Returns what the options say about how a site runs."""
-    return Policy(options.strategy, options.workspace_limit, options.timeout_arg, options.trials)
+    strict = options.strict == STRICT_RUN
+    return Policy(options.strategy, options.workspace_limit, options.timeout_arg, options.trials, strict)
 
 
 def site_fields(world_size: int, group_name: str, options: Options) -> dict[str, Any]:

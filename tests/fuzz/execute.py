@@ -65,7 +65,7 @@ def run_program(ctx: RankContext, program: Program, settings: Settings) -> Verdi
             ditron_inductor.reset(group)
     torch._dynamo.reset()
     sites = [site for graph in sink.graphs for site in graph.sites]
-    counts = Counter(site.kind if site.fused else f"left alone: {site.reason_code}" for site in sites)
+    counts = Counter(site.kind if site.matched else f"left alone: {site.reason_code}" for site in sites)
     return Verdict("\n".join(wrong), refused, tuple(sorted(counts.items())), time.monotonic() - start)
 
 

@@ -153,5 +153,5 @@ def check(ctx: RankContext, mask: str, window: int, form: str, strategy: str, ba
         assert relative_error(value, wanted[name]) <= MODEL_TOLERANCES[torch.float32], (name, mask, strategy)
     assert alone is None or relative_error(alone, wanted["output"]) <= MODEL_TOLERANCES[torch.float32]
     sites = [site for graph in sink.graphs for site in graph.sites]
-    assert all(site.fused for site in sites), [site.reason for site in sites]
+    assert all(site.matched for site in sites), [site.reason for site in sites]
     return Counter(site.kind for site in sites)

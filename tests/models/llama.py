@@ -113,11 +113,11 @@ def check_training(ctx: RankContext, setup: Setup, steps: int = 1, generated: bo
             assert_matches(step(setup, model, call, x), wanted, setup.dtype)
     report = build_report(sink.graphs, Options.parse(setup.options)[0])
     forward = [site for site in report.sites if site.direction == "forward"]
-    left_alone = [site for site in forward if not site.record.fused]
+    left_alone = [site for site in forward if not site.record.matched]
     assert not left_alone, f"left alone in the forward graph:\n{report}"
     assert Counter(site.record.kind for site in forward) == expected_forward(setup), str(report)
     counters = torch._dynamo.utils.counters["ditron"]
-    fused = Counter(site.record.kind for site in report.fused)
+    fused = Counter(site.record.kind for site in report.matched)
     # Two passes make such a node.
     normed = fused.pop("matmul_all_reduce_rms_norm", 0)
     fused += Counter(matmul_all_reduce=normed, all_reduce_rms_norm=normed)

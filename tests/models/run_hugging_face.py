@@ -162,7 +162,7 @@ def _assert_as_near(
 
 def _site_counts(graphs: list[GraphRecord]) -> dict[str, Counter[str]]:
     """By direction; AssertionError where torch's counters say otherwise."""
-    fused = sum(site.fused for graph in graphs for site in graph.sites)
+    fused = sum(site.matched for graph in graphs for site in graph.sites)
     counters = torch._dynamo.utils.counters["ditron"]
     assert counters["name_sites"] == fused, f"{dict(counters)} against {fused}"
     counts: dict[str, Counter[str]] = {}
@@ -170,6 +170,6 @@ def _site_counts(graphs: list[GraphRecord]) -> dict[str, Counter[str]]:
         direction = "backward" if graph.is_backward else "forward"
         assert direction not in counts, "more than one graph of a direction: the model was compiled again"
         counts[direction] = Counter(
-            site.kind if site.fused else f"{site.kind}: {site.reason_code}" for site in graph.sites
+            site.kind if site.matched else f"{site.kind}: {site.reason_code}" for site in graph.sites
         )
     return counts

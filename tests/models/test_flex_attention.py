@@ -86,7 +86,7 @@ def _check(ctx: RankContext, form: str, window: int, strategy: str, trained: boo
             assert one.grad is not None and each.grad is not None
             assert relative_error(one.grad, each.grad[:, :, mine]) <= MOST_ERROR, name
     sites = [site for graph in sink.graphs for site in graph.sites]
-    assert all(site.fused for site in sites), [site.reason for site in sites]
+    assert all(site.matched for site in sites), [site.reason for site in sites]
     return Counter(site.kind for site in sites)
 
 

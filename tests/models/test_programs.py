@@ -285,7 +285,7 @@ def run_case(ctx: RankContext, case: Case) -> None:
         compiled = torch.compile(case.program, backend="ditron", options=TILE)
         for _ in range(2):
             compare(ctx, case.program, compiled, case.shapes, case.grad)
-    fused = [site.kind for graph in sink.graphs if not graph.is_backward for site in graph.sites if site.fused]
+    fused = [site.kind for graph in sink.graphs if not graph.is_backward for site in graph.sites if site.matched]
     assert Counter(fused) == Counter(case.fused), fused
     assert {getattr(site.task, "epilogue", "") for graph in sink.graphs for site in graph.sites} >= case.epilogues
 
@@ -309,7 +309,7 @@ def run_sizes(ctx: RankContext) -> None:
         compiled = torch.compile(program, backend="ditron", options=TILE, dynamic=True)
         for batch, length in ((2, 3), (4, 5), (1, 4), (3, 1)):
             compare(ctx, program, compiled, ((batch, length, 16), (16, 24)), True)
-    alone = [site.reason for graph in sink.graphs if not graph.is_backward for site in graph.sites if not site.fused]
+    alone = [site.reason for graph in sink.graphs if not graph.is_backward for site in graph.sites if not site.matched]
     assert not alone, alone
 
 
@@ -337,7 +337,7 @@ def run_one_compilation(ctx: RankContext) -> None:
         compiled = torch.compile(program, backend="ditron", options=TILE, dynamic=True)
         for batch, length in ((2, 3), (4, 5), (3, 8)):
             compare(ctx, program, compiled, ((batch, length, 16), (16, 24), (24, 16)), False)
-    fused = [Counter(site.kind for site in graph.sites if site.fused) for graph in sink.graphs]
+    fused = [Counter(site.kind for site in graph.sites if site.matched) for graph in sink.graphs]
     assert fused == [Counter({AG: 3, RS: 3, AR: 1})], fused
 
 
@@ -357,7 +357,7 @@ def run_tokens(ctx: RankContext) -> None:
         compiled = torch.compile(program, backend="ditron", options=TILE)
         for tokens in ((3, 3), (3, 5), (4, 5), (4, 9), (6, 2)):
             compare(ctx, program, compiled, ((12, 16), (tokens[ctx.rank], 16)), False)
-    assert all(site.fused for graph in sink.graphs for site in graph.sites)
+    assert all(site.matched for graph in sink.graphs for site in graph.sites)
 
 
 @pytest.mark.timeout(100)

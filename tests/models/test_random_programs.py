@@ -52,7 +52,7 @@ def compare(ctx: RankContext, program: Program) -> list[str]:
                 assert one.shape == other.shape and one.dtype == other.dtype
                 error = relative_error(one, other)
                 assert error < tolerance, f"value {index} of call {call}: relative error {error}\n{program}"
-    return [site.kind for graph in sink.graphs for site in graph.sites if site.fused]
+    return [site.kind for graph in sink.graphs for site in graph.sites if site.matched]
 
 
 # World size and seed of programs with a site that is fused; together they have all kinds.

@@ -41,10 +41,10 @@ def check_inference(ctx: RankContext, batch: int, seq_len: int) -> None:
             torch.distributed.all_gather(others, got.contiguous())
             assert all(torch.equal(got, other) for other in others)
     (graph,) = sink.graphs
-    fused = Counter(site.kind for site in graph.sites if site.fused)
+    fused = Counter(site.kind for site in graph.sites if site.matched)
     assert fused == Counter(matmul_reduce_scatter=4, all_gather_matmul=3)
     # What the graph returns is gathered, with no matmul behind it.
-    assert [site.kind for site in graph.sites if not site.fused] == ["all_gather_into_tensor"]
+    assert [site.kind for site in graph.sites if not site.matched] == ["all_gather_into_tensor"]
 
 
 def check_training(ctx: RankContext) -> None:

@@ -107,7 +107,7 @@ def check_block(ctx: RankContext, setup: Setup, backend: Any, options: dict[str,
         wanted = step(block, block, x)
         assert_matches(step(block, call, x), wanted, setup.dtype)
     records = [record for graph in sink.graphs for record in graph.sites]
-    assert all(record.fused for record in records), [record.reason for record in records if not record.fused]
+    assert all(record.matched for record in records), [record.reason for record in records if not record.matched]
     ins = len(block.ins)
     forwards = 1 + inference
     # Forward, and backward, where the two kinds change places.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.records import ATTENTION, Row, newest, read_csv
-from ditron_inductor.errors import StrategyUnavailable
+from ditron_inductor.errors import DitronRunsUnfused, StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task.attention_masks import Mask, attention_sizes
 from ditron_inductor.task.dtypes import PRECISIONS, precision
@@ -239,7 +239,7 @@ def test_a_strategy_that_a_kind_lacks_is_forced(kind: str, strategy: str, runs: 
 
 def test_a_kind_with_the_library_alone() -> None:
     choice = choose(replaced(kind="attention_reduce_scatter"))
-    assert (choice.strategy, choice.source) == ("library", "obstacle")
+    assert (choice.strategy, choice.source) == ("library", "only")
     assert choice.reason == "attention_reduce_scatter has no other strategy"
     assert choice.predicted_us is not None and set(choice.predicted_us) == {"library"}
     assert choose(replaced(kind="matmul_all_gather", m=64, n=64128, k=8192, captured=True)).strategy == "tile"
@@ -252,6 +252,9 @@ OBSTACLES = [
 ]
 
 
+NO_GPU = {"device_type": "cpu", "device_name": "cpu", **NO_TILE}
+
+
 @pytest.mark.parametrize("strategy", ["chunked", "tile"])
 @pytest.mark.parametrize(("changes", "words"), OBSTACLES)
 def test_an_obstacle_means_library_for_auto_and_an_error_where_forced(
@@ -262,6 +265,24 @@ def test_an_obstacle_means_library_for_auto_and_an_error_where_forced(
     with pytest.raises(StrategyUnavailable, match=words) as error:
         choose(replaced(**changes, strategy=strategy))
     assert "r/0:all_gather_matmul" in str(error.value) and "'library'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [*OBSTACLES, (NO_GPU, "no GPU: on the CPU our kernels")]
+)
+def test_an_obstacle_is_an_error_where_the_request_is_strict(changes: dict[str, object], words: str) -> None:
+    site = {"site": "r/0:all_gather_matmul@of_this_rank"}
+    assert choose(replaced(**changes, **site)).source == "obstacle"
+    with pytest.raises(DitronRunsUnfused, match=words) as error:
+        choose(replaced(**changes, **site, strict=True))
+    assert str(error.value).startswith("r/0:all_gather_matmul can run only by the library")
+
+
+def test_what_is_no_obstacle_is_no_error_where_the_request_is_strict() -> None:
+    assert choose(replaced(kind="attention_reduce_scatter", strict=True)).strategy == "library"
+    assert choose(replaced(m=0, strict=True, **NO_TILE)).reason == "there is nothing to compute"
+    assert choose(replaced(m=1, n=8, k=8, strict=True)).source == "model"
+    assert choose(replaced(strategy="library", strict=True, **NO_GPU)).source == "forced"
 
 
 def test_the_interpreter_is_for_tests() -> None:

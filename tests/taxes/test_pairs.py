@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ditron_inductor.report.explain import ExplainedSite
+from ditron_inductor.report.explained import ExplainedSite
 from ditron_inductor.taxes.pairs import distinct, paired
 from tests.test_explain import site
 

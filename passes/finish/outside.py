@@ -1,0 +1,90 @@
+"""Finds the norms and epilogues beside Task nodes that did not become a part of them, and says why, for `explain`.
+
+It asks the passes that absorb them once more, on the rewritten graph. It changes nothing, and runs only if a report is
+being made.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb import absorb_epilogues, absorb_norms
+from ditron_inductor.passes.fuse import all_reduce_rms_norm
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.culprits import describe
+from ditron_inductor.passes.graph.launches import is_task
+from ditron_inductor.passes.graph.norm_forms import rsqrt_before
+from ditron_inductor.passes.graph.reasons import ReasonCode
+from ditron_inductor.task import schema
+from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, WithEpilogue, WithPrologue
+from ditron_inductor.task.site_records import OutsideRecord
+from ditron_inductor.task.verify import task_calls
+
+NORM_BEHIND, NORM_IN_FRONT, EPILOGUE = "norm behind", "norm in front", "epilogue"
+TEXTS: dict[str, str] = {
+    absorb_epilogues.NO_TEXT: (
+        "the op is none that the kernels have a text for, or another operand of it is not in memory before the node "
+        "runs, or does not fit the rows and columns of the product"
+    ),
+    absorb_epilogues.WITH_READER: "the compiler computes it in one kernel with what reads it",
+    absorb_norms.COMPUTED: (
+        "the compiler computes what is normalised in the kernel of the norm, and would have to write it to memory for "
+        "the node"
+    ),
+    absorb_norms.FEW_ROWS: (
+        f"only the strategy chunked gains by it, and that needs {absorb_norms.LEAST_ROWS} rows of all ranks or more, "
+        "in a number that is known"
+    ),
+    ReasonCode.CAST_BETWEEN: "a dtype conversion stands between it and the collective",
+    ReasonCode.DISABLED: f"the option ditron.fusions leaves {all_reduce_rms_norm.PATTERN} out",
+    ReasonCode.INTERMEDIATE_USED: "a tensor between it and the collective is used elsewhere too",
+    ReasonCode.LAYOUT: "a view between it and the collective changes rows",
+    ReasonCode.NORM_CONSUMER: "an op on the elements follows it, and the compiler computes both in one kernel",
+    ReasonCode.NORM_FORM: "it is of no form that is known, or its eps is not a constant",
+    ReasonCode.NORM_SHARED: (
+        "more norms than the node has share its scaled rows, and the compiler computes all of them in one kernel"
+    ),
+    ReasonCode.NORM_USED: "a value inside it is used elsewhere too",
+    ReasonCode.NORM_WIDTH: f"its rows are longer than {MOST_NORM_COLUMNS} elements, or of a length that is not known",
+    ReasonCode.OPERAND_DEPENDS: "another operand of it is computed from the result of the collective",
+    ReasonCode.OPERAND_LATE: "another operand of it is computed later, behind an op that cannot be moved",
+    ReasonCode.SHAPE_UNPROVEN: "sizes that have to be equal could not be proved to be equal",
+}
+"""Why something stays outside, by code."""
+
+
+def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[OutsideRecord, ...]]:
+    """What stays outside of each Task node, if anything does."""
+    found: dict[fx.Node, tuple[OutsideRecord, ...]] = {}
+
+    def add(call: fx.Node, what: str, code: str, node: fx.Node, reader: fx.Node | None = None) -> None:
+        # Any other code is about the collective of the node.
+        text = TEXTS.get(code, "it could not be proved to belong to the node")
+        if reader is not None:
+            text += f": {describe(reader).text()}"
+        found[call] = (*found.get(call, ()), OutsideRecord(what, str(code), text, describe(node)))
+
+    for rsqrt in all_reduce_rms_norm.rsqrts(graph):
+        launch, why = all_reduce_rms_norm.find_norm_behind(rsqrt) or (None, None)
+        if launch is not None and is_task(launch):
+            # A match that the pass did not take is one that the option excludes.
+            add(launch, NORM_BEHIND, why if isinstance(why, ReasonCode) else ReasonCode.DISABLED, rsqrt)
+    for call, task in task_calls(graph):
+        if isinstance(task, WithPrologue):
+            prologue = absorb_norms.find_prologue(call, task, options)
+            if isinstance(prologue, str):
+                add(call, NORM_IN_FRONT, prologue, _norm_in_front(call))
+        # What stands between a reduction and a norm is computed with the norm.
+        if isinstance(task, WithEpilogue) and call not in found:
+            epilogue = absorb_epilogues.find_left_outside(call, task)
+            if epilogue is not None:
+                add(call, EPILOGUE, *epilogue)
+    return found
+
+
+def _norm_in_front(call: fx.Node) -> fx.Node:
+    """The inverse deviation of the norm whose result is gathered, or what is gathered if that is not found."""
+    shard = schema.operands_from_call(call)["shard"]
+    assert isinstance(shard, fx.Node)
+    return rsqrt_before(proofs.views_up(shard)[-1]) or shard

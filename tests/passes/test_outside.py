@@ -1,0 +1,106 @@
+"""What a report says of norms and epilogues that did not become a part of a node, and the pictures around sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.near import DEPTH, MOST_NODES
+from ditron_inductor.passes.finish.outside import TEXTS
+from ditron_inductor.pipeline import DitronPipeline
+from ditron_inductor.task.site_records import SiteRecord, collect_sites
+from tests.passes.graphs import all_gather, all_reduce, traced
+
+pytestmark = pytest.mark.usefixtures("group")
+A, B, R = torch.empty(8, 16), torch.empty(16, 32), torch.empty(8, 32)
+X, W = torch.empty(8, 32), torch.empty(32, 16)
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def records(fn: Callable[..., Any], *args: torch.Tensor, options: Options | None = None) -> tuple[SiteRecord, ...]:
+    with collect_sites() as sink:
+        DitronPipeline(options or Options())(traced(fn, *args).graph)
+    return sink.graphs[0].sites
+
+
+def outside(fn: Callable[..., Any], *args: torch.Tensor, options: Options | None = None) -> list[tuple[str, str, str]]:
+    """What stays outside of the one node, why, and the op that shows it."""
+    (record,) = records(fn, *args, options=options)
+    assert record.matched and all(one.text for one in record.outside)
+    return [(one.what, one.code, one.node.op) for one in record.outside]
+
+
+def test_what_became_a_part_of_the_node_has_no_note() -> None:
+    assert outside(lambda a, b: all_reduce(a @ b), A, B) == []
+    assert outside(lambda a, b, r: all_reduce(a @ b) + r, A, B, R) == []
+    assert outside(lambda a, b, r, w: norm(all_reduce(a @ b) + r) @ w, A, B, R, W) == []
+
+
+def test_a_norm_behind_the_node() -> None:
+    def consumed(a: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        return norm(all_reduce(a @ b) + r).sin()
+
+    assert outside(consumed, A, B, R) == [("norm behind", "norm_consumer", "aten.rsqrt.default")]
+    only = Options(fusions=("matmul_all_reduce",))
+    found = outside(lambda a, b, r, w: norm(all_reduce(a @ b) + r) @ w, A, B, R, W, options=only)
+    assert found == [("norm behind", "disabled", "aten.rsqrt.default")]
+
+
+def test_a_norm_in_front_of_the_node() -> None:
+    few = [("norm in front", "few_rows", "aten.rsqrt.default")]
+    assert outside(lambda x, w: all_gather(norm(x)) @ w, X, W) == few
+    chunked = Options(strategy="chunked")
+    assert outside(lambda x, w: all_gather(norm(x)) @ w, X, W, options=chunked) == []
+
+    def used_elsewhere(x: torch.Tensor, w: torch.Tensor) -> Any:
+        h = norm(x)
+        return all_gather(h) @ w, h.sum()
+
+    used = [("norm in front", "intermediate_used", "aten.rsqrt.default")]
+    assert outside(used_elsewhere, X, W, options=chunked) == used
+
+
+def test_an_epilogue_that_the_compiler_computes_with_its_reader() -> None:
+    (record,) = records(lambda a, b: (all_reduce(a @ b).relu()).sum(-1), A, B)
+    (one,) = record.outside
+    assert (one.what, one.code, one.node.op) == ("epilogue", "computed_with_its_reader", "aten.relu.default")
+    assert one.text.endswith(": sum_1 (aten.sum.dim_IntList, [8] float32)")
+
+
+def test_an_epilogue_without_a_text() -> None:
+    found = outside(lambda a, b: all_reduce(a @ b).clamp(0, 1), A, B)
+    assert found == [("epilogue", "no_text", "aten.clamp.default")]
+
+
+def test_every_code_has_a_sentence_for_a_reader() -> None:
+    assert all(len(text) > 20 and not text.endswith(".") for text in TEXTS.values())
+
+
+def test_a_picture_has_what_is_near_and_nothing_that_only_orders_launches() -> None:
+    def chain(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> Any:
+        y = all_reduce(a @ b)
+        z = all_reduce(y.sin() @ w)
+        return all_reduce(z.sin()), z
+
+    first, second, alone = records(chain, A, B, W)
+    for record in (first, second, alone):
+        names = [near.node.name for near in record.near]
+        assert record.node in names and len(names) <= 2 * MOST_NODES + 2
+        known: set[str] = set()
+        for near in record.near:
+            assert known.issuperset(near.inputs), "in the order of the graph"
+            known.add(near.node.name)
+        ops = [near.node.op for near in record.near]
+        assert not any(word in op for op in ops for word in ("getitem", "wait", "token", "after", "where", "ne.Scalar"))
+    by_name = {near.node.name: near for near in second.near}
+    assert [by_name[name].node.op for name in by_name[second.node].inputs] == ["aten.sin.default", "placeholder"]
+    assert first.node in by_name and DEPTH >= 2
+    readers = [near.node.op for near in second.near if second.node in near.inputs]
+    assert readers == ["aten.sin.default", "the graph's output"]
