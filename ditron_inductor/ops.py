@@ -25,7 +25,7 @@ __all__ = ["all_gather_attention", "flash_decode"]
 
 register()
 _FLASH_DECODE = overload(task.OP)
-DEFAULTS = Options.from_environment()
+DEFAULTS = Options.current()
 """The options when this module is imported. A function that is being compiled cannot read the environment."""
 
 
