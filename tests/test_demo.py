@@ -27,7 +27,8 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_two_cpu_ranks_match_eager() -> None:
     done = run_demo("--device", "cpu", "--form", "sp")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for part in ("eager forward and backward", ">> ", "ditron.all_gather_matmul", "largest error", "collectives matched"):
+    parts = "eager forward and backward", ">> ", "ditron.all_gather_matmul", "largest error", "collectives matched"
+    for part in parts:
         assert part in done.stdout
     assert "every output and gradient matches eager" in done.stdout
 

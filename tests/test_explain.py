@@ -233,9 +233,21 @@ def test_nodes_of_a_picture_stand_below_what_they_read() -> None:
     assert set(places) == set(reads) and len(set(places.values())) == len(reads)
     assert all(places[name][1] < places[reader][1] for reader, inputs in reads.items() for name in inputs)
     assert places["f"][1] == places["e"][1], "just above its reader"
+    assert abs(places["a"][0] - places["b"][0]) >= BOX_WIDTH
     for x, y in places.values():
         assert 0 <= x <= picture.width - BOX_WIDTH and 0 <= y <= picture.height - BOX_HEIGHT
     assert len(picture.edges) == sum(map(len, reads.values()))
+
+
+def test_an_edge_of_a_picture_goes_around_the_boxes_between() -> None:
+    reads = {"a": "", "b": "a", "c": "b", "d": "ac"}
+    picture = layout([PictureRecord(replace(NODE, name=name), tuple(inputs)) for name, inputs in reads.items()])
+    boxes = {box.node.name: box for box in picture.boxes}
+    (around,) = [edge.path for edge in picture.edges if "V" in edge.path]
+    passed = {float(x) for x in re.findall(r"(\d+),\d+ V", around)}
+    assert len(passed) == 1
+    for name in "bc":
+        assert all(not boxes[name].x <= x <= boxes[name].x + BOX_WIDTH for x in passed)
 
 
 def _example(ctx: RankContext, folder: str) -> str:

@@ -1,1 +1,1 @@
-"""Reports for users of what was done: explain, the records behind it, and the summary."""
+"""What `explain` reports: as data, as text for a terminal, and as a page with pictures; how strategies are timed."""

@@ -90,9 +90,9 @@ site.</p>
 <svg xmlns="http://www.w3.org/2000/svg" width="{{ row.picture.width + 4 }}" height="{{ row.picture.height + 4 }}"
  viewBox="-2 -2 {{ row.picture.width + 4 }} {{ row.picture.height + 4 }}" role="img"
  aria-label="the graph around {{ first.node }}">
-{%- for x, y, to_x, to_y in row.picture.edges %}
-<path class="edge" d="M{{ x }},{{ y }} C{{ x }},{{ y + 16 }} {{ to_x }},{{ to_y - 20 }} {{ to_x }},{{ to_y - 6 }}"/>
-<path class="head" d="M{{ to_x - 4 }},{{ to_y - 7 }} h8 l-4,7 z"/>
+{%- for edge in row.picture.edges %}
+<path class="edge" d="{{ edge.path }}"/>
+<path class="head" d="M{{ edge.x - 4 }},{{ edge.y - 8 }} h8 l-4,8 z"/>
 {%- endfor %}
 {%- for box in row.picture.boxes %}
 <g><title>{{ box.title }}</title>
