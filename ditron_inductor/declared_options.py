@@ -178,7 +178,8 @@ DECLARED: tuple[Option, ...] = (
     ),
     Option(
         "strict", False, _strict, _strict_of_text, values=f"True, False or `{STRICT_RUN}`",
-        meaning=f"A site that could be fused and is not is an error; with `{STRICT_RUN}`, also one that runs unfused.",
+        meaning="A site that could be fused and is not is an error; "
+        f"with `{STRICT_RUN}`, also a fused one that an obstacle makes run by `library`.",
     ),
     Option(
         "sequence_parallel", "auto", _one_of(SEQUENCE_PARALLEL), _text,

@@ -4,7 +4,7 @@ A pass is `name_pass(graph, *, options) -> int`, the number of sites that it rew
 from graph to graph. Inductor calls `DitronPipeline` once per forward, backward or inference graph, after a pass that
 the user has set in the same place. `JOINT_PASSES` see forward and backward in one graph, before it is partitioned.
 
-Its work can be observed in four ways. `TORCH_LOGS="+ditron_inductor"` prints how each pass changed the number of calls
+Its work can be observed in five ways. `TORCH_LOGS="+ditron_inductor"` prints how each pass changed the number of calls
 of each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows
 them); `torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote; an open `collect_sites` block gets the
 sites. When the graph runs, `summary` logs a line on what was matched and what ran fused.
@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 
-from ditron_inductor import runtime
+from ditron_inductor import debug_folder, runtime
 from ditron_inductor.codegen import plain_graph
 from ditron_inductor.codegen.meeting_kernel import MEETING, declare_meeting
 from ditron_inductor.codegen.site_kernel import declare
@@ -190,7 +190,9 @@ class DitronPipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
-        text = graph_text(graph) if self.sink is not None else ""
+        debugged = debug_folder.torch_folder() is not None
+        text = graph_text(graph) if debugged or self.sink is not None else ""
+        folder = debug_folder.begin(text, self.options, source_digest(self.root)) if debugged else None
         before = before_passes(graph)
         plain = plain_graph.dump(graph) if before else ""
         rewritten = run(graph, self.options, self.passes)
@@ -198,8 +200,13 @@ class DitronPipeline(CustomGraphPass):
         if before is not None or count_left_alone(graph):
             moved = ", ".join(f"{name} {rewritten[name]}" for name in MOVING if rewritten.get(name))
             add_meeting(graph, before or Before({}, ""), moved, plain, self.options)
+        if self.sink is None and folder is None:
+            return
+        record = record_graph(graph, self.options, graph_before=text, graph_after=graph_text(graph))
         if self.sink is not None:
-            self.sink.add(record_graph(graph, self.options, graph_before=text, graph_after=graph_text(graph)))
+            self.sink.add(record)
+        if folder is not None:
+            folder.add(record)
 
     def uuid(self) -> str:
         """Returns a hash of everything that decides what the passes do: sources, shipped tables, options, order, the

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ditron_inductor import passes_for_inductor
+from ditron_inductor.declared_options import FUSIONS, OPTIONS, Option
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
-from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options, cache_folder
+from ditron_inductor.options import Options, cache_folder
 
 
 def test_defaults() -> None:
@@ -127,10 +129,28 @@ def test_strict_has_a_third_value() -> None:
     assert Options(strict="run").text() != Options(strict=True).text()
 
 
-@pytest.mark.parametrize(("name", "variable"), [item for item in ENVIRONMENT.items() if item[0] != "table"])
-def test_a_bad_variable_is_named(name: str, variable: str) -> None:
-    with pytest.raises(InvalidOptionValue, match=variable):
-        Options.current({variable: "wrong"})
+@pytest.mark.parametrize("option", [option for option in OPTIONS.values() if option.name != "table"])
+def test_a_bad_variable_is_named(option: Option) -> None:
+    with pytest.raises(InvalidOptionValue, match=option.variable):
+        Options.current({option.variable: "wrong"})
+
+
+def test_fusions_in_the_environment() -> None:
+    given = {"DITRON_FUSIONS": "matmul_all_reduce, all_gather_matmul"}
+    assert Options.current(given).fusions == ("all_gather_matmul", "matmul_all_reduce")
+    assert Options.current({"DITRON_FUSIONS": "none"}).fusions == ()
+    assert Options.current({"DITRON_SEQUENCE_PARALLEL": "off"}).sequence_parallel == "off"
+
+
+def test_a_mode_among_the_options_is_said_to_be_none() -> None:
+    """torch.compile itself takes either a mode or options, and its error does not say what to do."""
+    with pytest.raises(RuntimeError, match="Either mode or options can be specified"):
+        torch.compile(torch.neg, backend="ditron", mode="reduce-overhead", options={"ditron.strategy": "tile"})
+    with pytest.raises(UnknownOption, match=r"set Ditron's options in ditron_inductor\.config"):
+        Options.parse({"mode": "reduce-overhead", "ditron.strategy": "tile"}, environment={})
+    written_out = {**torch._inductor.list_mode_options("reduce-overhead"), "ditron.strategy": "tile"}
+    options, patches = Options.parse(written_out, environment={})
+    assert options.strategy == "tile" and patches["triton.cudagraphs"] is True
 
 
 def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
