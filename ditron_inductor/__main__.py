@@ -1,4 +1,4 @@
-"""``python -m ditron_inductor demo | tune | taxes | doctor``."""
+"""``python -m ditron_inductor demo | tune | taxes | doctor | report``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ditron_inductor.errors import MissingDependency
 from ditron_inductor.taxes import command as taxes
-from ditron_inductor.tools import demo, doctor
+from ditron_inductor.tools import demo, doctor, issue_archive
 from ditron_inductor.tune.tune_command import add_arguments as add_tune_arguments
 from ditron_inductor.tune.tune_command import main as tune_main
 
@@ -21,9 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_tune_arguments(commands.add_parser("tune", help="measure the strategies at your shapes, for later runs"))
     taxes.add_arguments(commands.add_parser("taxes", help="what the three taxes cost a model, unfused and fused"))
     commands.add_parser("doctor", help="what of Ditron can run on this machine, and what to do about the rest")
+    issue_archive.add_arguments(commands.add_parser("report", help="pack what an issue needs into one archive"))
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
         return doctor.main()
+    if arguments.command == "report":
+        return issue_archive.main(arguments)
     if arguments.command == "tune":
         return tune_main(arguments)
     if arguments.command == "taxes":

@@ -4,8 +4,8 @@ Torch has a folder for each graph that it compiles: `<root>/run_<time>-pid_<pid>
 call of the passes makes a folder `ditron_0`, `ditron_1`, ...:
 
     facts.json           versions, rank, options, and the environment variables of Ditron
-    graph_before.py      the graph in front of the passes; it is there even if a pass fails
-    graph_after.py       the graph behind them
+    graph_before.txt     the graph in front of the passes; it is there even if a pass fails
+    graph_after.txt      the graph behind them
     sites.txt            every collective: what became of it, or why it was left alone and where it comes from
 
 `python -m ditron_inductor report` packs these files for an issue.
@@ -32,20 +32,22 @@ from ditron_inductor.task.site_records import GraphRecord, SiteRecord
 from ditron_inductor.version import VERSION
 
 FOLDER = "ditron_"
-FACTS, BEFORE, AFTER, SITES = "facts.json", "graph_before.py", "graph_after.py", "sites.txt"
+FACTS, BEFORE, AFTER, SITES = "facts.json", "graph_before.txt", "graph_after.txt", "sites.txt"
 
 
 class DebugFolder:
     """The folder of one call of the passes. The facts and the graph in front of the passes are written at once.
 
-    digest: the hash of the sources, which tells a changed checkout from a release.
+    within: the folder in which it is made. digest: the hash of the sources, which tells a changed checkout from a
+    release.
     """
 
-    def __init__(self, path: Path, graph_before: str, options: Options, digest: str) -> None:
-        self.path = path
-        path.mkdir(parents=True)
-        (path / FACTS).write_text(json.dumps(facts(options, digest), indent=2) + "\n")
-        (path / BEFORE).write_text(graph_before)
+    def __init__(self, within: Path, graph_before: str, options: Options, digest: str) -> None:
+        number = sum(path.name.startswith(FOLDER) for path in within.iterdir())
+        self.path = within / f"{FOLDER}{number}"
+        self.path.mkdir()
+        (self.path / FACTS).write_text(json.dumps(facts(options, digest), indent=2) + "\n")
+        (self.path / BEFORE).write_text(graph_before)
 
     def add(self, record: GraphRecord) -> None:
         """Writes what the passes made of the graph."""
@@ -59,15 +61,6 @@ def torch_folder() -> Path | None:
     if not torch._inductor.config.trace.enabled or not isinstance(context, DebugContext):
         return None
     return Path(context.filename(""))
-
-
-def begin(graph_before: str, options: Options, digest: str) -> DebugFolder | None:
-    """Begins a folder, if torch writes one."""
-    within = torch_folder()
-    if within is None:
-        return None
-    number = sum(path.name.startswith(FOLDER) for path in within.iterdir())
-    return DebugFolder(within / f"{FOLDER}{number}", graph_before, options, digest)
 
 
 def facts(options: Options, digest: str) -> dict[str, object]:
@@ -94,10 +87,11 @@ def facts(options: Options, digest: str) -> dict[str, object]:
 
 def site_text(site: SiteRecord) -> str:
     """Returns a paragraph on a collective: a line for its node, and a line for each fact that is known."""
+    culprit = site.culprit
     shown = [
         ("became" if site.matched else "left alone", site.text if site.matched else site.reason_code),
         ("because", site.reason),
-        ("stopped by", site.culprit.text() if site.culprit is not None else ""),
+        ("stopped by", culprit.text() if culprit is not None and culprit.name != site.node else ""),
         ("site", site.site),
         ("pattern", site.pattern),
         ("group", f"{site.group_name} of {site.world_size} ranks"),

@@ -7,7 +7,8 @@ the user has set in the same place. `JOINT_PASSES` see forward and backward in o
 Its work can be observed in five ways. `TORCH_LOGS="+ditron_inductor"` prints how each pass changed the number of calls
 of each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows
 them); `torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote; an open `collect_sites` block gets the
-sites. When the graph runs, `summary` logs a line on what was matched and what ran fused.
+sites; and torch's debug folder gets the graph, before and after, with its sites (see debug_folder.py). When the graph
+runs, `summary` logs a line on what was matched and what ran fused.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 
-from ditron_inductor import debug_folder, runtime
+from ditron_inductor import runtime
 from ditron_inductor.codegen import plain_graph
 from ditron_inductor.codegen.meeting_kernel import MEETING, declare_meeting
 from ditron_inductor.codegen.site_kernel import declare
+from ditron_inductor.debug_folder import DebugFolder, torch_folder
 from ditron_inductor.device.agreements import Form
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
@@ -190,9 +192,9 @@ class DitronPipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
-        debugged = debug_folder.torch_folder() is not None
-        text = graph_text(graph) if debugged or self.sink is not None else ""
-        folder = debug_folder.begin(text, self.options, source_digest(self.root)) if debugged else None
+        within = torch_folder()
+        text = graph_text(graph) if within is not None or self.sink is not None else ""
+        folder = None if within is None else DebugFolder(within, text, self.options, source_digest(self.root))
         before = before_passes(graph)
         plain = plain_graph.dump(graph) if before else ""
         rewritten = run(graph, self.options, self.passes)
