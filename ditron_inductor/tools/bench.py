@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs a program with its own arguments, and returns its exit code. argv: the program's name, then its arguments.
     """
     if not argv or argv[0] not in PROGRAMS:
-        print(f"usage: ditron bench {{{','.join(PROGRAMS)}}} ...; --help behind a name lists its options", file=sys.stderr)
+        names = ",".join(PROGRAMS)
+        print(f"usage: ditron bench {{{names}}} ...; --help behind a name lists its options", file=sys.stderr)
         return 2
     program, *arguments = argv
     given = any(argument == "--out" or argument.startswith("--out=") for argument in arguments)
