@@ -10,7 +10,7 @@ raises InvalidOptionValue, and an unknown name raises UnknownOption. Values hold
 
 This is not one of torch's config modules, because these cannot carry the options: they take from the environment only
 switches and texts, and read them once, when they are imported; they check no value; importing them imports torch; and
-from torch 2.13 on, what one thread sets is not seen by the others.
+in torch 2.13 what one thread sets is not seen by the others, unlike in torch 2.11.
 """
 
 from __future__ import annotations

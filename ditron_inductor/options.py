@@ -1,7 +1,7 @@
 """The options of a compilation: what was given to `torch.compile`, else `config`, else the environment, else defaults.
 
 `declared_options.py` says what each option is, and `config.py` holds what a program has set for its whole process.
-Environment variables of Ditron are read in these modules only, when a model is compiled.
+The environment variables of options are read in these modules only, when a model is compiled.
 """
 
 from __future__ import annotations
