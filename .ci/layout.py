@@ -1,4 +1,4 @@
-"""Lint what ruff and mypy do not see: the length of every file, and the links that put both folders into the package.
+"""Lint what ruff and mypy do not see: the length of every file, and the links that put folders into the package.
 
 Prints one line per finding and exits with 1 if there are any.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+LINKS = {"passes": "../passes", "lowering": "../lowering", "bench/benchmarks": "../../benchmarks"}
+"""The links in the package to folders beside it, which ship inside it."""
 MAX_LINES = 600
 MAX_README_LINES = 200
 SUFFIXES = (".py", ".md", ".toml")
@@ -32,10 +34,10 @@ def findings() -> list[str]:
         lines = len(path.read_text().splitlines())
         if lines > limit:
             found.append(f"{path.relative_to(ROOT)}: {lines} lines, at most {limit}")
-    for folder in ("passes", "lowering"):
-        link = ROOT / "ditron_inductor" / folder
-        if not link.is_symlink() or link.readlink() != Path("..") / folder:
-            found.append(f"ditron_inductor/{folder} is not the relative link ../{folder}")
+    for place, target in LINKS.items():
+        link = ROOT / "ditron_inductor" / place
+        if not link.is_symlink() or str(link.readlink()) != target:
+            found.append(f"ditron_inductor/{place} is not the relative link {target}")
     return found
 
 

@@ -1,14 +1,15 @@
 """Ditron: a torch.compile backend that runs collectives and matmuls as one distributed kernel.
 
-``torch.compile(model, backend="ditron")`` needs no import. This module adds ``explain``, ``tune``, ``profile_taxes``,
-``passes_for_inductor``, ``reset``, ``save_trials`` and ``Options``. It imports neither torch nor triton itself, so
-``python -m ditron_inductor doctor`` works where one is missing.
+``torch.compile(model, backend="ditron")`` needs no import. This module adds ``config``, ``explain``, ``tune``,
+``profile_taxes``, ``passes_for_inductor``, ``reset``, ``save_trials`` and ``Options``. It imports neither torch nor
+triton itself, so ``python -m ditron_inductor doctor`` works where one is missing.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ditron_inductor import config
 from ditron_inductor.options import Options
 from ditron_inductor.report.explain import explain
 from ditron_inductor.taxes import profile_taxes
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from ditron_inductor.tune.saved_trials import save_trials
 
 __version__ = VERSION
-__all__ = ["Options", "ditron", "explain", "passes_for_inductor", "profile_taxes", "reset", "save_trials", "tune"]
+__all__ = [
+    "Options", "config", "ditron", "explain", "passes_for_inductor", "profile_taxes", "reset", "save_trials", "tune",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ __all__ = ["all_gather_attention", "flash_decode"]
 
 register()
 _FLASH_DECODE = overload(task.OP)
-DEFAULTS = Options.from_environment()
+DEFAULTS = Options.current()
 """The options when this module is imported. A function that is being compiled cannot read the environment."""
 
 
@@ -58,7 +58,7 @@ def flash_decode(
     block_table: int32 [B, most blocks]: block_table[b, i] is the block with tokens i * tokens, .. of sequence b.
     scale: 1 / sqrt(D) by default. softcap: 0 for none.
     options: only strategy, workspace_limit and timeout_s are used, and they have to be the same on all ranks. The
-        default is the environment when this module was imported.
+        default is `ditron_inductor.config` when this module was imported.
     site: a name for error messages, the same on all ranks.
 
     Returns [B, Hq, D], contiguous, of the dtype of q, bit-identical on every rank; zeros for a sequence that has no

@@ -4,10 +4,11 @@ A pass is `name_pass(graph, *, options) -> int`, the number of sites that it rew
 from graph to graph. Inductor calls `DitronPipeline` once per forward, backward or inference graph, after a pass that
 the user has set in the same place. `JOINT_PASSES` see forward and backward in one graph, before it is partitioned.
 
-Its work can be observed in four ways. `TORCH_LOGS="+ditron_inductor"` prints how each pass changed the number of calls
+Its work can be observed in five ways. `TORCH_LOGS="+ditron_inductor"` prints how each pass changed the number of calls
 of each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows
 them); `torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote; an open `collect_sites` block gets the
-sites. When the graph runs, `summary` logs a line on what was matched and what ran fused.
+sites; and torch's debug folder gets the graph, before and after, with its sites (see debug_folder.py). When the graph
+runs, `summary` logs a line on what was matched and what ran fused.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ditron_inductor import runtime
 from ditron_inductor.codegen import plain_graph
 from ditron_inductor.codegen.meeting_kernel import MEETING, declare_meeting
 from ditron_inductor.codegen.site_kernel import declare
+from ditron_inductor.debug_folder import DebugFolder, torch_folder
 from ditron_inductor.device.agreements import Form
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
@@ -190,7 +192,9 @@ class DitronPipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
-        text = graph_text(graph) if self.sink is not None else ""
+        within = torch_folder()
+        text = graph_text(graph) if within is not None or self.sink is not None else ""
+        folder = None if within is None else DebugFolder(within, text, self.options, source_digest(self.root))
         before = before_passes(graph)
         plain = plain_graph.dump(graph) if before else ""
         rewritten = run(graph, self.options, self.passes)
@@ -198,8 +202,13 @@ class DitronPipeline(CustomGraphPass):
         if before is not None or count_left_alone(graph):
             moved = ", ".join(f"{name} {rewritten[name]}" for name in MOVING if rewritten.get(name))
             add_meeting(graph, before or Before({}, ""), moved, plain, self.options)
+        if self.sink is None and folder is None:
+            return
+        record = record_graph(graph, self.options, graph_before=text, graph_after=graph_text(graph))
         if self.sink is not None:
-            self.sink.add(record_graph(graph, self.options, graph_before=text, graph_after=graph_text(graph)))
+            self.sink.add(record)
+        if folder is not None:
+            folder.add(record)
 
     def uuid(self) -> str:
         """Returns a hash of everything that decides what the passes do: sources, shipped tables, options, order, the
@@ -300,7 +309,9 @@ def source_digest(root: Path) -> str:
 
 
 def _hashed_files(root: Path) -> Iterable[Path]:
-    for folder, _, names in os.walk(root, followlinks=True):
+    for folder, folders, names in os.walk(root, followlinks=True):
+        # The benchmarks, which ship for `ditron bench`, compile nothing.
+        folders[:] = [name for name in folders if name != "bench"]
         for name in names:
             if name.endswith(HASHED_SUFFIXES):
                 yield Path(folder) / name

@@ -22,7 +22,7 @@ def prepare() -> None:
     names, until `use` is called. In a process that runs only graphs from a cache, nothing else names a table.
     """
     register()
-    workspaces.use_table(lambda: user_table.read(Options.from_environment().table))
+    workspaces.use_table(lambda: user_table.read(Options.current().table))
 
 
 def use(options: Options) -> None:

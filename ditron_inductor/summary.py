@@ -90,7 +90,7 @@ class Summary:
         left_alone: the number of its collectives that were left alone, by reason. plain: why the graph runs as Inductor
         alone would run it; empty if it does not.
         """
-        wanted = Options.from_environment().summary if self.wanted is None else self.wanted
+        wanted = Options.current().summary if self.wanted is None else self.wanted
         if not wanted:
             return None
         sites = [(group.name, launch.site) for group in facts.groups for launch in group.after if launch.site]

@@ -10,10 +10,11 @@ import pytest
 
 import ditron_inductor
 from ditron_inductor import errors, ops
-from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options
+from ditron_inductor.declared_options import FUSIONS, OPTIONS
 from ditron_inductor.pipeline import PASSES
 from ditron_inductor.report.explained import ExplainedSite
 from ditron_inductor.task.nodes import STRATEGIES
+from ditron_inductor.tools import option_table
 from tests.test_explain import site
 
 ROOT = Path(__file__).parent.parent
@@ -30,12 +31,15 @@ HEADINGS = [
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
-def test_every_option_is_documented_with_its_default() -> None:
+def test_the_table_of_options_is_that_of_the_declarations() -> None:
+    page = option_table.PAGE.read_text()
+    assert option_table.with_table(page) == page, f"run {option_table.COMMAND}"
+
+
+def test_every_option_is_explained_below_the_table() -> None:
     text = (DOCS / "options.md").read_text()
-    for name, default in vars(Options()).items():
-        assert f"`ditron.{name}`" in text
-        assert name == "fusions" or str(default) in text
-    for word in (*ENVIRONMENT.values(), *STRATEGIES, *FUSIONS):
+    assert re.findall(r"^\*\*`ditron\.(\w+)`\*\*", text, re.MULTILINE) == list(OPTIONS)
+    for word in (*STRATEGIES, *FUSIONS):
         assert f"`{word}`" in text
 
 

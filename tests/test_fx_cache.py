@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from benchmarks.tolerances import assert_near
-from ditron_inductor import backend, graph_meeting
+from ditron_inductor import backend, config, graph_meeting
 from ditron_inductor.lowering.host.site_call import SiteCall
 from ditron_inductor.summary import Summary
 from tests.ranks import RankContext, RankPool
@@ -49,9 +49,17 @@ def run_layer(ctx: RankContext, options: dict[str, Any]) -> dict[str, int]:
     return found | {"rewritten": sum(counters["ditron"].values())}
 
 
-def run_layers(ctx: RankContext, several: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """`run_layer` with one set of options after the other, in one process."""
-    return [run_layer(ctx, {"ditron.strategy": "library", **options}) for options in several]
+def run_layers(
+    ctx: RankContext, several: list[dict[str, Any]], configured: dict[str, Any] | None = None
+) -> list[dict[str, int]]:
+    """`run_layer` with one set of options after the other, in one process; then with those of `configured` in config
+    instead.
+    """
+    counted = [run_layer(ctx, {"ditron.strategy": "library", **options}) for options in several]
+    if configured is not None:
+        with config.patch(configured, strategy="library"):
+            counted.append(run_layer(ctx, {}))
+    return counted
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +81,12 @@ def test_second_process_hits_until_an_option_changes(pools: tuple[RankPool, Rank
         assert counted["hit"] + counted["miss"] == 2 and counted["bypass"] == 0
     # One rank may find what the other has just compiled, but one of them has to compile.
     assert any(counted["rewritten"] > 0 for (counted,) in first)
-    second = other.run(run_layers, [{}, {"ditron.workspace_limit": 12345}], timeout=200.0)
-    for counted, _ in second:
-        assert counted == {"hit": 2, "miss": 0, "bypass": 0, "rewritten": 0}
-    assert any(changed["rewritten"] > 0 for _, changed in second)
+    changed = {"ditron.workspace_limit": 12345}
+    hits = {"hit": 2, "miss": 0, "bypass": 0, "rewritten": 0}
+    second = other.run(run_layers, [{}, changed], changed, timeout=200.0)
+    for counted, _, configured in second:
+        assert counted == hits and configured == hits, "an option counts wherever it was set"
+    assert any(compiled["rewritten"] > 0 for _, compiled, _ in second)
 
 
 def sites() -> list[SiteCall]:

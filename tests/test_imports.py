@@ -24,6 +24,8 @@ LAYERS = (
     "core",
     "device",
     "task",
+    "declared_options",
+    "config",
     "options",
     "user_table",
     "summary",
@@ -37,6 +39,7 @@ LAYERS = (
     "passes.forms",
     "passes.finish",
     "codegen",
+    "debug_folder",
     "pipeline",
     "backend",
     "ops",
@@ -53,8 +56,9 @@ ROLES = {
     **dict.fromkeys(("Geometry", "How", "Sizes", "Tensors", "Ends", "_Plan"), "lowering"),
 }
 """Classes that each file of a folder may have, by the order that all its files keep."""
-SHARED_STEMS = {*NODES, *STRATEGIES, "op", "__init__"}
-"""Names of files that stand for the same thing in every folder: a node kind, its strategies, and how it runs."""
+SHARED_STEMS = {*NODES, *STRATEGIES, "op", "config", "__init__"}
+"""Names of files that stand for the same thing in every folder: a node kind, its strategies, how it runs, and settings.
+"""
 
 
 def module_of(path: Path) -> str:

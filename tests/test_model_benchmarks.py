@@ -14,7 +14,7 @@ import pytest
 from benchmarks.models import charts, pages
 from benchmarks.models.__main__ import listing, main, parser, request_of
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
-from benchmarks.models.request import CONTESTANTS, Barred, Request
+from benchmarks.models.request import Barred, Request
 from benchmarks.models.summary import readme_part
 from benchmarks.models.supervise import after_failure, supervise
 from benchmarks.models.tables import docs_part, report, targets, times_table
@@ -202,7 +202,7 @@ def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], lis
 
     import torch
 
-    from benchmarks.models.run import Run
+    from benchmarks.models.run import TRIAL_STEPS, Run
     from tests.models.interpreted import interpreted
 
     def ditron(model: Any) -> Callable[..., Any]:
@@ -218,9 +218,20 @@ def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], lis
 
         return call
 
+    steps: list[int] = []
+
+    def trying(model: Any) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            steps.append(len(steps))
+            return model(*given)
+
+        return call
+
     compilers = {"eager": lambda model: model, "ditron": ditron, "inductor": wrong, "async_tp": broken}
+    compilers["ditron+trials"] = trying
     run = Run(request, ctx.device, time.monotonic(), compilers)
     run.run()
+    assert len(steps) > TRIAL_STEPS * len(request.cells), "trials end before anything is timed"
     again = Run(replace(request, missing=True, limit=False), ctx.device, time.monotonic(), compilers)
     again.run()
     # What has no limit yet is missing where that is wanted.
@@ -235,11 +246,12 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     architectures = {name: one.like(TINY) for name, one in MODELS.items()}
     barred = tuple(Barred(number, name, "the ranks ended in it") for number, name in ((1, "ditron"), (0, "limit")))
     out = str(tmp_path / "models.csv")
-    request = Request(chosen, "cpu", architectures, rounds=2, out=out, barred=barred, limit=True)
+    names = ("eager", "inductor", "async_tp", "ditron", "ditron+trials")
+    request = Request(chosen, "cpu", architectures, names, rounds=2, out=out, barred=barred, limit=True)
     rows, facts, again, present = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
     assert again == [], "cells that the results have were measured again"
     written = read_csv(Path(request.out))
-    assert {row.contestant for row in written} == set(CONTESTANTS), rows
+    assert {row.contestant for row in written} == set(names), rows
     limited = {cell.phase for cell in chosen} - {chosen[0].phase}
     assert {row.op for row in written if row.limit_us} == limited == present, [
         row for row in facts if row.contestant == "limit"
@@ -248,7 +260,8 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     of_limit = {op: why for (op, contestant), why in reasons.items() if contestant == "limit"}
     assert of_limit == {chosen[0].phase: "the ranks ended in it"}, reasons
     right = {(fact.op, fact.contestant) for fact in facts if not fact.why}
-    assert right == {(op, "eager") for op in PHASES} | {("prefill", "ditron"), ("decode", "ditron")}, reasons
+    always = {(op, name) for op in PHASES for name in ("eager", "ditron+trials")}
+    assert right == always | {("prefill", "ditron"), ("decode", "ditron")}, reasons
     assert {(row.op, row.contestant) for row in rows if row.p50_us} == right
     for phase in ("prefill", "training"):
         assert re.search(r"rank 0: differs from fp64: output by [1-9]\.\de-03, eager by", reasons[phase, "inductor"])

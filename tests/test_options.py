@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ditron_inductor import passes_for_inductor
+from ditron_inductor.declared_options import FUSIONS, OPTIONS, Option
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
-from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options, cache_folder
+from ditron_inductor.options import Options, cache_folder
 
 
 def test_defaults() -> None:
@@ -108,29 +110,47 @@ def test_fusions_keep_one_order() -> None:
 
 def test_environment_gives_defaults_and_options_win() -> None:
     environment = {"DITRON_STRATEGY": "library", "DITRON_WORKSPACE_LIMIT": "4096", "DITRON_TIMEOUT_S": "2.5"}
-    options = Options.from_environment(environment)
+    options = Options.current(environment)
     assert (options.strategy, options.workspace_limit, options.timeout_s) == ("library", 4096, 2.5)
     options, _ = Options.parse({"ditron.strategy": "tile"}, environment)
     assert (options.strategy, options.workspace_limit) == ("tile", 4096)
-    assert Options.from_environment({"DITRON_STRATEGY": ""}) == Options()
+    assert Options.current({"DITRON_STRATEGY": ""}) == Options()
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("True", True), ("on", True), ("0", False), ("off", False)])
 def test_a_switch_in_the_environment(text: str, value: bool) -> None:
-    assert Options.from_environment({"DITRON_STRICT": text}).strict is value
+    assert Options.current({"DITRON_STRICT": text}).strict is value
 
 
 def test_strict_has_a_third_value() -> None:
-    assert Options.from_environment({"DITRON_STRICT": "run"}).strict == "run"
+    assert Options.current({"DITRON_STRICT": "run"}).strict == "run"
     assert Options.parse({"ditron.strict": "run"}, environment={})[0].strict == "run"
     assert Options.of_shared(Options(strict="run").shared()).strict == "run"
     assert Options(strict="run").text() != Options(strict=True).text()
 
 
-@pytest.mark.parametrize(("name", "variable"), [item for item in ENVIRONMENT.items() if item[0] != "table"])
-def test_a_bad_variable_is_named(name: str, variable: str) -> None:
-    with pytest.raises(InvalidOptionValue, match=variable):
-        Options.from_environment({variable: "wrong"})
+@pytest.mark.parametrize("option", [option for option in OPTIONS.values() if option.name != "table"])
+def test_a_bad_variable_is_named(option: Option) -> None:
+    with pytest.raises(InvalidOptionValue, match=option.variable):
+        Options.current({option.variable: "wrong"})
+
+
+def test_fusions_in_the_environment() -> None:
+    given = {"DITRON_FUSIONS": "matmul_all_reduce, all_gather_matmul"}
+    assert Options.current(given).fusions == ("all_gather_matmul", "matmul_all_reduce")
+    assert Options.current({"DITRON_FUSIONS": "none"}).fusions == ()
+    assert Options.current({"DITRON_SEQUENCE_PARALLEL": "off"}).sequence_parallel == "off"
+
+
+def test_a_mode_among_the_options_is_said_to_be_none() -> None:
+    """torch.compile itself takes either a mode or options, and its error does not say what to do."""
+    with pytest.raises(RuntimeError, match="Either mode or options can be specified"):
+        torch.compile(torch.neg, backend="ditron", mode="reduce-overhead", options={"ditron.strategy": "tile"})
+    with pytest.raises(UnknownOption, match=r"set Ditron's options in ditron_inductor\.config"):
+        Options.parse({"mode": "reduce-overhead", "ditron.strategy": "tile"}, environment={})
+    written_out = {**torch._inductor.list_mode_options("reduce-overhead"), "ditron.strategy": "tile"}
+    options, patches = Options.parse(written_out, environment={})
+    assert options.strategy == "tile" and patches["triton.cudagraphs"] is True
 
 
 def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +168,7 @@ def test_a_fusion_that_was_deleted_is_said_to_be() -> None:
 
 def test_a_table_is_a_path_and_no_part_of_cache_keys() -> None:
     assert Options.parse({"ditron.table": "mine.csv"}, environment={})[0].table == "mine.csv"
-    assert Options.from_environment({"DITRON_TABLE": "shipped"}).table == "shipped"
+    assert Options.current({"DITRON_TABLE": "shipped"}).table == "shipped"
     assert Options(table="mine.csv").text() == Options().text()
 
 

@@ -27,6 +27,9 @@ from benchmarks.records import head_commit
 
 PROGRAM = "benchmarks.models"
 QUICK_BUDGET_S, QUICK_ROUNDS = 235.0, 7
+QUICK_CONTESTANTS = ("eager", "inductor", "async_tp", "ditron")
+ON_GPUS = ("max_autotune", "overlap", "async_tp")
+"""Contestants that need GPUs, or differ from another one there only."""
 OWN = "config"
 """The name of a model that `--config` reads, in front of its folder's."""
 
@@ -41,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--layers", type=int, default=0, help="layers of each model; a few by default")
     result.add_argument("--batches", nargs="+", type=int, default=[], help="only cells with these batch sizes")
     result.add_argument("--tokens", nargs="+", type=int, default=[], help="only cells with so many tokens at once")
+    result.add_argument(
+        "--batched", action="store_true", help="prefill of many short sequences instead, of even and of odd lengths"
+    )
     result.add_argument("--full", action="store_true", help="all sizes, not the most important ones of each model")
     result.add_argument("--graph", action="store_true", help="prefill inside CUDA graphs too, as decode always is")
     result.add_argument(
@@ -51,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
         "--missing", action="store_true", help="only cells that --out has not of this commit and machine"
     )
     result.add_argument("--list", action="store_true", help="what would run, and about how long; run nothing")
-    result.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    result.add_argument(
+        "--contestants", nargs="+", choices=CONTESTANTS, default=[], help="all by default; with --quick the usual ones"
+    )
     result.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
     result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
     result.add_argument("--budget", type=float, default=500.0, help="seconds; cells that do not fit are skipped")
@@ -77,13 +85,13 @@ def request_of(options: argparse.Namespace) -> Request:
     if options.config:
         models = (f"{OWN}-{Path(options.config).resolve().name}",)
         architectures = {models[0]: configs.read(options.config)}
-    complete = on_gpu and options.contestants == list(CONTESTANTS) and not options.config
+    names = options.contestants or list(QUICK_CONTESTANTS if options.quick else CONTESTANTS)
+    complete = on_gpu and not options.contestants and not options.config
     return Request(
         cells=tuple(cells_of(options, models)),
         device=options.device,
         architectures=architectures if on_gpu else {name: one.like(TINY) for name, one in architectures.items()},
-        # Async TP needs GPUs.
-        contestants=tuple(name for name in options.contestants if on_gpu or name != "async_tp"),
+        contestants=tuple(name for name in names if on_gpu or name not in ON_GPUS),
         budget_s=min(options.budget, QUICK_BUDGET_S) if options.quick else options.budget,
         cell_limit_s=options.cell_limit,
         rounds=min(options.rounds, QUICK_ROUNDS) if options.quick else options.rounds,
@@ -106,6 +114,7 @@ def cells_of(options: argparse.Namespace, models: tuple[str, ...]) -> list[Cell]
         batches=tuple(options.batches),
         tokens=tuple(options.tokens),
         full=options.full,
+        batched=options.batched,
     )
     found = selection.cells()
     if options.quick:

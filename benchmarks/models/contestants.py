@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.models.forms import CachedAttention, ContextAttention
+from benchmarks.models.request import OURS
 from ditron_inductor.backend import ditron
 
 Step = Callable[[], dict[str, torch.Tensor]]
@@ -21,6 +22,15 @@ def _inductor(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, fullgraph=True, dynamic=False)
 
 
+def _max_autotune(model: nn.Module) -> Callable[..., Any]:
+    # CUDA graphs are ours to capture, for all contestants alike.
+    return torch.compile(model, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+
+
+def _overlap(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, fullgraph=True, dynamic=False, options={"reorder_for_compute_comm_overlap": True})
+
+
 def _async_tp(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, fullgraph=True, dynamic=False, options={"_micro_pipeline_tp": True})
 
@@ -29,11 +39,18 @@ def _ditron(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, backend=ditron, fullgraph=True, dynamic=False)
 
 
+def _ditron_with_trials(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend=ditron, fullgraph=True, dynamic=False, options={"ditron.trials": True})
+
+
 COMPILERS: Mapping[str, Compiler] = {
     "eager": lambda model: model,
     "inductor": _inductor,
+    "max_autotune": _max_autotune,
+    "overlap": _overlap,
     "async_tp": _async_tp,
     "ditron": _ditron,
+    "ditron+trials": _ditron_with_trials,
 }
 
 
@@ -44,7 +61,7 @@ def in_form(name: str, compiler: Compiler, model: nn.Module) -> Callable[..., An
 
     def chosen(*operands: Any) -> Any:
         for part in parts:
-            part.for_ditron = name == "ditron"
+            part.for_ditron = name in OURS
         return call(*operands)
 
     return chosen if parts else call

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from benchmarks.models.charts import charts, png, png_path, svg
 from benchmarks.models.facts import Fact, merge_facts, path_of, read_facts, reasons
-from benchmarks.models.request import CONTESTANTS, LIMIT, TITLES, Request
+from benchmarks.models.request import LIMIT, TITLES, Request
 from benchmarks.models.tables import (
     FACT_HEADERS,
     Contest,
+    contestants_of,
     contests,
     fact_lines,
     mean_lines,
@@ -129,14 +130,15 @@ def _table(headers: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def _times(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
     why = {(fact.cell, fact.contestant): fact.why for fact in reasons(facts, rows)}
     head = "".join(f"<th>{name}</th>" for name in HEADERS)
-    titles = [TITLES[name] for name in (*CONTESTANTS, LIMIT)]
+    names = contestants_of(contests(rows))
+    titles = [TITLES[name] for name in (*names, LIMIT)]
     head += "".join(f'<th class="n">{title}</th>' for title in (*titles, *RATIOS))
     lines = []
     for one in contests(rows):
         sizes = one.sizes
         line = [one.phase, one.model, sizes["layers"], sizes["form"], one.tokens, str(one.where[1])]
         cells = [f"<td>{html.escape(text)}</td>" for text in line]
-        cells += [_time(one, name, why.get((one.rows[0].cell, name), "")) for name in CONTESTANTS]
+        cells += [_time(one, name, why.get((one.rows[0].cell, name), "")) for name in names]
         limit = one.limit_us and one.limit_us / 1e3
         cells.append(f'<td class="n" data-v="{number(limit, 5, "")}">{number(limit, 3)}</td>')
         cells += [_gain(one.gain("inductor")), _gain(one.best_gain), f'<td class="n">{number(one.spread_pct, 1)}</td>']

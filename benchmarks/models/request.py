@@ -8,15 +8,22 @@ from dataclasses import dataclass, field
 from benchmarks.models.architecture import Architecture
 from benchmarks.models.zoo import Cell
 
-CONTESTANTS: tuple[str, ...] = ("eager", "inductor", "async_tp", "ditron")
-"""In the order of the tables."""
+OURS: tuple[str, ...] = ("ditron", "ditron+trials")
+"""Ditron by default, and with the option `ditron.trials`."""
+CONTESTANTS: tuple[str, ...] = ("eager", "inductor", "max_autotune", "overlap", "async_tp", *OURS)
+"""In the order of the tables. max_autotune: Inductor with `mode="max-autotune-no-cudagraphs"`. overlap: Inductor with
+`reorder_for_compute_comm_overlap`.
+"""
 LIMIT = "limit"
 """No contestant: a rank's share alone, without communication (`alone.py`), through Inductor."""
 TITLES = {
     "eager": "eager",
     "inductor": "Inductor",
+    "max_autotune": "Inductor, max-autotune",
+    "overlap": "Inductor + overlap",
     "async_tp": "Inductor + async TP",
     "ditron": "Ditron",
+    "ditron+trials": "Ditron + trials",
     LIMIT: "limit",
 }
 

@@ -27,7 +27,7 @@ from benchmarks.models.contestants import COMPILERS, Compiler, Step, in_form, st
 from benchmarks.models.estimate import cell_s
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of
 from benchmarks.models.gate import WIDER, Gate, Parts, collected, copied, parts_step
-from benchmarks.models.request import CONTESTANTS, LIMIT, Request
+from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, read_csv
@@ -36,6 +36,7 @@ from benchmarks.timing import interleaved, median_of_runs
 from ditron_inductor.device.registry import workspaces
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import Call, captured
+from ditron_inductor.task import trial
 from ditron_inductor.task.site_records import SiteSink, collect_sites
 
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -44,6 +45,9 @@ STEPS = 4
 """Of a sample outside CUDA graphs, at least, one after the other as where a model trains or serves: the host may be
 ahead by more than a kernel.
 """
+TRYING = "ditron+trials"
+TRIAL_STEPS = 1 + trial.CALLS * 3
+"""After which every trial of a step has ended: so many calls by each of three strategies, and the one that decides."""
 TIMING = "timing"
 TIMING_SHARE = 0.5
 """Of a cell's limit, at most, for its rounds."""
@@ -327,7 +331,7 @@ class Run(Session):
         self.free()
         if self.clock.device.type == "cuda":
             torch.cuda.synchronize()
-        if name == "ditron":
+        if name in OURS:
             self.recover(name)
 
     def prepare(
@@ -345,11 +349,14 @@ class Run(Session):
         with without_caches(), collect_sites() as sink:
             got, problem = self.attempt(f"first call: {name}", step)
         (seconds,) = self.clock.largest([time.monotonic() - begun])
-        text = sites_text(sink) if name == "ditron" else ""
+        text = sites_text(sink) if name in OURS else ""
         if text:
             self.say(f"    fused: {text}")
         call: Call = lambda index: step()  # noqa: E731
         peak: float | None = None
+        if not problem and name == TRYING:
+            # A capture takes what was decided before it, and no trial is to be timed.
+            _, problem = self.attempt("trials", lambda: [step() for _ in range(TRIAL_STEPS)])
         if not problem:
             peak, problem = self.peak_mib(step)
         if self.captures(cell) and not problem:
@@ -363,7 +370,7 @@ class Run(Session):
             problem = problem or self.first_problem(gate.problem(parts))
         if not problem:
             ready[name] = call
-        workspace = self.workspace_mib() if name == "ditron" else None
+        workspace = self.workspace_mib() if name in OURS else None
         compile_s = seconds if name != "eager" else None
         facts = {"compile_s": compile_s, "peak_mib": peak, "workspace_mib": workspace}
         self.facts.append(self.fact(cell, name, **facts, fused=text, why=problem))

@@ -9,7 +9,8 @@ from tabulate import tabulate
 
 from benchmarks import sources
 from benchmarks.models.facts import Fact
-from benchmarks.models.tables import Contest, aged, contests
+from benchmarks.models.request import OURS, TITLES
+from benchmarks.models.tables import Contest, aged, contestants_of, contests
 from benchmarks.models.zoo import position
 from benchmarks.records import Row
 
@@ -40,10 +41,9 @@ def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
             tabulate(lines, HEADERS, "github", disable_numparse=True),
             "",
             f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(measured)}.",
-            "The best rival of a cell is the fastest of eager mode, Inductor, and Inductor with async TP. "
-            "A cell is within noise if the samples of",
-            "Ditron and of its best rival overlap, from the 20th to the 80th percentile: "
-            f"this holds for {unclear} of {len(measured)} cells. {old}",
+            f"The best rival of a cell is the fastest of those that ran beside Ditron in it: {_rivals(measured)}.",
+            "A cell is within noise if the samples of Ditron and of its best rival overlap, from the 20th to the 80th "
+            f"percentile: this holds for {unclear} of {len(measured)} cells. {old}",
             f"Layers alone, {_layers(measured)} of them, with random weights. "
             "NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
         ]
@@ -55,6 +55,15 @@ def _ratios(cells: Sequence[Contest]) -> list[str]:
     inductor = [gain for one in cells if (gain := one.gain("inductor"))]
     means = [f"{statistics.geometric_mean(gains):.2f}" if gains else "-" for gains in (best, inductor)]
     return [*means, f"{min(best):.2f}", f"{sum(one.unclear for one in cells)} of {len(cells)}"]
+
+
+def _rivals(cells: Sequence[Contest]) -> str:
+    """Each rival, and in how many cells it ran, if not in all."""
+    counts = {
+        name: sum(one.us(name) is not None for one in cells) for name in contestants_of(cells) if name not in OURS
+    }
+    texts = [TITLES[name] + f" (in {count})" * (count < len(cells)) for name, count in counts.items()]
+    return ", ".join(texts)
 
 
 def _old(cells: Sequence[Contest], facts: Sequence[Fact]) -> str:

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from benchmarks import sources
 from benchmarks.models.facts import ALL, Fact, reasons
-from benchmarks.models.request import CONTESTANTS, LIMIT, TITLES
+from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TITLES
 from benchmarks.models.zoo import position
 from benchmarks.records import Row, by_cell, newest
 
@@ -77,7 +77,7 @@ class Contest:
     @property
     def best_other(self) -> Row | None:
         """Of the fastest of all others, eager too."""
-        rows = [row for name in CONTESTANTS if name != "ditron" and (row := self.row(name)) and row.p50_us]
+        rows = [row for name in CONTESTANTS if name not in OURS and (row := self.row(name)) and row.p50_us]
         return min(rows, key=lambda row: row.p50_us or 0.0, default=None)
 
     @property
@@ -139,6 +139,12 @@ def number(value: float | None, digits: int, missing: str = "-") -> str:
     return missing if value is None else f"{value:.{digits}f}"
 
 
+def contestants_of(cells: Iterable[Contest]) -> list[str]:
+    """Those that some cell has, in the order of the tables."""
+    found = {row.contestant for one in cells for row in one.rows}
+    return [name for name in CONTESTANTS if name in found]
+
+
 NOISE = "~"
 """Stands behind a ratio of two contestants whose samples overlap."""
 
@@ -146,17 +152,17 @@ NOISE = "~"
 def times_table(rows: Sequence[Row], facts: Sequence[Fact] = (), style: str = "simple") -> str:
     """One line per cell: every contestant in milliseconds, the best other one's time over Ditron's, and the commit."""
     lines, known = [], newest(facts)
-    for one in contests(rows):
-        times = [
-            number(us / 1e3, 3) if (us := one.us(name)) else "failed" if one.row(name) else "-" for name in CONTESTANTS
-        ]
+    cells = contests(rows)
+    names = contestants_of(cells)
+    for one in cells:
+        times = [number(us / 1e3, 3) if (us := one.us(name)) else "failed" if one.row(name) else "-" for name in names]
         layers, form = one.sizes["layers"], one.sizes["form"]
         place = [one.phase, f"{one.model} x {layers}", form, one.tokens, str(one.where[1])]
         limit = number(one.limit_us and one.limit_us / 1e3, 3)
         gain = number(one.best_gain, 2) + f" {NOISE}" * one.unclear
         commit = " ".join(filter(None, (one.rows[0].commit, aged(one, known))))
         lines.append([*place, *times, limit, gain, number(one.spread_pct, 1), commit])
-    headers = ["phase", "model", "form", "tokens", "ranks", *CONTESTANTS, LIMIT]
+    headers = ["phase", "model", "form", "tokens", "ranks", *names, LIMIT]
     headers += ["best other / ditron", "spread %", "commit"]
     return tabulate(lines, headers, style, disable_numparse=True)
 

@@ -81,6 +81,13 @@ LAYERS = {"llama3-8b": 4}
 
 PREFILLS = ((2, 4096), (1, 2048), (1, 8192), (1, 512), (4, 1024), (1, 32768))
 """(batch, tokens of each), the most important ones first."""
+BATCHED = {
+    "sp": ((8, 512), (16, 256), (7, 510), (32, 128), (4, 1024), (13, 334), (64, 128)),
+    "ar": ((8, 512), (16, 256), (7, 509), (32, 128), (4, 1024), (13, 333), (64, 128)),
+}
+"""Of `--batched`, by form: many short sequences, as in serving and in fine-tuning, some of which have a length that is
+a multiple of nothing but, in `sp`, of two ranks.
+"""
 DECODES = (1, 32, 128, 8)
 TRAININGS = ((1, 4096), (2, 4096), (1, 2048))
 CONTEXTS = ((1, 32768), (1, 65536))
@@ -146,7 +153,7 @@ class Cell:
 @dataclass(frozen=True)
 class Selection:
     """Which cells a run has. layers: 0 for each model's own number. batches, tokens: those alone, if there are any.
-    full: all sizes, not the most important ones.
+    full: all sizes, not the most important ones. batched: prefill of BATCHED instead of all else, two layers each.
     """
 
     models: tuple[str, ...] = tuple(MODELS)
@@ -156,14 +163,24 @@ class Selection:
     batches: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     full: bool = False
+    batched: bool = False
 
     def cells(self) -> list[Cell]:
         """The most important sizes of all models first."""
         numbered = [(number, cell) for model in self.models for number, cell in self._of(model)]
         return [cell for _, cell in sorted(numbered, key=lambda pair: pair[0])]
 
+    def _wants(self, batch: int, tokens: int) -> bool:
+        return (not self.batches or batch in self.batches) and (not self.tokens or tokens in self.tokens)
+
     def _of(self, model: str) -> Iterable[tuple[int, Cell]]:
-        layers = self.layers or LAYERS.get(model, 2)
+        layers = self.layers or (2 if self.batched else LAYERS.get(model, 2))
+        if self.batched:
+            sized = [(form, *size) for form, sizes in BATCHED.items() if form in self.forms for size in sizes]
+            for number, (form, batch, tokens) in enumerate(sized):
+                if self._wants(batch, tokens):
+                    yield number, Cell(model, layers, form, "prefill", batch, tokens)
+            return
         lists: dict[tuple[str, str], list[tuple[int, int, int]]] = {
             ("decode", "ar"): [(batch, 1, 0) for batch in DECODES],
             ("prefill", "sp"): [(*size, 0) for size in PREFILLS],
@@ -177,11 +194,7 @@ class Selection:
         for (phase, form), sizes in lists.items():
             if phase not in self.phases or form not in self.forms:
                 continue
-            asked = [
-                size
-                for size in sizes
-                if (not self.batches or size[0] in self.batches) and (not self.tokens or size[1] in self.tokens)
-            ]
+            asked = [size for size in sizes if self._wants(size[0], size[1])]
             narrowed = self.batches or self.tokens
             taken = asked if self.full or narrowed else asked[: MAIN[form if form in MAIN else phase]]
             for number, (batch, tokens, cache) in enumerate(taken):

@@ -21,7 +21,7 @@ def save_trials(path: str | None = None) -> int:
 
     entries = ended_entries()
     if not dist.is_initialized() or dist.get_rank() == 0:
-        add_entries(writable(path or Options.from_environment().table), entries)
+        add_entries(writable(path or Options.current().table), entries)
     return len(entries)
 
 

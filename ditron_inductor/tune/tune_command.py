@@ -225,7 +225,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    options = Options.from_environment()
+    options = Options.current()
     path = writable(arguments.table or options.table)
     request = TuneRequest(
         # Measure the largest shape first, so that the workspace grows only once, before any graph holds it.
