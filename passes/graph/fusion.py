@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,10 @@ class Fusion:
         """That of the pass."""
         return self.node.kind
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles it by name, as a function is: the module that has its finder has it too."""
+        return _pass_of, (self.find.__module__, self.__name__)
+
     def __call__(self, graph: fx.Graph, *, options: Options) -> int:
         """Fuses every collective that matches; returns how many did. The others get a reason."""
         return self.fuse(graph, [node for op in self.ops for node in collectives(graph, op)], options)
@@ -52,3 +57,7 @@ class Fusion:
             self.rewrite(graph, match, options)
             count += 1
         return count
+
+
+def _pass_of(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
