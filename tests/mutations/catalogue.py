@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.measuring import MEASURING
 from tests.mutations.mutation import Mutation
+from tests.mutations.norming import NORMING
 
 SIGNALS = "ditron_inductor/core/signals.py"
 CREDITS = "tests/core/test_signals.py::test_a_slot_is_overwritten_with_the_credits_of_all_peers_only"
@@ -578,4 +579,4 @@ PASSES: tuple[Mutation, ...] = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *MEASURING)
+MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *NORMING, *MEASURING)
