@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import shutil
 import threading
 from collections import Counter
@@ -17,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ditron_inductor import pipeline, user_table
+from ditron_inductor import passes_for_inductor, pipeline, user_table
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import PACKAGE, PASSES, DitronPipeline, UserPassThen, with_user_passes
 from ditron_inductor.task.nodes import KINDS
@@ -132,6 +133,15 @@ def test_graphs_before_and_after_each_pass_are_traced(monkeypatch: pytest.Monkey
         "neg",
         "abs",
     ]
+
+
+def test_a_stack_may_pickle_the_passes() -> None:
+    """For its workers, as vLLM does: they run the same passes under the same id."""
+    entries = passes_for_inductor({"ditron.strategy": "tile"})
+    copies = pickle.loads(pickle.dumps(entries))
+    (ours, copy), *_ = [(one, copies[name]) for name, one in entries.items() if isinstance(one, DitronPipeline)]
+    assert copy.passes == ours.passes == PASSES and copy.options == ours.options and copy.uuid() == ours.uuid()
+    assert all(one is other for one, other in zip(copy.passes, PASSES, strict=True))
 
 
 # What the uuid depends on.

@@ -1,13 +1,22 @@
-"""vLLM's own ops and group coordinator on 2 ranks: its collectives are fused, and compute what they do in eager mode.
+"""vLLM itself on 2 ranks: its collectives and norms are fused, and compute what they do by themselves; its engine makes
+the same tokens.
 
-`tests/passes/test_vllm_collectives.py` has the cases, with ops of the same names and schemas.
+`tests/passes/test_vllm_collectives.py` and `tests/passes/test_foreign_norms.py` have the cases, with ops of the same
+names and schemas.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import pickle
+import socket
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +67,97 @@ def test_its_config_takes_the_passes() -> None:
         for strategy in ("library", "tile")
     )
     assert config.compute_hash() == pickle.loads(pickle.dumps(config)).compute_hash() != other.compute_hash()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32, "rows"])
+def test_the_definitions_of_its_norms_are_ours(dtype: torch.dtype, weight_dtype: Any) -> None:
+    """Bit for bit, what takes the place of an op is what vLLM says that it computes."""
+    import vllm.ir.ops  # noqa: F401
+
+    from ditron_inductor.passes.graph.foreign_norms import foreign_norms, open_norm
+    from tests.passes.graphs import traced
+
+    ops: Any = torch.ops.vllm_ir
+    x, residual = torch.randn(64, 48).to(dtype), torch.randn(64, 48).to(dtype)
+    weight = None if weight_dtype is None else torch.randn(48).to(dtype if weight_dtype == "rows" else weight_dtype)
+
+    def norms(x: torch.Tensor, residual: torch.Tensor, *weights: torch.Tensor) -> Any:
+        weight = weights[0] if weights else None
+        return ops.rms_norm(x, weight, 1e-5), *ops.fused_add_rms_norm(x, residual, weight, 1e-5)
+
+    given = (x, residual) if weight is None else (x, residual, weight)
+    module = traced(norms, *given)
+    found = foreign_norms(module.graph)
+    assert len(found) == 2
+    for norm in found:
+        open_norm(module.graph, norm)
+    module.recompile()
+    assert "vllm_ir" not in module.code
+    for got, wanted in zip(module(*given), norms(*given), strict=True):
+        assert torch.equal(got, wanted)
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+ENGINE_S = 400
+
+
+def engine(folder: Path, *settings: str) -> list[dict[str, Any]]:
+    """What the ranks of an engine write; see `tests/models/run_vllm.py`."""
+    (folder / "config.json").write_text(json.dumps(TINY))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{name: str(value) for name, value in names.items()}, "OMP_NUM_THREADS": "1"}
+        environment |= {"TRITON_INTERPRET": "1", "VLLM_CACHE_ROOT": str(folder), "VLLM_DIST_IDENT": folder.name}
+        log = (folder / f"rank{rank}.log").open("w")
+        command = [sys.executable, "-m", "tests.models.run_vllm", str(folder), *settings]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        codes = [rank.wait(ENGINE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0], (folder / "rank0.log").read_text()[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def own_tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The tokens of vLLM by itself, by dtype."""
+    found = {dtype: engine(tmp_path_factory.mktemp(dtype), dtype, "own", "auto") for dtype in ("bfloat16", "float32")}
+    return {dtype: ranks[0]["tokens"] for dtype, ranks in found.items()}
+
+
+@pytest.mark.timeout(4 * ENGINE_S)
+@pytest.mark.parametrize(
+    ("form", "dtype", "strategy"),
+    [("traced", "bfloat16", "library"), ("pieces", "bfloat16", "library"), ("pieces", "float32", "tile")],
+)
+def test_an_engine_makes_its_own_tokens(
+    own_tokens: dict[str, Any], tmp_path: Path, form: str, dtype: str, strategy: str
+) -> None:
+    """With the embedding's all-reduce and two for each layer, all of them fused with the norm behind."""
+    layers = TINY["num_hidden_layers"]
+    assert isinstance(layers, int)
+    for found in engine(tmp_path, dtype, form, strategy):
+        counted = found["counted"]
+        assert counted["normalize_collectives"] == counted["all_reduce_rms_norm"] == 1 + 2 * layers
+        assert counted["matmul_all_reduce"] == 2 * layers
+        assert found["tokens"] == own_tokens[dtype]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.deciding import DECIDING
 from tests.mutations.measuring import MEASURING
 from tests.mutations.mutation import Mutation
+from tests.mutations.norming import NORMING
 
 SIGNALS = "ditron_inductor/core/signals.py"
 CREDITS = "tests/core/test_signals.py::test_a_slot_is_overwritten_with_the_credits_of_all_peers_only"
@@ -579,4 +580,4 @@ PASSES: tuple[Mutation, ...] = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *DECIDING, *MEASURING)
+MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *DECIDING, *NORMING, *MEASURING)

@@ -189,6 +189,10 @@ def _bias_behind(y: torch.Tensor, x: torch.Tensor, row: torch.Tensor) -> torch.T
     return x + (y * 0.3 + row)
 
 
+def _only_a_bias_behind(y: torch.Tensor, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return y * 0.3 + row
+
+
 def _residual_scaled_too(y: torch.Tensor, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return (x + y) * 0.3
 
@@ -206,7 +210,8 @@ def _no_number(y: torch.Tensor, x: torch.Tensor, row: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.parametrize(
-    "branch", [_column, _twice, _bias_behind, _residual_scaled_too, _square, _wide_row, _no_number]
+    "branch",
+    [_column, _twice, _bias_behind, _only_a_bias_behind, _residual_scaled_too, _square, _wide_row, _no_number],
 )
 def test_does_not_fire(branch: Branch) -> None:
     module = graph_of(block(branch), *operands())

@@ -1,0 +1,136 @@
+"""The mutations of norms behind a reduction: where sums and products are rounded, and which forms are read."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+ROWS = "lowering/norms/rows.py"
+BITS = "tests/lowering/test_norm_bits.py::test_the_norm_alone_has_the_bits_of_the_reference"
+FORMS = "passes/graph/norm_forms.py"
+SUMS = "passes/graph/reduced_sums.py"
+FOREIGN = "passes/graph/foreign_norms.py"
+UNROUNDED = "tests/passes/test_unrounded_norms.py"
+SCALED = "tests/passes/test_scaled_norms.py"
+OPS = "tests/passes/test_foreign_norms.py"
+
+NORMING: tuple[Mutation, ...] = (
+    Mutation(
+        "every sum is rounded before it is normalised",
+        ROWS,
+        "if not (UNROUNDED & FORM):",
+        "if not (NO_NORM & FORM):",
+        BITS,
+    ),
+    Mutation(
+        "no sum is rounded before it is normalised",
+        ROWS,
+        "if not (UNROUNDED & FORM):",
+        "if NO_NORM & FORM:",
+        BITS,
+    ),
+    Mutation(
+        "rows times a number are not rounded",
+        ROWS,
+        "value = (value * NORMS.FACTOR).to(dtype).to(tl.float32)",
+        "value = value * NORMS.FACTOR",
+        BITS,
+    ),
+    Mutation(
+        "rows times a row are not rounded",
+        ROWS,
+        "value = (value * loaded[9].to(tl.float32)).to(dtype).to(tl.float32)",
+        "value = value * loaded[9].to(tl.float32)",
+        BITS,
+    ),
+    Mutation(
+        "a GPU may round a product and a sum at once",
+        ROWS,
+        'if multiplied and "residual" in node.extras else {}',
+        "if not multiplied else {}",
+        "tests/lowering/test_norm_compile.py::test_which_kernels_round_products_by_themselves",
+    ),
+    Mutation(
+        "an unrounded sum is taken for a rounded one",
+        FORMS,
+        "tail.round_first, terms is not None),",
+        "tail.round_first),",
+        f"{UNROUNDED}::test_every_form_has_the_same_bits",
+    ),
+    Mutation(
+        "terms of two dtypes are one sum",
+        FORMS,
+        "return terms if fits and len({other.dtype for other in others if other is not None}) == 1 else None",
+        "return terms if fits else None",
+        f"{UNROUNDED}::test_another_addend_is_no_residual",
+    ),
+    Mutation(
+        "an unrounded sum that is used elsewhere is fused",
+        "passes/fuse/all_reduce_rms_norm.py",
+        "        if not known.issuperset(found.total.users):\n            return ReasonCode.INTERMEDIATE_USED\n",
+        "",
+        f"{UNROUNDED}::test_does_not_fire",
+    ),
+    Mutation(
+        "an unrounded sum that is used elsewhere goes into a gather",
+        "passes/absorb/absorb_norms.py",
+        "    if norm.terms is not None and not fused.issuperset(total.users):\n        return None\n",
+        "",
+        f"{UNROUNDED}::test_in_front_of_a_gather_an_unrounded_sum_that_is_used_stays",
+    ),
+    Mutation(
+        "a bias behind the scale is added before it",
+        SUMS,
+        "and len(biases) < 2 and not behind:",
+        "and len(biases) < 2:",
+        f"{SCALED}::test_does_not_fire",
+    ),
+    Mutation(
+        "any tensor scales rows",
+        SUMS,
+        "return factor if is_element or proofs.is_row(other, value.shape[-1]) else None",
+        "return factor",
+        f"{SCALED}::test_does_not_fire",
+    ),
+    Mutation(
+        "a sum with the residual may be scaled",
+        SUMS,
+        "            if way.parted is not None and not behind:\n                return None\n",
+        "",
+        f"{SCALED}::test_does_not_fire",
+    ),
+    Mutation(
+        "norms of other libraries are opened for nobody",
+        FOREIGN,
+        "if opened[norm.call] not in remaining:",
+        "if opened[norm.call] is not None:",
+        f"{OPS}::test_a_norm_that_no_fusion_takes_stays",
+    ),
+    Mutation(
+        "a norm of a part of each row is opened",
+        FOREIGN,
+        " or any(bound[name] is not None for name in declared.absent):",
+        ":",
+        f"{OPS}::test_what_is_not_established_stays",
+    ),
+    Mutation(
+        "a weight of any dtype is understood",
+        FOREIGN,
+        "return value.dtype in (rows.dtype, torch.float32)",
+        "return value.is_floating_point()",
+        f"{OPS}::test_what_is_not_established_stays",
+    ),
+    Mutation(
+        "an op with more arguments is understood",
+        FOREIGN,
+        "if names == declared.arguments else None",
+        "if names else None",
+        f"{OPS}::test_another_schema_stays",
+    ),
+    Mutation(
+        "passes are not pickled by name",
+        "passes/graph/fusion.py",
+        "def __reduce__(self)",
+        "def reduced(self)",
+        "tests/test_pipeline.py::test_a_stack_may_pickle_the_passes",
+    ),
+)
