@@ -240,6 +240,14 @@ def _head_dim(sizes: Sizes) -> int:
     return sizes.hidden // sizes.heads
 
 
+# Every branch is scaled before the residual is added.
+GRANITE = {
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 8.0,
+    "pad_token_id": 0,
+}
 GEMMA3_NORMS = (*LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 ARCHITECTURES = {
     "llama": _like_llama("llama"),
@@ -281,6 +289,7 @@ ARCHITECTURES = {
         norm="final_layernorm",
     ),
     "phi3": Architecture("phi3", (), (), LLAMA_NORMS, (), config={"pad_token_id": 0}),
+    "granite": Architecture("granite", (), (), LLAMA_NORMS, (), config=GRANITE),
     "olmo2": Architecture("olmo2", (), (), GEMMA3_NORMS[1::2], (), config={"pad_token_id": 0}),
     "mixtral": _experts("mixtral", num_local_experts=4),
     "qwen3_moe": _experts("qwen3_moe", num_experts=4, moe_intermediate_size=32, head_dim=16),

@@ -32,6 +32,7 @@ CHOSEN = [
             Setup("opt", "sp", train=True),
             Setup("phi", "sp", train=True),
             Setup("olmo2", "hf"),
+            Setup("granite", "hf"),
             Setup("glm4_moe", "hf", train=True),
         )
     ),
