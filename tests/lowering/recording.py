@@ -112,7 +112,7 @@ def make_launch(lane: Any, order: Any, world_size: int = WORLD, rank: int = RANK
         order=order,
         scratch=None,
         calls=0,
-        health=SimpleNamespace(fail=lambda error: None),
+        fail=lambda error: None,
         end=lambda: None,
     )
 
@@ -159,8 +159,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Log:
     def copied(target: torch.Tensor, source: torch.Tensor) -> None:
         log.current.lines.append(f"copy {source.numel() * source.element_size()}")
 
-    def copy(target: int, source: int, nbytes: int, stream: int) -> None:
-        log.streams[stream].lines.append(f"copy {nbytes}")
+    def copy(target: int, source: int, nbytes: int, stream: int, runs: int = 1, pitch: int = 0) -> None:
+        log.streams[stream].lines.append(f"copy {f'{runs} x ' * (runs > 1)}{nbytes}")
 
     monkeypatch.setattr(Bound, "__call__", launched)
     monkeypatch.setattr(torch, "mm", product)

@@ -95,10 +95,10 @@ CALLS: dict[str, tuple[Callable[[Log], Call], str]] = {
     "gather, inner dimension": (
         lambda log: a_gather(log, (2, 16, 32), 1),
         """
-        main: stage, copy 4096, 2x16x32 @ 24, 2x16x32 @ 48, <- side 6, 2x16x32 @ 24, 2x16x32 @ 48, <- second
-            7, <- side 8, close_slot
-        side: <- main 0, await_all 0, copy 2048, copy 2048, copy 2048, copy 2048, copy 2048, copy 2048
-        second: <- main 0, <- side 4, 2x16x32 @ 24, 2x16x32 @ 48, <- side 8, 2x16x32 @ 24, 2x16x32 @ 48
+        main: stage, copy 4096, 2x16x32 @ 24, 2x16x32 @ 48, <- side 4, 2x16x32 @ 24, 2x16x32 @ 48, <- second
+            7, <- side 5, close_slot
+        side: <- main 0, await_all 0, copy 2 x 2048, copy 2 x 2048, copy 2 x 2048
+        second: <- main 0, <- side 3, 2x16x32 @ 24, 2x16x32 @ 48, <- side 5, 2x16x32 @ 24, 2x16x32 @ 48
         """,
     ),
     "gather, one at once": (
@@ -113,10 +113,10 @@ CALLS: dict[str, tuple[Callable[[Log], Call], str]] = {
     "gather, inner dimension, one at once": (
         lambda log: a_gather(log, (2, 16, 32), 1, None, (0,)),
         """
-        main: stage, copy 4096, 2x16x32 @ 48, <- side 6, 2x16x32 @ 48, <- main 2, <- side 8, 128x32 @ 24, <-
-            second 5, <- side 8, close_slot
-        side: <- main 0, await_all 0, copy 2048, copy 2048, copy 2048, copy 2048, copy 2048, copy 2048
-        second: <- main 0, <- side 4, 2x16x32 @ 48, <- side 8, 2x16x32 @ 48
+        main: stage, copy 4096, 2x16x32 @ 48, <- side 4, 2x16x32 @ 48, <- main 2, <- side 5, 128x32 @ 24, <-
+            second 5, <- side 5, close_slot
+        side: <- main 0, await_all 0, copy 2 x 2048, copy 2 x 2048, copy 2 x 2048
+        second: <- main 0, <- side 3, 2x16x32 @ 48, <- side 5, 2x16x32 @ 48
         """,
     ),
     "scatter": (

@@ -121,7 +121,7 @@ class Model(nn.Module):
 def test_lines_are_those_of_the_user() -> None:
     forward, backward = compiled_graphs(Model(), torch.randn(8, 16, requires_grad=True))
     assert fuse(forward) == 0
-    (site,) = record_graph(forward.graph, graph_before="", graph_after="").sites
+    (site,) = record_graph(forward.graph, Options(), graph_before="", graph_after="").sites
     assert site.culprit is not None
     assert site.culprit.line.startswith(f"{__file__}:") and site.culprit.line.endswith("(product.sin())")
     assert " in all_reduce: " in site.line
