@@ -86,6 +86,10 @@ def _join(setup: RankSetup) -> RankContext:
         # As torchrun does: libraries look it up.
         os.environ["LOCAL_RANK"] = str(device.index)
         torch.cuda.set_device(device)
+        if setup.backend == "gloo":
+            from tests.shared_gpu import stage_collectives
+
+            stage_collectives()
     torch.set_num_threads(1)
     store = dist.FileStore(setup.store_path, setup.world_size)
     dist.init_process_group(

@@ -65,7 +65,6 @@ def run_unaligned_on_gpus(ctx: RankContext) -> dict[str, int]:
 
 
 @pytest.mark.gpu
-@pytest.mark.gpu_per_rank
 def test_unaligned_sizes_on_gpus(gpu_pool: RankPool) -> None:
     for counted in gpu_pool.run(run_unaligned_on_gpus, timeout=200.0):
         assert counted["all_gather_matmul"] == 1

@@ -35,7 +35,7 @@ SLOW = ("eager_region",)
 """A rank that is in the library's collective does not come: the others wait for it."""
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.gpu_per_rank])])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def pair(request: pytest.FixtureRequest, rank_pools: RankPools) -> RankPool:
     return rank_pools.get(request.param, 2)
 
