@@ -1,4 +1,4 @@
-"""Collectives of ranks that share a GPU, where NCCL refuses to run: gloo, over copies of the tensors in the host's memory.
+"""Collectives of ranks that share a GPU, where NCCL refuses to run: gloo, over copies of the tensors on the host.
 
 Gloo itself takes CUDA tensors in some collectives alone, and an all-gather of them ends the process. Here the ops that
 c10d dispatches by device, for `torch.distributed` and the functional collectives alike, copy CUDA tensors to the host,
