@@ -23,6 +23,7 @@ MODELS = RESULTS / "models.csv"
 ATTENTION = RESULTS / "attention.csv"
 NORM = RESULTS / "norm.csv"
 UNALIGNED = RESULTS / "unaligned.csv"
+MOE = RESULTS / "moe.csv"
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
 from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
+from ditron_inductor.passes.fuse.expert_projections import expert_projections
 from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph.collectives import group_sizes
@@ -111,6 +112,8 @@ PASSES: tuple[Pass, ...] = (
     review_left_alone,
     # With `ditron.strict` the error is raised before any time is spent on the rest.
     require_fusions,
+    # Experts of few tokens, before their gate and up are separated.
+    expert_projections,
     # Gate and up are separated, as the epilogues read them.
     split_weights,
     # Matmuls that no fusion can take any more are put together.

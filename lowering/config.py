@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,6 +62,9 @@ FEW_ROWS = {
 }
 """The tile shapes of `matmul_tile_of_few_rows`, by the largest number of rows that fits."""
 
+LEAST_COLUMNS = 16
+"""The fewest columns of a tile (`tl.dot`)."""
+
 CONFIGS = (*FEW_ROWS.values(), INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
 """All tile shapes that kernels are launched with. The tests compile every one."""
 
@@ -105,3 +109,18 @@ def select_few_rows_config(*, rows: int, dtype: torch.dtype, interpreted: bool) 
         return replace(INTERPRETER, block_m=most)
     # fp32 operands need twice as much shared memory.
     return replace(FEW_ROWS[most], block_k=64) if dtype == torch.float32 else FEW_ROWS[most]
+
+
+def select_expert_config(
+    *, rows: int, columns: Sequence[int], experts: int, dtype: torch.dtype, interpreted: bool, num_sms: int
+) -> Config:
+    """Returns the tile shape for the weights of so many experts, with at most 64 tokens.
+
+    The tiles are as wide as is possible with several programs for each SM, of which there are few if few tokens take
+    narrow experts.
+    """
+    config = select_few_rows_config(rows=rows, dtype=dtype, interpreted=interpreted)
+    block_n = config.block_n
+    while block_n > LEAST_COLUMNS and experts * sum(-(-width // block_n) for width in columns) < num_sms:
+        block_n //= 2
+    return replace(config, block_n=block_n)

@@ -183,7 +183,7 @@ class Arrangement:
     def new_outputs(self, shard: torch.Tensor, rows: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Allocates the outputs, with `rows` rows each, in the node's order."""
         return [
-            shard.new_empty(rows, weights[source].shape[1], dtype=TORCH_DTYPES.get(dtype, shard.dtype))
+            shard.new_empty(rows, weights[source].shape[-1], dtype=TORCH_DTYPES.get(dtype, shard.dtype))
             for source, dtype in zip(self.sources, self.dtypes, strict=True)
         ]
 

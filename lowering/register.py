@@ -17,9 +17,11 @@ from ditron_inductor.lowering.all_gather_attention import op as attention
 from ditron_inductor.lowering.all_gather_matmul.op import LOWERING as all_gather_matmul
 from ditron_inductor.lowering.all_reduce_rms_norm.op import LOWERING as all_reduce_rms_norm
 from ditron_inductor.lowering.all_to_all_matmul.op import LOWERING as all_to_all_matmul
+from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
 from ditron_inductor.lowering.flash_decode import op as flash_decode
 from ditron_inductor.lowering.host.kind import Lowering
 from ditron_inductor.lowering.host.launch import is_tf32_allowed
+from ditron_inductor.lowering.host.local_calls import LocalCalls
 from ditron_inductor.lowering.host.prepare import prepare_matmul
 from ditron_inductor.lowering.host.prepared import PreparedCalls, form
 from ditron_inductor.lowering.matmul_all_gather.op import LOWERING as matmul_all_gather
@@ -29,7 +31,13 @@ from ditron_inductor.lowering.matmul_all_to_all.op import LOWERING as matmul_all
 from ditron_inductor.lowering.matmul_reduce_scatter.op import LOWERING as matmul_reduce_scatter
 from ditron_inductor.lowering.projections.projections_kernel import projections
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import AllGatherAttention, AttentionReduceScatter, FlashDecode, Projections
+from ditron_inductor.task.nodes import (
+    AllGatherAttention,
+    AttentionReduceScatter,
+    ExpertProjections,
+    FlashDecode,
+    Projections,
+)
 
 KINDS: tuple[Lowering, ...] = (
     all_gather_matmul,
@@ -41,6 +49,11 @@ KINDS: tuple[Lowering, ...] = (
     matmul_all_to_all,
     all_to_all_matmul,
 )
+LOCAL: Mapping[str, LocalCalls[Any]] = {
+    Projections.kind: projections,
+    ExpertProjections.kind: expert_projections,
+}
+"""The kinds that communicate nothing."""
 Prepare = Callable[[Hashable, Any, Sequence[torch.Tensor]], Callable[..., Any]]
 calls = PreparedCalls()
 """The prepared calls of this process."""
@@ -75,12 +88,17 @@ def implementation(kind: str, prepare: Prepare) -> Callable[..., list[torch.Tens
     return op
 
 
-def _projections(operands: Sequence[torch.Tensor], text: str, token: torch.Tensor | None) -> list[torch.Tensor]:
-    first = operands[0]
-    if first.is_cuda and first.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(first.get_device()):
-            return projections(schema.parsed(Projections.kind, text), operands)
-    return projections(schema.parsed(Projections.kind, text), operands)
+def local(kind: str, run: LocalCalls[Any]) -> Callable[..., list[torch.Tensor]]:
+    """Returns the implementation of the op of a kind that communicates nothing."""
+
+    def op(operands: Sequence[torch.Tensor], text: str, token: torch.Tensor | None) -> list[torch.Tensor]:
+        first = operands[0]
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.get_device()):
+                return run(schema.parsed(kind, text), operands)
+        return run(schema.parsed(kind, text), operands)
+
+    return op
 
 
 def _after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -98,7 +116,7 @@ def implementations() -> Mapping[str, Callable[..., Any]]:
     }
     return {
         **{kind: implementation(kind, prepare) for kind, prepare in preparing.items()},
-        Projections.kind: _projections,
+        **{kind: local(kind, run) for kind, run in LOCAL.items()},
         "after": _after,
         "after_": schema.do_nothing,
         "token_of": schema.new_token,

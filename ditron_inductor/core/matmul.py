@@ -48,6 +48,13 @@ class Weight(NamedTuple):
     stride_n: Any
 
 
+class Rows(NamedTuple):
+    """Few rows of A [.., K] whose K is contiguous: pointers to their first elements, and which of them there are."""
+
+    pointers: Any
+    inside: Any
+
+
 class Terms(NamedTuple):
     """The sizes of products a_i @ b_i that are added up, as tuples with one number for each product: K_i, the row
     stride of a_i (whose K is contiguous), and the strides of b_i [K_i, N].
@@ -390,20 +397,27 @@ def matmul_tile_of_few_rows(a, M, b, terms, column, N, TILES: tl.constexpr):
     NUM: tl.constexpr = len(terms.depths)
     for i in tl.static_range(NUM):
         weight = Weight(b[i], terms.strides_bk[i], terms.strides_bn[i])
-        acc = matmul_steps_of_few_rows(acc, a[i], terms.strides_am[i], M, weight, column, N, terms.depths[i], TILES)
+        rows = first_rows(a[i], terms.strides_am[i], M, BLOCK_M)
+        acc = matmul_steps_of_few_rows(acc, rows, weight, column, N, terms.depths[i], TILES)
     return acc.T
 
 
 @triton.jit
-def matmul_steps_of_few_rows(acc, a, stride_am, M, weight, column, N, K, TILES: tl.constexpr):
-    """Returns acc [BLOCK_N, BLOCK_M] plus the transpose of A [M, K] @ B [K, column + BLOCK_N]."""
-    offs_m = tl.arange(0, TILES.BLOCK_M)
+def first_rows(a, stride_am, M, BLOCK_M: tl.constexpr):
+    """Returns the Rows 0, .., M - 1 of A."""
+    offs_m = tl.arange(0, BLOCK_M)
+    return Rows(a + offs_m.to(tl.int64) * stride_am, offs_m < M)
+
+
+@triton.jit
+def matmul_steps_of_few_rows(acc, rows, weight, column, N, K, TILES: tl.constexpr):
+    """Returns acc [BLOCK_N, BLOCK_M] plus the transpose of A @ B [K, column + BLOCK_N], for these Rows of A."""
     offs_n = column + tl.arange(0, TILES.BLOCK_N)
     offs_k = tl.arange(0, TILES.BLOCK_K)
     # Do not clamp: otherwise all programs would read the same few lines at once.
-    in_m = (offs_m < M)[None, :]
+    in_m = rows.inside[None, :]
     in_n = (offs_n < N)[:, None]
-    a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]
+    a_ptrs = rows.pointers[None, :] + offs_k[:, None]
     b_columns = weight.pointer + offs_n.to(tl.int64)[:, None] * weight.stride_n
     b_ptrs = b_columns + offs_k.to(tl.int64)[None, :] * weight.stride_k
     step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k

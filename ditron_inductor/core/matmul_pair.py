@@ -91,16 +91,15 @@ def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
 
 
 @triton.jit
-def matmul_pair_of_few_rows(a, stride_am, M, weight, other, column, N, K, TILES: tl.constexpr):
-    """Returns (A @ B, A @ other), each as `matmul_tile_of_few_rows` computes it."""
+def matmul_pair_of_few_rows(rows, weight, other, column, N, K, TILES: tl.constexpr):
+    """Returns (A @ B, A @ other) of these Rows of A, each as `matmul_tile_of_few_rows` computes it."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    offs_m = tl.arange(0, BLOCK_M)
     offs_n = (column + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
     offs_k = tl.arange(0, TILES.BLOCK_K)
-    in_m = (offs_m < M)[None, :]
+    in_m = rows.inside[None, :]
     in_n = offs_n < N
-    a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]
+    a_ptrs = rows.pointers[None, :] + offs_k[:, None]
     b_ptrs = weight.pointer + offs_n * weight.stride_n + offs_k.to(tl.int64)[None, :] * weight.stride_k
     other_ptrs = other.pointer + offs_n * other.stride_n + offs_k.to(tl.int64)[None, :] * other.stride_k
     step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k

@@ -14,6 +14,8 @@ from ditron_inductor.task.attention_nodes import AttentionNode as AttentionNode
 from ditron_inductor.task.attention_nodes import AttentionReduceScatter as AttentionReduceScatter
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
+from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
+from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
 from ditron_inductor.task.matmul_nodes import MAX_PRODUCTS as MAX_PRODUCTS
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS as MOST_PROJECTED_ROWS
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS as REDUCE_OPS
@@ -62,6 +64,7 @@ DECLARED: tuple[type[Node], ...] = (
     AllToAllMatmul,
     FlashDecode,
     Projections,
+    ExpertProjections,
     AllGatherAttention,
     AttentionReduceScatter,
 )
@@ -70,6 +73,8 @@ NODES: Mapping[str, type[Node]] = {node.kind: node for node in DECLARED}
 TASKS: Mapping[str, type[TaskNode]] = {node.kind: node for node in DECLARED if issubclass(node, TaskNode)}
 """Those that communicate."""
 TASK_KINDS: tuple[str, ...] = tuple(TASKS)
+LOCAL_KINDS: tuple[str, ...] = tuple(kind for kind in NODES if kind not in TASKS)
+"""Those that communicate nothing."""
 FUSIONS: tuple[str, ...] = tuple(node.kind for node in DECLARED if not node.planned_as)
 """Those that a user can ask for, or leave out."""
 PLANNED_KINDS: tuple[str, ...] = tuple(

@@ -22,6 +22,7 @@ from ditron_inductor.task.nodes import (
     AllReduceRmsNorm,
     AllToAllMatmul,
     AttentionNode,
+    ExpertProjections,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduceRmsNorm,
@@ -143,6 +144,22 @@ def _product_gathered(node: MatmulAllGather, given: Given) -> Rules:
     yield node.gather_dim < first.ndim, f"gathers dimension {node.gather_dim} of {first.ndim}"
 
 
+def _experts(node: ExpertProjections, given: Given) -> Rules:
+    x, experts, weights = given["x"], given["experts"], given["weights"]
+    yield x.ndim == 2, f"has a first operand with {x.ndim} dimensions, not 2"
+    yield x.dtype in OPERAND_DTYPES, f"has dtype {x.dtype}, which no kernel takes"
+    yield from _same_dtype([x, *weights])
+    yield experts.dtype == torch.int64 and experts.ndim == 1, "has experts that are no int64 vector"
+    yield experts.shape[0] % node.top_k == 0, f"has slots that are no multiple of {node.top_k}"
+    slots = x.shape[0] * (node.top_k if node.by_token else 1)
+    yield experts.shape[0] == slots, "has rows that do not fit the slots"
+    for weight in weights:
+        yield weight.ndim == 3, f"has a weight with {weight.ndim} dimensions, not 3"
+        yield weight.shape[0] == weights[0].shape[0], "has weights of different numbers of experts"
+        yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
+    yield from _epilogue(node, given, experts.shape[0], [weight.shape[2] for weight in weights])
+
+
 def _columns_exchanged(node: MatmulAllToAll, given: Given) -> Rules:
     first, columns = given["a"][0], given["b"][0].shape[1]
     yield node.gather_dim < first.ndim - 1, f"gathers dimension {node.gather_dim} of {first.ndim}"
@@ -252,6 +269,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     MatmulReduceScatter: _scattered,
     MatmulAllGather: _product_gathered,
     MatmulAllToAll: _columns_exchanged,
+    ExpertProjections: _experts,
     AllReduceRmsNorm: _rows_reduced,
     MatmulAllReduceRmsNorm: _sum_reduced,
     FlashDecode: _decoded,

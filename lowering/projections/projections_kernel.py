@@ -11,17 +11,15 @@ after the other, with one launch for the epilogue.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import Tiles, matmul_steps_of_few_rows, weight_of
+from ditron_inductor.core.matmul import Tiles, first_rows, matmul_steps_of_few_rows, weight_of
 from ditron_inductor.core.matmul_pair import matmul_pair_of_few_rows
-from ditron_inductor.device.capabilities import RankFacts, probe
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import (
@@ -33,12 +31,14 @@ from ditron_inductor.lowering.epilogues import (
     store_outputs,
     unpacked,
 )
-from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, is_tf32_allowed, widths_of
+from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
-from ditron_inductor.lowering.host.prepared import MOST_CALLS, form
+from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
+LEAST_STEP = 16
+"""The least elements of K in a step (`tl.dot`)."""
 Runner = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function of (x, weights, extra tensors)."""
 
@@ -52,10 +52,23 @@ def projections_kernel(
     Widths. GROUPS: the weights that are multiplied in one tile. PAIR: the Tiles of two weights.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    rows = first_rows(x, K, M, BLOCK_M)
+    places = tl.arange(0, BLOCK_M)
+    store_projections(tl.program_id(0), rows, places, weights, extras, outs, widths, K, GROUPS, EPILOGUE, TILES, PAIR)
+
+
+@triton.jit
+def store_projections(
+    tile, rows, places, weights, extras, outs, widths, K, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr,
+    TILES: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Computes tile number `tile`, counted through all groups of weights, of these Rows, and stores it at the rows
+    `places` of the outputs. It does nothing if the number is negative. See `projections_kernel`.
+    """
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
-    tile = tl.program_id(0)
-    offs_m = tl.arange(0, BLOCK_M)
+    # Outputs have the dtype of the rows where the epilogue says nothing else.
+    DTYPE: tl.constexpr = rows.pointers.dtype.element_ty
     for g in tl.static_range(NUM_GROUPS):
         N = widths.columns[unpacked(GROUPS.FIRST_WEIGHTS, g)]
         tiles = tl.cdiv(N, BLOCK_N)
@@ -64,25 +77,19 @@ def projections_kernel(
             if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
                 first = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
                 second = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
-                accs = matmul_pair_of_few_rows(x, K, M, first, second, column, N, K, PAIR)
+                accs = matmul_pair_of_few_rows(rows, first, second, column, N, K, PAIR)
             else:
-                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+                acc = tl.zeros((BLOCK_N, TILES.BLOCK_M), dtype=tl.float32)
                 weight = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
-                accs = (matmul_steps_of_few_rows(acc, x, K, M, weight, column, N, K, TILES).T,)
+                accs = (matmul_steps_of_few_rows(acc, rows, weight, column, N, K, TILES).T,)
             offs_n = column + tl.arange(0, BLOCK_N)
-            elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
+            elements = elements_at(places, offs_n, rows.inside[:, None], (offs_n < N)[None, :], N)
             store_outputs(
                 accs, 1, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g), unpacked(GROUPS.FIRST_OUTS, g),
-                unpacked(GROUPS.NUM_OUTS, g), x.dtype.element_ty, EPILOGUE,
+                unpacked(GROUPS.NUM_OUTS, g), DTYPE, EPILOGUE,
             )  # fmt: skip
         # For the program whose tile this was, it is negative from now on.
         tile -= tiles
-
-
-@functools.cache
-def facts_of(device: torch.device) -> RankFacts:
-    """Returns the facts of a device of this process, among them why kernels cannot run on it."""
-    return probe(device)
 
 
 def prepare(
@@ -130,20 +137,7 @@ def by_library(node: Projections, x: torch.Tensor, extras: Sequence[torch.Tensor
 def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Arrangement, config: Config) -> Arguments:
     """Returns the Arguments of a launch. weights: in the kernel's order."""
     K = x.shape[1]
-    pair_k = max(config.block_k // 2, 16)
-    tile = Tiles(
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=1,
-        DESCRIPTORS=False,
-        K_MAJOR=0,
-        EVEN_K=K % max(config.block_k, pair_k) == 0,
-        PRECISION=dot_precision(x.dtype),
-        UPCAST=x.device.type == "cpu",
-        THREADS=0,
-        PIECE=0,
-    )
+    tile = tiles_of(x, config)
     widths = [weights[first].shape[1] for first in arrangement.first_weights]
     values: dict[str, Any] = {
         "M": x.shape[0],
@@ -152,36 +146,37 @@ def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Ar
         "GROUPS": arrangement.packed_groups,
         "EPILOGUE": arrangement.function,
         "TILES": tile,
-        "PAIR": tile._replace(BLOCK_K=pair_k),
+        "PAIR": pair_of(tile),
         **config.options,
     }
     return Arguments(programs=sum(ceil_div(N, config.block_n) for N in widths), values=values)
 
 
-class PreparedProjections:
-    """The results of `prepare`, by the node and the forms of the operands."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Runner] = {}
-
-    def find(self, node: Projections, operands: Sequence[torch.Tensor]) -> Runner:
-        key = is_tf32_allowed(), node, *[form(operand) for operand in operands]
-        run = self._known.get(key)
-        if run is None:
-            if len(self._known) >= MOST_CALLS:
-                self._known.clear()
-            run = self._known[key] = prepare(node, *node.split(operands), node.strategy)
-        return run
-
-
-calls = PreparedProjections()
-"""The prepared calls of this process."""
+def tiles_of(x: torch.Tensor, config: Config) -> Tiles:
+    """Returns the Tiles for rows of x [M, K]."""
+    return Tiles(
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=1,
+        DESCRIPTORS=False,
+        K_MAJOR=0,
+        # The steps of two weights are half as wide.
+        EVEN_K=x.shape[1] % max(config.block_k, LEAST_STEP) == 0,
+        PRECISION=dot_precision(x.dtype),
+        UPCAST=x.device.type == "cpu",
+        THREADS=0,
+        PIECE=0,
+    )
 
 
-def projections(node: Projections, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns [x @ weight for weight in weights], or the epilogue of these products and of the extra tensors.
+def pair_of(tile: Tiles) -> Tiles:
+    """Returns the Tiles of two weights that are multiplied together."""
+    return tile._replace(BLOCK_K=max(tile.BLOCK_K // 2, LEAST_STEP))
 
-    operands: x [M, K], weights [K, N_i], extra tensors. The results [M, N_i] are contiguous. Raises `InvalidTaskNode`
-    if the epilogue does not fit.
-    """
-    return calls.find(node, operands)(*node.split(operands))
+
+projections: LocalCalls[Projections] = LocalCalls(prepare)
+"""Returns [x @ weight for weight in weights], or the epilogue of these products and of the extra tensors.
+
+operands: x [M, K], weights [K, N_i], extra tensors. The results [M, N_i] are contiguous.
+"""

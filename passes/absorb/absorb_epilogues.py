@@ -1,4 +1,5 @@
-"""Pointwise ops behind an `all_gather_matmul`, a reduction of matmuls, or `projections`, become its epilogue.
+"""Pointwise ops behind an `all_gather_matmul`, a reduction of matmuls, or a node that communicates nothing, become its
+epilogue.
 
 Before:
 
@@ -60,7 +61,7 @@ from ditron_inductor.task.epilogue import (
     products,
     walk,
 )
-from ditron_inductor.task.nodes import Projections, WithEpilogue
+from ditron_inductor.task.nodes import LOCAL_KINDS, WithEpilogue
 from ditron_inductor.task.verify import task_calls
 
 aten = torch.ops.aten
@@ -373,5 +374,7 @@ def absorb_epilogues(graph: fx.Graph, *, options: Options) -> int:
 def _calls(graph: fx.Graph) -> list[tuple[fx.Node, WithEpilogue]]:
     """Everything that may have an epilogue."""
     sites = [(call, task) for call, task in task_calls(graph) if isinstance(task, WithEpilogue)]
-    local = graph.find_nodes(op="call_function", target=schema.overload(Projections.kind))
-    return [*sites, *((call, schema.node_from_call(call.target, call.args)) for call in local)]
+    for target in map(schema.overload, LOCAL_KINDS):
+        found = graph.find_nodes(op="call_function", target=target)
+        sites += [(call, schema.node_from_call(call.target, call.args)) for call in found]
+    return sites

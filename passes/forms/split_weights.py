@@ -18,8 +18,9 @@ copied.
 
 A bias of the whole product becomes two views of it likewise: `silu(mm0 + row(x0)) * (mm1 + row(x1))`.
 
-The same is done for a plain `mm` or `addmm` of a few rows, which `projections` then takes. It is tried on a copy of the
-graph. A product whose parts no epilogue combines stays one product, such as Q, K and V in one weight.
+The same is done for the weight of `expert_projections`, and for a plain `mm` or `addmm` of a few rows, which
+`projections` then takes. It is tried on a copy of the graph. A product whose parts no epilogue combines stays one
+product, such as Q, K and V in one weight.
 
 It must not fire when
 * the product is not cut directly and completely into two halves of its columns, or is used as a whole too, as by a
@@ -132,7 +133,7 @@ def _operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
         return (matmul.weight, matmul.bias) if few else (None, None)
     if product.target is getitem and isinstance(product.args[0], fx.Node):
         call, index = product.args[0], product.args[1]
-        if is_task(call) and isinstance(schema.node_of(call), SharedOperand):
+        if isinstance(schema.node_of(call), SharedOperand):
             weights = schema.operand(call, "weights")
             weight = weights[index] if index in range(len(weights)) else None
     return weight if isinstance(weight, fx.Node) else None, None

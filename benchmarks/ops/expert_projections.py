@@ -1,0 +1,313 @@
+"""`python -m benchmarks.ops.expert_projections`: the experts of a decode step, one rank's share, inside a CUDA graph.
+
+It needs one GPU: nothing is communicated. A call takes x [T, D], the k experts of each token and their weights, and
+returns what the rank would reduce, the sum over the experts of each token. The rank has 1/W of the width of every
+expert. Contestants, interleaved:
+
+    inductor:batched   copies of the weights of each slot and bmm, as `transformers` decodes (`batched_mm`)
+    inductor:grouped   a sort by expert and torch's grouped matmul (`grouped_mm`)
+    triton:sorted      a Triton kernel over slots sorted by expert, as serving engines have it, its tiles tuned here for
+                       each cell (benchmarks/ops/sorted_experts.py)
+    ditron             two calls of `expert_projections`, and Inductor's sum
+
+The limit is the time to read the weights of the experts that are taken, at the speed of a copy on this GPU, which is
+measured first. Routing is uniform, or skewed: a few experts are taken by most tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from benchmarks.launch import measure_on_ranks
+from benchmarks.ops import command
+from benchmarks.ops.chains import copies_of
+from benchmarks.ops.sorted_experts import TILES, SortedExperts
+from benchmarks.records import MOE, Row, head_commit, merge_csv
+from benchmarks.session import Session
+from benchmarks.timing import interleaved
+from benchmarks.tolerances import relative_error
+from ditron_inductor.report.timing import GRAPH_CALLS
+from ditron_inductor.task import schema
+from ditron_inductor.task.nodes import ExpertProjections
+
+MODULE = "benchmarks.ops.expert_projections"
+BUDGET_S, LIMIT_S = 240.0, 480.0
+TOLERANCE = 2e-2
+"""Of the norm of the difference from fp64, over the norm: products and terms are rounded to bfloat16."""
+TUNE_ROUNDS = 2
+SKEW = 3.0
+"""The spread of the experts' popularity in skewed routing, against noise of 1."""
+HEADS = ["cell", "experts", "limit", "batched", "grouped", "sorted", "ditron", "ditron/limit", "best other/ditron"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a model: its width D, the width F of an expert, E experts, k of them for each token."""
+
+    D: int
+    F: int
+    E: int
+    k: int
+
+
+MODELS = {
+    "mixtral-8x7b": Experts(4096, 14336, 8, 2),
+    "qwen3-30b-a3b": Experts(2048, 768, 128, 8),
+    "qwen3-235b-a22b": Experts(4096, 1536, 128, 8),
+    "deepseek-v3": Experts(7168, 2048, 256, 8),
+}
+TINY = {"tiny": Experts(64, 96, 8, 2)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """T tokens of a model of which a rank has 1/W of each expert."""
+
+    model: str
+    T: int
+    W: int
+    routing: str
+
+    @property
+    def sizes(self) -> Experts:
+        """The experts on one rank."""
+        whole = (MODELS | TINY)[self.model]
+        return Experts(whole.D, whole.F // self.W, whole.E, whole.k)
+
+    @property
+    def shape(self) -> str:
+        """As in the results."""
+        return f"model={self.model};T={self.T};W={self.W};routing={self.routing}"
+
+
+@dataclass(frozen=True)
+class Operands:
+    """x [T, D], experts and scale [T, k], gate_up [E, 2F, D], down [E, D, F]."""
+
+    x: torch.Tensor
+    experts: torch.Tensor
+    scale: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.x, self.experts, self.scale, self.gate_up, self.down
+
+
+Layer = Callable[..., torch.Tensor]
+
+
+def drawn(cell: Cell, device: torch.device, seed: int) -> Operands:
+    """Random operands."""
+    sizes, generator = cell.sizes, torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=scale, generator=generator)
+
+    scores = torch.empty(cell.T, sizes.E, device=device).normal_(generator=generator)
+    if cell.routing == "skewed":
+        scores += torch.empty(sizes.E, device=device).normal_(generator=generator) * SKEW
+    weights, experts = scores.softmax(-1).topk(sizes.k)
+    gate_up = normal(sizes.E, 2 * sizes.F, sizes.D, scale=sizes.D**-0.5)
+    down = normal(sizes.E, sizes.D, sizes.F, scale=sizes.F**-0.5)
+    scale = (weights / weights.sum(-1, keepdim=True)).bfloat16()
+    return Operands(normal(cell.T, sizes.D), experts, scale, gate_up, down)
+
+
+def batched(
+    x: torch.Tensor, experts: torch.Tensor, scale: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """One matrix for each slot."""
+    T, k = experts.shape
+    ids = experts.reshape(-1)
+    rows = x.repeat_interleave(k, 0)
+    gate, up = torch.bmm(gate_up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    hidden = torch.nn.functional.silu(gate) * up
+    out = torch.bmm(down[ids], hidden.unsqueeze(-1)).squeeze(-1)
+    return (out * scale.reshape(-1, 1)).view(T, k, -1).sum(1)
+
+
+def grouped(
+    x: torch.Tensor, experts: torch.Tensor, scale: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """Slots sorted by expert."""
+    T, k = experts.shape
+    ids, order = experts.reshape(-1).sort()
+    ends = torch.histc(ids.float(), gate_up.shape[0], 0, gate_up.shape[0] - 1).cumsum(0, dtype=torch.int32)
+    gate, up = torch._grouped_mm(x[order // k], gate_up.mT, ends).chunk(2, -1)
+    hidden = torch.nn.functional.silu(gate) * up
+    out = torch._grouped_mm(hidden, down.mT, ends) * scale.reshape(-1)[order].unsqueeze(-1)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return out[inverse].view(T, k, -1).sum(1)
+
+
+def ours(k: int) -> Layer:
+    """Two launches, and the sum, for k experts of each token."""
+    texts = [
+        ExpertProjections(k, True, 2, epilogue="cast(silu(mm0), bf16) * mm1").text(),
+        ExpertProjections(k, False, 1).text(),
+    ]
+    op = schema.overload(ExpertProjections.kind)
+
+    def fused(
+        x: torch.Tensor, experts: torch.Tensor, scale: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        ids, weight, F = experts.reshape(-1), gate_up.mT, down.shape[2]
+        (hidden,) = op([x, ids, weight[..., :F], weight[..., F:]], texts[0], None)
+        (out,) = op([hidden, ids, down.mT], texts[1], None)
+        return (out * scale.reshape(-1, 1)).view(-1, k, out.shape[1]).sum(1)
+
+    return fused
+
+
+def reference(operands: Operands) -> torch.Tensor:
+    """The same in fp64."""
+    x, scale = operands.x.double(), operands.scale.double()
+    out = torch.zeros_like(x)
+    for token, rank in itertools.product(range(x.shape[0]), range(scale.shape[1])):
+        expert = int(operands.experts[token, rank])
+        gate, up = (operands.gate_up[expert].double() @ x[token]).chunk(2)
+        hidden = torch.nn.functional.silu(gate) * up
+        out[token] += scale[token, rank] * (operands.down[expert].double() @ hidden)
+    return out
+
+
+def tuned(session: Session, given: Sequence[Operands]) -> Layer:
+    """The sorted form with the tiles that are fastest here, the second matmul's after the first one's."""
+    best = SortedExperts(TILES[0], TILES[0])
+    if session.clock.device.type != "cuda":
+        return best
+    for which in ("first", "second"):
+        tried = {
+            tile: SortedExperts(tile, best.second) if which == "first" else SortedExperts(best.first, tile)
+            for tile in TILES
+        }
+        calls = {str(number): _turns(layer, given) for number, layer in enumerate(tried.values())}
+        times = interleaved(session.clock, session.replays(calls, GRAPH_CALLS), GRAPH_CALLS, TUNE_ROUNDS)
+        best = list(tried.values())[int(min(times, key=lambda name: times[name].p50_us))]
+    return best
+
+
+def _turns(layer: Layer, given: Sequence[Operands]) -> Callable[[int], torch.Tensor]:
+    return lambda i: layer(*given[i % len(given)].tensors)
+
+
+def contestants(session: Session, cell: Cell, given: Sequence[Operands]) -> dict[str, Callable[[int], torch.Tensor]]:
+    """The contestants whose results are right, captured on a GPU."""
+    wanted = reference(given[0])
+    compiled = {name: torch.compile(fn, dynamic=False) for name, fn in (("batched", batched), ("grouped", grouped))}
+    layers: dict[str, Layer] = {f"inductor:{name}": fn for name, fn in compiled.items()}
+    on_gpu = session.clock.device.type == "cuda"
+    if on_gpu:
+        found = session.tried("tune triton:sorted", lambda: tuned(session, given))
+        layers |= {} if found is None else {"triton:sorted": found}
+    layers["ditron"] = torch.compile(ours(cell.sizes.k), dynamic=False)
+
+    def checked(name: str) -> Callable[[int], torch.Tensor]:
+        error = relative_error(layers[name](*given[0].tensors), wanted)
+        if not error <= TOLERANCE:
+            raise AssertionError(f"{name} is {error:.1e} from fp64")
+        return _turns(layers[name], given)
+
+    calls = session.right(layers, checked)
+    return session.replays(calls, GRAPH_CALLS) if on_gpu else calls
+
+
+def active(operands: Operands) -> int:
+    """The number of experts that some token takes."""
+    return int(operands.experts.unique().numel())
+
+
+def bytes_per_s(device: torch.device) -> float:
+    """How fast this GPU reads and writes in a copy of 2 GiB, its best of five; a number of any size without a GPU."""
+    if device.type != "cuda":
+        return 1e9
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), 0.0
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        best = max(best, 2 * source.numel() / begin.elapsed_time(end) * 1e3)
+    return best
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    result.add_argument("--models", nargs="+", choices=sorted(MODELS | TINY), default=list(MODELS))
+    result.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32])
+    result.add_argument("--ranks", nargs="+", type=int, default=[2], help="of how many ranks the share is one")
+    result.add_argument("--routing", nargs="+", choices=("uniform", "skewed"), default=["uniform"])
+    result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")
+    command.add_common(result, world=1, limit_s=LIMIT_S)
+    result.set_defaults(rounds=9)
+    return result
+
+
+def measure(session: Session, options: argparse.Namespace) -> list[Row]:
+    """All cells for which there is time; rank 0 writes and prints."""
+    rows: list[Row] = []
+    lines = []
+    device = session.clock.device
+    rate = bytes_per_s(device)
+    for model, W, T, routing in itertools.product(options.models, options.ranks, options.tokens, options.routing):
+        cell = Cell(model, T, W, routing)
+        if session.seconds() > options.budget:
+            session.say(f"no time for {cell.shape}")
+            continue
+        sizes = cell.sizes
+        nbytes = min(sizes.E, T * sizes.k) * 3 * sizes.F * sizes.D * 2
+        given = [drawn(cell, device, seed) for seed in range(copies_of(device, nbytes))]
+        calls = contestants(session, cell, given)
+        times = interleaved(session.clock, calls, GRAPH_CALLS if device.type == "cuda" else 1, options.rounds)
+        taken = sum(map(active, given)) / len(given)
+        limit_us = taken * 3 * sizes.F * sizes.D * 2 / rate * 1e6
+        rows += session.rows_of(
+            times,
+            bench="moe",
+            op=ExpertProjections.kind,
+            shape=cell.shape,
+            graph=device.type == "cuda",
+            limit_us=limit_us,
+            commit=options.commit,
+        )
+        us = {name: each.p50_us for name, each in times.items()}
+        names = ("inductor:batched", "inductor:grouped", "triton:sorted", "ditron")
+        mine = us.get("ditron", float("nan"))
+        best = min((value for name, value in us.items() if name != "ditron"), default=float("nan"))
+        texts = [f"{us[name]:.1f}" if name in us else "-" for name in names]
+        ratios = [f"{mine / limit_us:.2f}", f"{best / mine:.2f}"]
+        lines.append([cell.shape, f"{taken:.0f}", f"{limit_us:.1f}", *texts, *ratios])
+        if session.rank == 0 and options.out:
+            merge_csv(Path(options.out), rows)
+        del given, calls
+        torch.compiler.reset()
+    if session.rank == 0 and lines:
+        print(f"a copy moves {rate / 1e12:.2f} TB/s; microseconds")
+        print(tabulate(lines, HEADS, disable_numparse=True), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parser().parse_args(arguments)
+    options.out = command.out_of(options, MOE)
+    options.commit = options.commit or head_commit()
+    return measure_on_ranks(MODULE, options, options.world or 1, options.device, options.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

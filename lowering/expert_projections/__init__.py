@@ -1,0 +1,1 @@
+"""Strategies of `expert_projections`."""

@@ -1,0 +1,195 @@
+"""expert_projections: out_i[s] = x[row of s] @ weight_i[experts[s]] in one launch, for a few tokens, with an epilogue.
+
+Problem. In a decode step every token takes a few of many experts. The matmuls take as long as reading the weights of
+the experts that some token takes. The usual forms copy these weights first, one matrix for each slot, or sort the
+tokens by expert in several launches.
+Algorithm. One grid has a program for each pair of an expert and a tile of columns. If there are fewer slots than
+experts, the pairs are of slots and tiles, and the first slot of an expert stands for all of its slots. A program reads
+all slots, which are few, and masks the tokens that do not take its expert, so nothing is sorted or copied. The tokens
+are the rows of one tile (see `matmul_tile_of_few_rows`), and each weight is read once. Products that an epilogue
+combines, such as gate and up, are computed in one tile. Nothing is communicated, and no program waits.
+Limits. There are few tokens, K of x and of the weights is contiguous, and the experts of one token differ. Anything
+else is computed by the library, which copies the weights of each slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.matmul import Rows
+from ditron_inductor.device.streams import handle_for
+from ditron_inductor.lowering.config import Config, select_expert_config
+from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, extras_or
+from ditron_inductor.lowering.host.launch import ceil_div, widths_of
+from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
+from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
+from ditron_inductor.lowering.projections.projections_kernel import pair_of, store_projections, tiles_of
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
+
+Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
+"""A function of (x, experts, weights, extra tensors)."""
+
+
+class ExpertSizes(NamedTuple):
+    """The numbers of tokens and of tiles of one expert, K, and, for each weight, the stride from expert to expert."""
+
+    T: Any
+    tiles: Any
+    K: Any
+    strides_be: Any
+
+
+class Routing(NamedTuple):
+    """How tokens take experts, known at compile time: TOP_K experts each, BY_TOKEN as in the node, and whether programs
+    are of slots (BY_SLOT) or of experts. RANKS and SLOTS: powers of two of at least TOP_K and the number of slots.
+    """
+
+    TOP_K: Any
+    RANKS: Any
+    SLOTS: Any
+    BY_TOKEN: Any
+    BY_SLOT: Any
+
+
+@triton.jit
+def expert_projections_kernel(
+    x, experts, weights, extras, outs, sizes, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr,
+    TILES: tl.constexpr, PAIR: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """See the module. The arguments are those of `projections_kernel`, ExpertSizes and the Routing."""
+    TOP_K: tl.constexpr = HOW.TOP_K
+    number = tl.program_id(0) // sizes.tiles
+    tile = tl.program_id(0) % sizes.tiles
+    slots = tl.arange(0, HOW.SLOTS)
+    taken = tl.load(experts + slots, mask=slots < sizes.T * TOP_K, other=-1)
+    if HOW.BY_SLOT:
+        expert = tl.load(experts + number)
+        # An earlier slot has the same expert: its program computes this slot too.
+        idle = tl.sum(((taken == expert) & (slots < number)).to(tl.int32)) > 0
+    else:
+        expert = number.to(tl.int64)
+        idle = tl.sum((taken == expert).to(tl.int32)) == 0
+    tokens = tl.arange(0, TILES.BLOCK_M)
+    ranks = tl.arange(0, HOW.RANKS)
+    inside = (tokens < sizes.T)[:, None] & (ranks < TOP_K)[None, :]
+    hits = tl.load(experts + tokens[:, None] * TOP_K + ranks[None, :], mask=inside, other=-1) == expert
+    # The experts of a token differ, so at most one of its slots is hit.
+    places = tokens * TOP_K + tl.sum(tl.where(hits, ranks[None, :], 0), 1)
+    numbers = tokens if HOW.BY_TOKEN else places
+    rows = Rows(x + numbers.to(tl.int64) * sizes.K, tl.sum(hits.to(tl.int32), 1) > 0)
+    of_expert = ()
+    NUM_WEIGHTS: tl.constexpr = len(weights)
+    for i in tl.static_range(NUM_WEIGHTS):
+        of_expert = of_expert + (weights[i] + expert * sizes.strides_be[i],)  # type: ignore[assignment]
+    tile = tl.where(idle, -1, tile)
+    store_projections(tile, rows, places, of_expert, extras, outs, widths, sizes.K, GROUPS, EPILOGUE, TILES, PAIR)
+
+
+def prepare(
+    node: ExpertProjections,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor],
+    strategy: str,
+) -> Runner:
+    """Returns what computes the outputs for operands of these forms: the kernel if it can run, and otherwise the
+    library. In the interpreter, which is slow, the kernel runs only if `tile` is forced.
+    """
+    tokens, K = experts.shape[0] // node.top_k, x.shape[1]
+    if x.device.type == "cpu" and strategy != "tile":
+        return by_library(node, x, extras)
+    fits = 0 < tokens <= MOST_EXPERT_TOKENS and K > 0 and x.dtype in OPERAND_DTYPES
+    lies = x.is_contiguous() and experts.is_contiguous() and all(weight.stride(1) == 1 for weight in weights)
+    if not (fits and lies) or 0 in weights[0].shape or facts_of(x.device).tile_problem:
+        return by_library(node, x, extras)
+    arrangement = arrange(node.parsed, node.num_weights)
+    ordered = [weights[index] for index in arrangement.weights]
+    programs = min(experts.shape[0], weights[0].shape[0])
+    facts, interpreted = facts_of(x.device), x.device.type == "cpu"
+    columns = [ordered[first].shape[2] for first in arrangement.first_weights]
+    config = select_expert_config(
+        rows=tokens, columns=columns, experts=programs, dtype=x.dtype, interpreted=interpreted, num_sms=facts.num_sms
+    )
+    launcher = local_launcher(expert_projections_kernel, x.device)
+    # These are made now, because a closure would keep the operands alive.
+    arguments = _arguments(node, x, experts, ordered, arrangement, config.for_arch(facts.arch))
+
+    def run(
+        x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        outs = arrangement.new_outputs(x, experts.shape[0], weights)
+        tensors = {
+            "x": x,
+            "experts": experts,
+            "weights": tuple(weights[index] for index in arrangement.weights),
+            "extras": extras_or(x, extras),
+            "outs": tuple(outs[index] for index in arrangement.outputs),
+        }
+        launcher(handle_for(x), lambda: arguments, (), (), tensors)
+        return outs
+
+    return run
+
+
+def by_library(node: ExpertProjections, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Runner:
+    """Returns what copies the weights of each slot, multiplies them by the library, and then computes the epilogue."""
+    # `reduced`: no matmul of the library adds a bias to these products.
+    finisher = None if node.parsed is None else Finisher(node.parsed, x, extras, reduced=True)
+
+    def run(
+        x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        rows = x.repeat_interleave(node.top_k, 0) if node.by_token else x
+        products = [
+            torch.bmm(rows.unsqueeze(1), weight.index_select(0, experts)).squeeze(1).contiguous() for weight in weights
+        ]
+        return products if finisher is None else finisher.finish(products, extras)
+
+    return run
+
+
+def _arguments(
+    node: ExpertProjections,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    arrangement: Arrangement,
+    config: Config,
+) -> Arguments:
+    """Returns the Arguments of a launch. weights: in the kernel's order."""
+    S, E = experts.shape[0], weights[0].shape[0]
+    tile = tiles_of(x, config)
+    tiles = sum(ceil_div(weights[first].shape[2], config.block_n) for first in arrangement.first_weights)
+    routing = Routing(
+        TOP_K=node.top_k,
+        RANKS=triton.next_power_of_2(node.top_k),
+        SLOTS=triton.next_power_of_2(S),
+        BY_TOKEN=node.by_token,
+        BY_SLOT=S <= E,
+    )
+    values: dict[str, Any] = {
+        "sizes": ExpertSizes(S // node.top_k, tiles, x.shape[1], tuple(weight.stride(0) for weight in weights)),
+        "widths": widths_of([weight[0] for weight in weights]),
+        "GROUPS": arrangement.packed_groups,
+        "EPILOGUE": arrangement.function,
+        "TILES": tile,
+        "PAIR": pair_of(tile),
+        "HOW": routing,
+        **config.options,
+    }
+    return Arguments(programs=tiles * min(S, E), values=values)
+
+
+expert_projections: LocalCalls[ExpertProjections] = LocalCalls(prepare)
+"""Returns the products of all slots, or the epilogue of these products and of the extra tensors.
+
+operands: x, experts, weights and extra tensors as `ExpertProjections` describes them. The results [S, N_i] are
+contiguous.
+"""

@@ -1,0 +1,203 @@
+"""The matmuls of a mixture of experts with few tokens become one `ditron::expert_projections` for each weight.
+
+Before, a decode step that copies the weights of the experts that its T tokens take, `k` each:
+
+    topk -> getitem 1 [T, k] -> reshape [S] -> index(weight [E, N, K], [that]) [S, N, K]
+    x [T, K] -> unsqueeze [T, 1, K] -> expand [T, k, K] -> clone -> reshape [S, K] -> unsqueeze [S, K, 1]
+    bmm(index, unsqueeze) [S, N, 1] -> squeeze [S, N]
+
+After:
+
+    x, getitem 1 -> reshape [S], [permute(weight) [E, K, N]] -> ditron.expert_projections -> getitem 0 [S, N]
+
+Rows that are not repeated, such as what the second matmul of an expert multiplies, are a row for each slot. The factors
+of the bmm may also stand the other way round, `bmm(rows [S, 1, K], index [S, K, N])`.
+
+Nothing is copied any more, and each weight is read once, also if several tokens take its expert (see
+lowering/expert_projections/experts_kernel.py). Where gate and up are side by side in one weight, split_weights.py
+separates them, and absorb_epilogues.py takes silu(gate) * up.
+
+Nothing is communicated, so ranks need not agree on it. It must not fire when
+* the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
+* the experts are not the indices of a `topk` over no more than E values: only then they differ for one token, and all
+  of them exist;
+* the number of tokens is dynamic, or more than `MOST_EXPERT_TOKENS`;
+* the copied weights have another reader, or the product is not used as [S, N];
+* the contracted dimension of the weight is not contiguous, as in the plans that store experts as [E, K, N];
+* the dtype is none of bfloat16, float16 and float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.launches import is_task
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
+
+aten = torch.ops.aten
+INDICES = 1
+"""The output of a topk that holds the indices."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A bmm whose one factor is a copy of the weights of each slot.
+
+    rows: [T, K] if `by_token`, else [S, K] or a view of that. experts: [S]. weight: [E, .., ..], in which `swapped`
+    says that N stands before K. result: the view [S, N] of the product. top_k: the slots of a token.
+    """
+
+    bmm: fx.Node
+    rows: fx.Node
+    experts: fx.Node
+    weight: fx.Node
+    result: fx.Node
+    swapped: bool
+    by_token: bool
+    top_k: int
+
+
+def find_expert_projections(bmm: fx.Node) -> Match | None:
+    """Proves that a bmm is one of slots, as drawn above; None if it is not."""
+    left, right = bmm.args
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    for copied, rows, swapped in ((left, right, True), (right, left, False)):
+        if copied.target is aten.index.Tensor:
+            return _of_copies(bmm, copied, rows, swapped)
+    return None
+
+
+def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> Match | None:
+    weight, indices = copied.args
+    if not isinstance(weight, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
+        return None
+    experts, value, given = indices[0], proofs.tensor(weight), proofs.tensor(rows)
+    if not isinstance(experts, fx.Node) or value is None or given is None or proofs.sole_user(copied) is not bmm:
+        return None
+    top_k = _slots_of_a_token(experts, value.shape[0])
+    S = proofs.size(experts.meta["val"].shape[0])
+    if top_k is None or not isinstance(S, int) or not 0 < S <= MOST_EXPERT_TOKENS * top_k or value.ndim != 3:
+        return None
+    contracted = 2 if swapped else 1
+    if value.dtype not in OPERAND_DTYPES or given.dtype != value.dtype:
+        return None
+    if not proofs.known_equal(value.stride(contracted), 1):
+        return None
+    result = _as_matrix(bmm, S, value.shape[3 - contracted])
+    if result is None:
+        return None
+    views = proofs.views_up(rows)
+    x = _repeated(views[-1], S // top_k, top_k)
+    if x is not None:
+        return Match(bmm, x, experts, weight, result, swapped, True, top_k)
+    of_slots = _of_shape(views, (S, value.shape[contracted])) or rows
+    return Match(bmm, of_slots, experts, weight, result, swapped, False, top_k)
+
+
+def _slots_of_a_token(experts: fx.Node, num_experts: Any) -> int | None:
+    """Returns the number of experts of each token if `experts` [S] are the indices of a topk over at most as many
+    values as there are experts, token by token; else None.
+    """
+    found, value = proofs.views_up(experts)[-1], proofs.tensor(experts)
+    if value is None or value.ndim != 1 or value.dtype != torch.int64:
+        return None
+    if found.target is not getitem or found.args[1] != INDICES:
+        return None
+    topk = found.args[0]
+    if not isinstance(topk, fx.Node) or topk.target is not aten.topk.default:
+        return None
+    bound = proofs.arguments(topk)
+    scores, chosen = proofs.tensor(bound["self"]), proofs.tensor(found)
+    if scores is None or chosen is None or bound["dim"] % scores.ndim != scores.ndim - 1:
+        return None
+    top_k, choices = chosen.shape[-1], scores.shape[-1]
+    if not (isinstance(top_k, int) and isinstance(choices, int) and isinstance(num_experts, int)):
+        return None
+    return top_k if 0 < top_k and choices <= num_experts else None
+
+
+def _as_matrix(bmm: fx.Node, rows: int, columns: Any) -> fx.Node | None:
+    """Returns the view [S, N] through which alone a product [S, N, 1] or [S, 1, N] is used."""
+    view = proofs.sole_user(bmm)
+    if view is None or not proofs.keeps_order(view):
+        return None
+    return view if proofs.same_shape(tuple(view.meta["val"].shape), (rows, columns)) else None
+
+
+def _repeated(source: fx.Node, tokens: int, top_k: int) -> fx.Node | None:
+    """Returns x [T, K] if `source` is a copy [T, k, K] of x, with each row k times; else None."""
+    copied = source
+    if copied.target is aten.clone.default and isinstance(copied.args[0], fx.Node):
+        copied = copied.args[0]
+    if copied.target is not aten.expand.default or not isinstance(copied.args[0], fx.Node):
+        return None
+    single, value = proofs.tensor(copied.args[0]), proofs.tensor(copied)
+    x = proofs.views_up(copied.args[0])
+    if single is None or value is None or value.ndim != 3:
+        return None
+    shape = (tokens, top_k, value.shape[2])
+    if not proofs.same_shape(tuple(value.shape), shape) or not proofs.known_equal(single.shape[1], 1):
+        return None
+    return _of_shape(x, (tokens, value.shape[2]))
+
+
+def _of_shape(views: list[fx.Node], shape: tuple[Any, ...]) -> fx.Node | None:
+    """Returns the first of these views of one tensor that has this shape."""
+    return next((view for view in views if proofs.same_shape(tuple(view.meta["val"].shape), shape)), None)
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the product by one op call and returns that call."""
+    value: torch.Tensor = match.result.meta["val"]
+    S, N = value.shape
+    weight: torch.Tensor = match.weight.meta["val"]
+    K = weight.shape[2 if match.swapped else 1]
+    task = ExpertProjections(match.top_k, match.by_token, 1, strategy=options.strategy)
+    with graph.inserting_before(match.bmm):
+        rows = match.rows
+        tokens = S // match.top_k if match.by_token else S
+        if not proofs.same_shape(tuple(rows.meta["val"].shape), (tokens, K)):
+            rows = rewriting.computed(graph, aten.reshape.default, (rows, [tokens, K]), rows)
+        factor = match.weight
+        if match.swapped:
+            factor = rewriting.computed(graph, aten.permute.default, (factor, [0, 2, 1]), factor)
+        operands = {"x": rows, "experts": match.experts, "weights": [factor]}
+        product = rewriting.fake_like(value, (S, N), rewriting.contiguous_strides((S, N)))
+        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(match.bmm), [product])
+        output = rewriting.output(graph, call, 0, rewriting.copied_meta(match.result))
+    match.result.replace_all_uses_with(output)
+    rewriting.erase_unused(graph, [match.result, *_between(match)])
+    return call
+
+
+def _between(match: Match) -> list[fx.Node]:
+    """The product, the copies and the views that led to it from the operands of the call."""
+    found: list[fx.Node] = []
+    left = [match.bmm]
+    while left:
+        node = left.pop()
+        if node not in found and node not in (match.rows, match.experts, match.weight):
+            found.append(node)
+            left += node.all_input_nodes
+    return found
+
+
+def expert_projections(graph: fx.Graph, *, options: Options) -> int:
+    """Makes one call of the matmul of all slots with each weight, and returns how many."""
+    if ExpertProjections.kind not in options.fusions or options.strategy == "library":
+        return 0
+    if not any(is_task(node) for node in graph.nodes):
+        return 0
+    matches = [find_expert_projections(bmm) for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default)]
+    found = [match for match in matches if match is not None]
+    for match in found:
+        rewrite(graph, match, options)
+    return len(found)

@@ -1,0 +1,181 @@
+"""expert_projections: near the fp64 reference by the kernel and by the library, with and without an epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from benchmarks.tolerances import assert_near
+from ditron_inductor.lowering import config
+from ditron_inductor.lowering.expert_projections import experts_kernel as lowering
+from ditron_inductor.task.epilogue import parse
+from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.nodes import ExpertProjections
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+
+SWIGLU = "cast(silu(mm0), bf16) * mm1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` that take `top_k` of `experts`, whose weights are [k, n] for each of `columns`.
+
+    routing: `random`; `one`, where all tokens take the same experts; or `apart`, where as few as possible share one.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    k: int
+    columns: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    epilogue: str = ""
+    by_token: bool = True
+    routing: str = "random"
+
+    def __str__(self) -> str:
+        widths = "-".join(map(str, self.columns))
+        name = f"{self.tokens}x{self.top_k}of{self.experts}-{self.k}-{widths}-{str(self.dtype)[6:]}-{self.routing}"
+        return name + "-epilogue" * bool(self.epilogue) + "-slots" * (not self.by_token)
+
+
+CASES = (
+    # Fewer slots than experts: a program for each slot.
+    Case(1, 2, 8, 64, (32, 16)),
+    Case(3, 2, 8, 70, (33, 17), torch.float16),
+    # More slots than experts, some of which nobody takes.
+    Case(17, 3, 7, 41, (40,), torch.float32),
+    Case(9, 2, 8, 48, (48, 48), epilogue=SWIGLU),
+    Case(5, 4, 6, 33, (50, 50, 17), epilogue=f"{SWIGLU}; mm2 + row(x0)"),
+    Case(2, 3, 16, 64, (48, 48), epilogue=SWIGLU, routing="one"),
+    Case(64, 2, 4, 32, (16,), routing="one"),
+    Case(4, 2, 8, 32, (40,), routing="apart"),
+    Case(6, 1, 9, 32, (40,), by_token=False),
+    Case(5, 3, 4, 64, (24,), by_token=False),
+    Case(4, 2, 8, 40, (20, 20), epilogue="mm0 * column(x0); mm1 + full(x1)", by_token=False),
+    # More tokens than a tile has: by the library.
+    Case(65, 2, 4, 48, (32, 32), epilogue=SWIGLU),
+)
+LARGE_CASES = (
+    Case(1, 8, 128, 2048, (384, 384), epilogue=SWIGLU),
+    Case(32, 8, 128, 2048, (384, 384), epilogue=SWIGLU),
+    Case(32, 8, 128, 384, (2048,), by_token=False),
+    Case(64, 2, 8, 4096, (7168, 7168), epilogue=SWIGLU),
+    Case(16, 2, 8, 7168, (4096,), by_token=False, routing="one"),
+    Case(7, 5, 11, 1000, (333, 333), torch.float16),
+    Case(9, 4, 32, 512, (384, 40), torch.float32),
+)
+
+
+def operands(
+    case: Case, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    S = case.tokens * case.top_k
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device, case.dtype)
+
+    weights = [draw(case.experts, n, case.k, scale=case.k**-0.5).mT for n in case.columns]
+    extras = [draw(case.columns[-1])] if "row(x0)" in case.epilogue else []
+    if "column(x0)" in case.epilogue:
+        extras = [draw(S, 1), draw(S, case.columns[1])]
+    scores = torch.rand(case.tokens, case.experts, generator=generator)
+    if case.routing == "one":
+        scores = scores[:1].expand_as(scores)
+    chosen = scores.topk(case.top_k).indices
+    if case.routing == "apart":
+        chosen = (torch.arange(S) % case.experts).view(case.tokens, case.top_k)
+    # Products are small: a silu and a product of two that are rounded the other way are within the tolerance.
+    x = draw(case.tokens if case.by_token else S, case.k, scale=0.5)
+    return x, chosen.reshape(-1).to(device), weights, extras
+
+
+def node_of(case: Case, extras: Sequence[torch.Tensor]) -> ExpertProjections:
+    return ExpertProjections(case.top_k, case.by_token, len(case.columns), len(extras), case.epilogue)
+
+
+def wanted(
+    case: Case, x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    rows = x.repeat_interleave(case.top_k, 0) if case.by_token else x
+    products = [
+        torch.stack([row.double() @ weight[expert].double() for row, expert in zip(rows, experts, strict=True)])
+        for weight in weights
+    ]
+    if not case.epilogue:
+        return products
+    return evaluate(parse(case.epilogue), [one.to(case.dtype) for one in products], extras)
+
+
+def check(case: Case, device: torch.device) -> None:
+    x, experts, weights, extras = operands(case, device)
+    node = node_of(case, extras)
+    by_kernel = lowering.prepare(node, x, experts, weights, extras, "tile")
+    for run in (by_kernel, by_kernel, lowering.by_library(node, x, extras)):
+        outs = run(x, experts, weights, extras)
+        for out, value in zip(outs, wanted(case, x, experts, weights, extras), strict=True):
+            assert_near(out, value, num_partials=3 if case.epilogue else 1, what=str(case))
+
+
+def _check_in_rank(ctx: RankContext, case: Case) -> None:
+    check(case, ctx.device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case) -> None:
+    rank_pools.get("cpu", 2).run(_check_in_rank, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", (*CASES, *LARGE_CASES), ids=str)
+def test_near_the_reference_on_a_gpu(case: Case) -> None:
+    check(case, torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_in_a_graph_it_follows_its_operands() -> None:
+    case = LARGE_CASES[1]
+    x, experts, weights, extras = operands(case, torch.device("cuda", 0))
+    node = node_of(case, extras)
+    call = [x, experts, *weights]
+    lowering.expert_projections(node, call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = lowering.expert_projections(node, call)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.normal_(std=0.5)
+        experts.copy_(torch.rand(case.tokens, case.experts, device="cuda").topk(case.top_k).indices.reshape(-1))
+        graph.replay()
+        (value,) = wanted(case, x, experts, weights, extras)
+        assert_near(outs[0], value, num_partials=3)
+
+
+def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
+    case = Case(2, 2, 4, 16, (8, 8))
+    x, experts, weights, extras = operands(case, torch.device("cpu"))
+    node = node_of(case, extras)
+    across = [weights[0].contiguous(), weights[1]]
+    for out, value in zip(
+        lowering.prepare(node, x, experts, across, extras, "tile")(x, experts, across, extras),
+        wanted(case, x, experts, weights, extras),
+        strict=True,
+    ):
+        assert_near(out, value)
+    outs = lowering.prepare(node, x[:0], experts[:0], weights, extras, "tile")(x[:0], experts[:0], weights, extras)
+    assert [out.shape for out in outs] == [(0, 8), (0, 8)]
+
+
+def test_tiles_are_narrow_where_there_are_few() -> None:
+    def columns(rows: int, experts: int, width: int) -> int:
+        chosen = config.select_expert_config(
+            rows=rows, columns=[width], experts=experts, dtype=torch.bfloat16, interpreted=False, num_sms=132
+        )
+        return chosen.validate().block_n
+
+    assert columns(64, 8, 7168) == 64 and columns(1, 8, 384) == config.LEAST_COLUMNS
