@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,10 +62,16 @@ FEW_ROWS = {
 }
 """The tile shapes of `matmul_tile_of_few_rows`, by the largest number of rows that fits."""
 
-LEAST_COLUMNS = 16
-"""The fewest columns of a tile (`tl.dot`)."""
+EXPERTS = {
+    16: Config(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=4).validate(),
+    32: Config(block_m=32, block_n=32, block_k=256, num_warps=2, num_stages=4).validate(),
+    64: Config(block_m=64, block_n=32, block_k=256, num_warps=2, num_stages=4).validate(),
+}
+"""The tile shapes for the weights of experts that few tokens take, by the largest number of tokens that fits. Programs
+are small, as an expert is narrow on one rank and a GPU needs many of them.
+"""
 
-CONFIGS = (*FEW_ROWS.values(), INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
+CONFIGS = (*FEW_ROWS.values(), *EXPERTS.values(), INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
 """All tile shapes that kernels are launched with. The tests compile every one."""
 
 RATES = {LARGE: 1.0, MIDDLE: 0.80, NARROW: 0.62}
@@ -102,25 +108,15 @@ def select_config(
     return min(RATES, key=time)
 
 
-def select_few_rows_config(*, rows: int, dtype: torch.dtype, interpreted: bool) -> Config:
-    """Returns the tile shape for at most 64 rows, which are all in one tile. It is equal on all ranks."""
-    most = min(most for most in FEW_ROWS if most >= rows)
+def select_few_rows_config(
+    *, rows: int, dtype: torch.dtype, interpreted: bool, shapes: Mapping[int, Config] = FEW_ROWS
+) -> Config:
+    """Returns the tile shape for at most 64 rows, which are all in one tile. It is equal on all ranks.
+
+    shapes: FEW_ROWS, or EXPERTS for the weights of experts.
+    """
+    most = min(most for most in shapes if most >= rows)
     if interpreted:
         return replace(INTERPRETER, block_m=most)
     # fp32 operands need twice as much shared memory.
-    return replace(FEW_ROWS[most], block_k=64) if dtype == torch.float32 else FEW_ROWS[most]
-
-
-def select_expert_config(
-    *, rows: int, columns: Sequence[int], experts: int, dtype: torch.dtype, interpreted: bool, num_sms: int
-) -> Config:
-    """Returns the tile shape for the weights of so many experts, with at most 64 tokens.
-
-    The tiles are as wide as is possible with several programs for each SM, of which there are few if few tokens take
-    narrow experts.
-    """
-    config = select_few_rows_config(rows=rows, dtype=dtype, interpreted=interpreted)
-    block_n = config.block_n
-    while block_n > LEAST_COLUMNS and experts * sum(-(-width // block_n) for width in columns) < num_sms:
-        block_n //= 2
-    return replace(config, block_n=block_n)
+    return replace(shapes[most], block_k=64) if dtype == torch.float32 else shapes[most]

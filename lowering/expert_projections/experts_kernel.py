@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ditron_inductor.core.matmul import Rows
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.config import Config, select_expert_config
+from ditron_inductor.lowering.config import EXPERTS, Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, extras_or
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
@@ -111,12 +111,8 @@ def prepare(
         return by_library(node, x, extras)
     arrangement = arrange(node.parsed, node.num_weights)
     ordered = [weights[index] for index in arrangement.weights]
-    programs = min(experts.shape[0], weights[0].shape[0])
-    facts, interpreted = facts_of(x.device), x.device.type == "cpu"
-    columns = [ordered[first].shape[2] for first in arrangement.first_weights]
-    config = select_expert_config(
-        rows=tokens, columns=columns, experts=programs, dtype=x.dtype, interpreted=interpreted, num_sms=facts.num_sms
-    )
+    facts = facts_of(x.device)
+    config = select_few_rows_config(rows=tokens, dtype=x.dtype, interpreted=x.device.type == "cpu", shapes=EXPERTS)
     launcher = local_launcher(expert_projections_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
     arguments = _arguments(node, x, experts, ordered, arrangement, config.for_arch(facts.arch))

@@ -65,6 +65,7 @@ def store_projections(
     """Computes tile number `tile`, counted through all groups of weights, of these Rows, and stores it at the rows
     `places` of the outputs. It does nothing if the number is negative. See `projections_kernel`.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
     # Outputs have the dtype of the rows where the epilogue says nothing else.
@@ -79,7 +80,7 @@ def store_projections(
                 second = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
                 accs = matmul_pair_of_few_rows(rows, first, second, column, N, K, PAIR)
             else:
-                acc = tl.zeros((BLOCK_N, TILES.BLOCK_M), dtype=tl.float32)
+                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
                 weight = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
                 accs = (matmul_steps_of_few_rows(acc, rows, weight, column, N, K, TILES).T,)
             offs_n = column + tl.arange(0, BLOCK_N)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
-from ditron_inductor.lowering import config
 from ditron_inductor.lowering.expert_projections import experts_kernel as lowering
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
@@ -169,13 +168,3 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
         assert_near(out, value)
     outs = lowering.prepare(node, x[:0], experts[:0], weights, extras, "tile")(x[:0], experts[:0], weights, extras)
     assert [out.shape for out in outs] == [(0, 8), (0, 8)]
-
-
-def test_tiles_are_narrow_where_there_are_few() -> None:
-    def columns(rows: int, experts: int, width: int) -> int:
-        chosen = config.select_expert_config(
-            rows=rows, columns=[width], experts=experts, dtype=torch.bfloat16, interpreted=False, num_sms=132
-        )
-        return chosen.validate().block_n
-
-    assert columns(64, 8, 7168) == 64 and columns(1, 8, 384) == config.LEAST_COLUMNS
