@@ -62,16 +62,25 @@ FEW_ROWS = {
 }
 """The tile shapes of `matmul_tile_of_few_rows`, by the largest number of rows that fits."""
 
-EXPERTS = {
-    16: Config(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=4).validate(),
-    32: Config(block_m=32, block_n=32, block_k=256, num_warps=2, num_stages=4).validate(),
-    64: Config(block_m=64, block_n=32, block_k=256, num_warps=2, num_stages=4).validate(),
-}
-"""The tile shapes for the weights of experts that few tokens take, by the largest number of tokens that fits. Programs
-are small, as an expert is narrow on one rank and a GPU needs many of them.
+EXPERTS = {most: replace(config, num_stages=4) for most, config in FEW_ROWS.items()}
+PAIRED_EXPERTS = {**EXPERTS, 16: Config(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=4).validate()}
+"""The tile shapes for the weights of experts that few tokens take, by the largest number of tokens that fits, for one
+weight and for two that are multiplied together. An expert is narrow on one rank, so a GPU needs many programs.
 """
 
-CONFIGS = (*FEW_ROWS.values(), *EXPERTS.values(), INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
+CONFIGS = (
+    *FEW_ROWS.values(),
+    *EXPERTS.values(),
+    PAIRED_EXPERTS[16],
+    INTERPRETER,
+    LARGE,
+    MIDDLE,
+    NARROW,
+    DECODE,
+    SMALL,
+    FLAT,
+    FP32,
+)
 """All tile shapes that kernels are launched with. The tests compile every one."""
 
 RATES = {LARGE: 1.0, MIDDLE: 0.80, NARROW: 0.62}
@@ -113,7 +122,7 @@ def select_few_rows_config(
 ) -> Config:
     """Returns the tile shape for at most 64 rows, which are all in one tile. It is equal on all ranks.
 
-    shapes: FEW_ROWS, or EXPERTS for the weights of experts.
+    shapes: FEW_ROWS, or the shapes for the weights of experts.
     """
     most = min(most for most in shapes if most >= rows)
     if interpreted:

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ditron_inductor.core.matmul import Rows
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.config import EXPERTS, Config, select_few_rows_config
+from ditron_inductor.lowering.config import EXPERTS, PAIRED_EXPERTS, Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, extras_or
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
@@ -112,7 +112,9 @@ def prepare(
     arrangement = arrange(node.parsed, node.num_weights)
     ordered = [weights[index] for index in arrangement.weights]
     facts = facts_of(x.device)
-    config = select_few_rows_config(rows=tokens, dtype=x.dtype, interpreted=x.device.type == "cpu", shapes=EXPERTS)
+    shapes = PAIRED_EXPERTS if arrangement.together > 1 else EXPERTS
+    interpreted = x.device.type == "cpu"
+    config = select_few_rows_config(rows=tokens, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
     launcher = local_launcher(expert_projections_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
     arguments = _arguments(node, x, experts, ordered, arrangement, config.for_arch(facts.arch))
