@@ -156,6 +156,22 @@ def scattered_in_other_columns(rank: int, x: torch.Tensor, w: torch.Tensor, b: t
     return reduce_scatter(x @ w if rank == 0 else x[: x.shape[0] // 2] @ torch.cat([w, w], 1)).reshape(-1)
 
 
+def _scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x @ w * 2) * 1.0
+
+
+def _added(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x @ w) + 1
+
+
+def other_branch(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What runs is chosen inside the graph, by each rank for itself."""
+    if not torch.compiler.is_compiling():
+        return _added(x, w) if rank == 0 else _scaled(x, w)
+    result: torch.Tensor = torch.cond(torch.full((), rank, device=x.device) == 0, _added, _scaled, (x, w))
+    return result
+
+
 PROGRAMS: dict[str, Program] = {
     one.__name__: one
     for one in (
@@ -177,6 +193,7 @@ PROGRAMS: dict[str, Program] = {
         gathered_in_other_columns,
         scattered_in_other_columns,
         sizes_of_one_rank,
+        other_branch,
     )
 }
 LATE: dict[str, Program] = {
