@@ -273,8 +273,8 @@ class JointPipeline(DitronPipeline):
 
 
 def mark_branches(graph: fx.Graph) -> None:
-    """Marks the subgraphs between which a graph chooses when it runs. Two ranks may choose differently, and subgraphs do
-    not meet, so their collectives are left as they are.
+    """Marks the subgraphs between which a graph chooses when it runs. Two ranks may choose differently, and subgraphs
+    do not meet, so their collectives are left as they are.
     """
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target) in BRANCHING:

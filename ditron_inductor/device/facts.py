@@ -31,8 +31,8 @@ class LaunchFacts:
     or "cuda". kind: the Task node that the collective became, empty if it was left alone. local: facts that may be this
     rank's alone (bias, epilogue, number of products), as JSON. site: the node's name. place: a hash of the lines of the
     program that launch it, as this rank knows them. order: how many launches of all groups stand in front of it.
-    columns: the last size of what a Task node sends, None if it is a symbol or if there is no node. The peers' tiles have
-    to have the same columns, and the library's collective does not care.
+    columns: the last size of what a Task node sends, None if it is a symbol or there is no node. The tiles of the peers
+    have to have the same columns; the collective of the library does not care.
     """
 
     wire: str
