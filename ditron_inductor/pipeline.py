@@ -195,6 +195,8 @@ class DitronPipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
+        if graph.owning_module is not None and graph.owning_module.meta.get(BRANCH):
+            return
         within = torch_folder()
         text = graph_text(graph) if within is not None or self.sink is not None else ""
         folder = None if within is None else DebugFolder(within, text, self.options, source_digest(self.root))
@@ -224,6 +226,13 @@ class DitronPipeline(CustomGraphPass):
         parts += [f"{name}={known}" for name, known in group_names().items()]
         parts += [f"{name}: {size} ranks" for name, size in sorted(group_sizes().items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+BRANCH = "ditron_branch"
+"""The key in the metadata of a module that runs only if a condition holds."""
+
+BRANCHING = "cond", "while_loop"
+"""The higher-order operators that choose what they run."""
 
 
 class ConformPipeline(CustomGraphPass):
@@ -262,7 +271,20 @@ class JointPipeline(DitronPipeline):
         for name_pass in self.passes:
             changed = name_pass(graph, options=self.options)
             log.debug("joint graph: %s: %d rewritten", name_pass.__name__, changed)
+        mark_branches(graph)
         graph.lint()
+
+
+def mark_branches(graph: fx.Graph) -> None:
+    """Marks the subgraphs between which a graph chooses when it runs. Two ranks may choose differently, and subgraphs
+    do not meet, so their collectives are left as they are.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) in BRANCHING:
+            for given in node.all_input_nodes:
+                module = getattr(graph.owning_module, str(given.target), None) if given.op == "get_attr" else None
+                if isinstance(module, fx.GraphModule):
+                    module.meta[BRANCH] = True
 
 
 @functools.cache

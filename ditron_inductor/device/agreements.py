@@ -40,13 +40,16 @@ class Agreement:
     run.
 
     counts: how many collectives the graph of each rank holds, by group and rank. moved: for each group in which
-    something was moved across collectives, what all graphs moved, and the hash of their ops.
+    something was moved across collectives, what all graphs moved, and the hash of their ops. sizes: how many elements
+    each collective has, by group, None if it is a symbol on any rank. The graph of that rank serves all sizes, and does
+    not come to a meeting when another rank has compiled for a new size.
     """
 
     plain: str = ""
     forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
     counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,12 @@ def _may_be(sizes: Sequence[int | None], others: Sequence[int | None]) -> bool:
     return all(None in (first, other) or first == other for first, other in zip(sizes, others, strict=True))
 
 
+def _sizes_of(facts: GraphFacts, agreement: Agreement) -> tuple[int | None, ...]:
+    """Returns the sizes for which something was agreed: those of the graph where there were no others."""
+    own = {group.name: tuple(launch.numel for launch in group.before) for group in facts.groups}
+    return tuple(size for group in facts.groups for size in agreement.sizes.get(group.name, own[group.name]))
+
+
 class Agreements:
     """All agreements of this process, by the process group that a graph names first."""
 
@@ -144,7 +153,7 @@ class Agreements:
 
     def _of_program(self, facts: GraphFacts) -> list[tuple[GraphFacts, Agreement]]:
         known = self._known.get(groups.find(facts.groups[0].name), {}).get(facts.program, [])
-        return [(other, agreed) for other, agreed in known if _may_be(other.sizes, facts.sizes)]
+        return [(other, agreed) for other, agreed in known if _may_be(_sizes_of(other, agreed), facts.sizes)]
 
     def keep(self, facts: GraphFacts, agreement: Agreement) -> None:
         """Remembers what was agreed for a graph."""

@@ -31,6 +31,8 @@ class LaunchFacts:
     or "cuda". kind: the Task node that the collective became, empty if it was left alone. local: facts that may be this
     rank's alone (bias, epilogue, number of products), as JSON. site: the node's name. place: a hash of the lines of the
     program that launch it, as this rank knows them. order: how many launches of all groups stand in front of it.
+    columns: the last size of what a Task node sends, None if it is a symbol or there is no node. The tiles of the peers
+    have to have the same columns; the collective of the library does not care.
     """
 
     wire: str
@@ -41,6 +43,7 @@ class LaunchFacts:
     site: str = ""
     place: str = ""
     order: int = 0
+    columns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,16 @@ class Verdict:
     diverged: tuple[int, int, str, int, str] | None = None
 
 
+def open_sizes(lists: Sequence[Sequence[LaunchFacts]]) -> tuple[int | None, ...]:
+    """Returns the number of elements of each collective, from the lists of all ranks: None if it is a symbol on any of
+    them, because the graph of that rank serves all sizes.
+    """
+    return tuple(
+        None if any(launch.numel is None for launch in launches) else launches[0].numel
+        for launches in zip(*lists, strict=True)
+    )
+
+
 def digest(text: str) -> str:
     """Returns twelve hex digits of a hash of the text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -181,10 +194,15 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
     for number, launches in enumerate(zip(*[group.after for group in groups], strict=True)):
         wires = [launch.wire for launch in launches]
         kinds = [launch.kind for launch in launches]
+        columns = [launch.columns for launch in launches]
         if len(set(wires)) > 1:
             return Verdict(plain=f"the passes made launch {number} of the group {by_rank(wires)}")
+        reason = ""
         if len(set(kinds)) > 1:
             reason = f"the ranks fused it differently: {by_rank([kind or 'left alone' for kind in kinds])}"
+        elif len({*columns} - {None}) > 1:
+            reason = f"its rows have {by_rank(columns)} columns"
+        if reason:
             if wires[0].split()[0] not in SERVED_BY_LIBRARY:
                 return Verdict(plain=reason)
             library[number] = reason

@@ -37,7 +37,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
-from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, ranks_text
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_sizes, ranks_text
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
 
@@ -224,7 +224,12 @@ class _Meeting:
             log.group.name: {peer: len(entry.facts.before) for peer, entry in seen.items()}
             for log, seen in zip(self.logs, found, strict=True)
         }
-        return replace(decision, counts=counts)
+        sizes = {
+            log.group.name: open_sizes([entry.facts.before for entry in seen.values()])
+            for log, seen in zip(self.logs, found, strict=True)
+            if len({len(entry.facts.before) for entry in seen.values()}) == 1
+        }
+        return replace(decision, counts=counts, sizes=sizes)
 
     def _held(self, found: list[dict[int, LogEntry]], believe_bare: bool) -> Agreement | Decision:
         """Returns what is decided, and fills in the entries of the peers, by group and rank."""

@@ -153,6 +153,7 @@ def _task_facts(node: fx.Node) -> LaunchFacts:
         kind=task.form,
         local=json.dumps(local, sort_keys=True),
         site=task.site,
+        columns=_known(contributed[-1:]) if contributed else None,
     )
 
 

@@ -138,6 +138,40 @@ def two_weights_contracted(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch
     return all_reduce(x @ w if rank == 0 else x[:, : x.shape[1] // 2] @ w[: x.shape[1] // 2] + x @ w)
 
 
+def sizes_of_one_rank(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> torch.Tensor:
+    """Rank 0 has a symbol for the rows, and compiles once. Rank 1 compiles for each number of rows."""
+    return all_reduce(x[: 4 + call] @ w)
+
+
+def other_columns(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """As many elements on each rank, in rows of other lengths."""
+    return all_reduce(x @ w if rank == 0 else x[: x.shape[0] // 2] @ torch.cat([w, w], 1)).reshape(-1)
+
+
+def gathered_in_other_columns(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return all_gather(x) @ w if rank == 0 else all_gather(x.reshape(-1, x.shape[1] // 2)) @ w[: x.shape[1] // 2]
+
+
+def scattered_in_other_columns(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return reduce_scatter(x @ w if rank == 0 else x[: x.shape[0] // 2] @ torch.cat([w, w], 1)).reshape(-1)
+
+
+def _scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x @ w * 2) * 1.0
+
+
+def _added(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x @ w) + 1
+
+
+def other_branch(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What runs is chosen inside the graph, by each rank for itself."""
+    if not torch.compiler.is_compiling():
+        return _added(x, w) if rank == 0 else _scaled(x, w)
+    result: torch.Tensor = torch.cond(torch.full((), rank, device=x.device) == 0, _added, _scaled, (x, w))
+    return result
+
+
 PROGRAMS: dict[str, Program] = {
     one.__name__: one
     for one in (
@@ -155,6 +189,11 @@ PROGRAMS: dict[str, Program] = {
         reader_of_region,
         two_weights_contracted,
         tokens_of_one_rank,
+        other_columns,
+        gathered_in_other_columns,
+        scattered_in_other_columns,
+        sizes_of_one_rank,
+        other_branch,
     )
 }
 LATE: dict[str, Program] = {
@@ -182,7 +221,9 @@ def check(ctx: Any, name: str, options: dict[str, Any], calls: int = 3) -> dict[
     rank = dist.get_rank()
     program: Any = {**PROGRAMS, **LATE}[name]
     by_call = "call" in inspect.signature(program).parameters
-    compiled = torch.compile(program, backend="ditron", options=options)
+    # True: sizes are symbols. False: they are numbers, and each new one is compiled for.
+    dynamic = rank == 0 if program is sizes_of_one_rank else None
+    compiled = torch.compile(program, backend="ditron", options=options, dynamic=dynamic)
     generator = torch.Generator().manual_seed(rank)
     decisions._last.clear()
     rows = 4 * dist.get_world_size()

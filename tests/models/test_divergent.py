@@ -29,6 +29,10 @@ WITH_TILES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "reader_of_region": ({"tile": 1, "library": 1}, {"tile": 1, "library": 1}),
     "two_weights_contracted": (FUSED, FUSED),
     "tokens_of_one_rank": (FUSED, FUSED),
+    "other_branch": (PLAIN, PLAIN),
+    "other_columns": (LIBRARY, LIBRARY),
+    "gathered_in_other_columns": (LIBRARY, LIBRARY),
+    "scattered_in_other_columns": (LIBRARY, LIBRARY),
 }
 """How the sites of each rank run where `tile` is forced."""
 SLOW = ("eager_region",)
