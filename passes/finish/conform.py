@@ -96,13 +96,8 @@ def _unable(node: fx.Node, form: Form) -> DitronDiverged:
 
 def _zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
     value: torch.Tensor = origin.meta["val"]
-    node = graph.call_function(
-        aten.full.default,
-        (list(shape), 0),
-        {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False},
-    )
-    node.meta.update(rewriting.copied_meta(origin))
-    node.meta["val"] = rewriting.fake_like(value, tuple(shape), rewriting.contiguous_strides(tuple(shape)))
+    node = rewriting.call(graph, aten.full.default, (list(shape), 0), origin, shape)
+    node.kwargs = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
     return node
 
 
