@@ -355,14 +355,8 @@ def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
     """Returns the nodes at or behind `before` that `node` needs, including `node`, in graph order."""
     order = {each: index for index, each in enumerate(node.graph.nodes)}
     limit = order[before]
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current not in found and order[current] >= limit:
-            found.add(current)
-            pending.extend(current.all_input_nodes)
-    return sorted(found, key=lambda each: order[each])
+    needed = proofs.reached([node], lambda late: late.all_input_nodes if order[late] >= limit else ())
+    return sorted((each for each in needed if order[each] >= limit), key=lambda each: order[each])
 
 
 def _pinned(node: fx.Node) -> bool:
