@@ -20,8 +20,8 @@ MOST = 12
 LEFT = {
     "lowering/all_gather_attention/tile.py::all_gather_attention_kernel": 15,
     "lowering/all_gather_matmul/tile.py::all_gather_matmul_kernel": 16,
-    "lowering/all_reduce_rms_norm/norm_in_band.py::in_band_kernel": 16,
-    "lowering/all_reduce_rms_norm/norm_kernel.py::all_reduce_rms_norm_kernel": 16,
+    "lowering/all_reduce_rms_norm/norm_in_band.py::in_band_kernel": 14,
+    "lowering/all_reduce_rms_norm/norm_kernel.py::all_reduce_rms_norm_kernel": 14,
     "lowering/matmul_all_reduce/one_shot.py::matmul_all_reduce_kernel": 20,
     "lowering/matmul_all_reduce/two_shot.py::matmul_all_reduce_kernel": 17,
     "lowering/matmul_reduce_scatter/tile.py::matmul_reduce_scatter_kernel": 15,
