@@ -432,7 +432,9 @@ def all_gather_attention(
             "queries": queries,
             "keys": keys,
             "sizes": Sizes(
-                *q.stride()[:3],
+                q.stride(0),
+                q.stride(1),
+                q.stride(2),
                 jump_rows=tuple(row for row, _ in jumps) or (0,),
                 jumps=tuple(jump for _, jump in jumps) or (0,),
             ),

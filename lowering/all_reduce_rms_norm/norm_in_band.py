@@ -84,7 +84,7 @@ class How(NamedTuple):
     THREADS: Any
 
 
-class Columns(NamedTuple):
+class SentColumns(NamedTuple):
     """The columns N of a row, its words, and the words of a source in an area."""
 
     N: Any
@@ -268,7 +268,7 @@ def all_reduce_rms_norm(
             programs=dealt.programs,
             values=dict(
                 M=M,
-                columns=Columns(N, N * x.element_size() // 4, dealt.stride),
+                columns=SentColumns(N, N * x.element_size() // 4, dealt.stride),
                 words=x.nbytes // 4,
                 senders=dealt.senders,
                 rank=launch.rank,

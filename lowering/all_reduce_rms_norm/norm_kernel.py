@@ -34,7 +34,7 @@ from ditron_inductor.core.trace import TILE as TILE_EVENT
 from ditron_inductor.core.trace import event, now
 from ditron_inductor.lowering.all_reduce.all_reduce_kernel import add_up, begin, swap
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_in_band
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import Columns, How, SliceRuns, two_shots_in_slices
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceColumns, SliceRuns, two_shots_in_slices
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.norms.add_norm import Outputs
@@ -351,7 +351,7 @@ def all_reduce_rms_norm(
             programs=cut.pieces * cut.slices,
             values=dict(
                 M=sizes.M,
-                columns=Columns(sizes.N, sizes.pitch, width),
+                columns=SliceColumns(sizes.N, sizes.pitch, width),
                 pieces=cut.pieces,
                 run=sizes.run,
                 rank=launch.rank,

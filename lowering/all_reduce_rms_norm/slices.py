@@ -46,7 +46,7 @@ class How(NamedTuple):
     THREADS: Any
 
 
-class Columns(NamedTuple):
+class SliceColumns(NamedTuple):
     """The columns N of a row, the pitch of rows in a slot, and the columns of a slice."""
 
     N: Any

@@ -15,7 +15,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.norm_kernel import (
     slice_warps,
     slice_width,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import Columns, How
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceColumns
 from ditron_inductor.lowering.norms.add_norm import add_norm_kernel
 from ditron_inductor.lowering.norms.rows import (
     HAS_OTHER_SHIFT,
@@ -51,7 +51,7 @@ from tests.lowering.cross_compile import POINTERS as WORKSPACE
 from tests.lowering.cross_compile import TARGETS, all_aligned, compile_for
 
 POINTERS = ("x", "reduced")
-STRUCTURES = {"pointers": WORKSPACE, "columns": Columns("i32", "i32", "i32")}
+STRUCTURES = {"pointers": WORKSPACE, "columns": SliceColumns("i32", "i32", "i32")}
 TUPLES = {"given": len(EXTRAS), "outputs": 2 + len(SAVED)}
 BACKWARD = HAS_SECOND_BIAS.value | POST.value | SAVES_REDUCED.value | SAVES_POST_RSTD.value | SAVES_RSTD.value
 BACKWARD |= SAVES_SCALED.value
