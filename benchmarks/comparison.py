@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def age(self) -> str:
-        """Whether the kernels of this op have changed since its rows were measured, see `sources.age`."""
+        """Says whether the kernels of this op have changed since its rows were measured; see `sources.age`."""
         row = next(iter(self.rows.values()))
         return sources.age(row.commit, sources.kinds_of(row))
 
@@ -95,7 +95,9 @@ class Comparison:
 
 
 def comparisons(rows: Iterable[Row]) -> list[Comparison]:
-    """One for every cell, ordered by world, op, eager before graph, wide before narrow, M downwards."""
+    """Returns a comparison for each cell, in order: by GPU, number of ranks and op, then eager before graph, wide
+    before narrow, and by falling M.
+    """
     found = []
     for of_cell in by_cell(rows):
         row = of_cell[0]
@@ -126,7 +128,7 @@ def mode(cell: Comparison) -> str:
 
 
 def times_table(cells: Sequence[Comparison], style: str = "simple") -> str:
-    """One line per cell: the limit and every contestant in microseconds."""
+    """Returns a table with a line for each cell: the limit and the times of all contestants, in microseconds."""
     names = shown(cells)
     lines = []
     for cell in cells:
@@ -138,7 +140,8 @@ def times_table(cells: Sequence[Comparison], style: str = "simple") -> str:
 def ratios_table(
     cells: Sequence[Comparison], targets: Mapping[int, tuple[str, str]] | None = None, style: str = "simple"
 ) -> str:
-    """One line per cell: how many times faster `auto` is than each rival, limit / time of ours, skew of `auto`.
+    """Returns a table with a line for each cell: how many times as fast as each rival `auto` is, the limit over the
+    time of `auto`, and the skew of `auto`.
 
     targets: by position in `cells`, the target and whether it holds.
     """

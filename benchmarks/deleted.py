@@ -44,11 +44,11 @@ class Verdict:
         return found
 
     def mean(self) -> float:
-        """Of the ratios, the geometric one."""
+        """Returns the geometric mean of the ratios."""
         return statistics.geometric_mean(self.ratios())
 
     def line(self) -> list[str]:
-        """Of the table."""
+        """Returns the line of the table."""
         ratios = self.ratios()
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         return [self.what, self.against, f"{self.mean():.3f}", str(len(ratios)), spread, self.so]
@@ -148,11 +148,11 @@ KEPT = (
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """One line for each."""
+    """Returns a table with a line for each of them."""
     headers = ["what", "against", "ratio", "rows", "from .. to", "so"]
     return tabulate([one.line() for one in verdicts], headers, "github", disable_numparse=True)
 
 
 def part() -> str:
-    """What stands between the markers of the page."""
+    """Returns the text between the markers of the page."""
     return f"{table(DELETED)}\n\nKept, and measured the same way:\n\n{table(KEPT)}"

@@ -35,7 +35,7 @@ MAX_COLUMNS = 6
 
 @dataclass(frozen=True)
 class Line:
-    """One contestant in one mode: values over M."""
+    """The values of one contestant in one mode, by M."""
 
     contestant: str
     graph: int
@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One (world size, N, K): the lines of both pictures of it."""
+    """The lines of both pictures for one world size, N and K."""
 
     op: str
     world: int
@@ -61,7 +61,7 @@ class Panel:
 
 
 def panels(cells: Sequence[Comparison], op: str) -> list[Panel]:
-    """Those of one op with at least MIN_POINTS different M, in the order of the tables."""
+    """Returns the panels of an op that have at least MIN_POINTS different M, in the order of the tables."""
     groups: dict[tuple[str, int, int, int, str], list[Comparison]] = {}
     for cell in cells:
         if cell.op == op:

@@ -133,7 +133,7 @@ class Timer:
     rounds: int
 
     def best_us(self, call: Call) -> float:
-        """Of a call that leaves nothing on the device."""
+        """Returns the shortest time of a call that leaves nothing on the device."""
         call()
         least = float("inf")
         for _ in range(self.rounds):
@@ -252,7 +252,9 @@ def chunked_stages(bench: Bench, timer: Timer) -> dict[str, dict[str, float]]:
 
 
 def stages_of_call(call: Call, launch: Any, sizes: Any, timer: Timer) -> dict[str, float]:
-    """What a call of `chunked` costs, and of that what it no longer costs without its launches, its products, .."""
+    """Returns the time of a call of `chunked`, what its launches, products, copies and events take of it, and what is
+    left for Python.
+    """
     import torch
 
     from ditron_inductor.device import driver
@@ -362,7 +364,7 @@ def stand_in_for_kernels(device: Any) -> None:
 
 
 def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
-    """One rank of the benchmark."""
+    """Runs the benchmark on one rank."""
     # Read when kernels are decorated: the path to be measured is that of compiled ones.
     os.environ.pop("TRITON_INTERPRET", None)
     device = rank.join()

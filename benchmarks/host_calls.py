@@ -28,7 +28,7 @@ class Bench:
         return replace(self.node, policy=replace(self.node.policy, strategy=strategy))
 
     def arguments(self, strategy: str) -> tuple[list[Any], str, Any]:
-        """Those of the op."""
+        """Returns the arguments of the op."""
         from ditron_inductor.task import schema
 
         return schema.arguments(self.forced(strategy), **self.operands)
@@ -52,6 +52,7 @@ class Bench:
 
 
 def fields_of_site(kind: str, world_size: int, group_name: str, limits: tuple[int, float]) -> dict[str, Any]:
-    """What all nodes have. limits: of the workspace in bytes, and of a wait in seconds."""
+    """Returns the fields that all nodes have. limits: the most bytes of the workspace, and the most seconds of a wait.
+    """
     policy = Policy("auto", *limits)
     return {"world_size": world_size, "group_name": group_name, "site": f"host/0:{kind}", "policy": policy}

@@ -20,7 +20,7 @@ DUMP_S = 10.0
 
 
 class Request(Protocol):
-    """What a benchmark asks of its ranks; each benchmark has a dataclass of its own with more fields."""
+    """The request of a benchmark to its ranks. Each benchmark has a dataclass of its own with more fields."""
 
     @property
     def device(self) -> str: ...

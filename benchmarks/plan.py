@@ -41,7 +41,7 @@ def tables(entries: Sequence[Entry]) -> dict[Path, str]:
 
 
 def measured_entries(results: Sequence[str]) -> list[Entry]:
-    """What the files say about GPUs."""
+    """Returns the entries of the files that are about GPUs."""
     return [one for source in results for one in read_results(Path(source).read_text(), source) if one.gpu != "cpu"]
 
 

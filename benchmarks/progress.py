@@ -72,7 +72,7 @@ class Phases:
         self._times[name] = self._times.get(name, 0) + 1
 
     def table(self) -> str:
-        """One line per phase, in the order of their first use."""
+        """Returns a table with a line for each phase, in the order of their first use."""
         total = sum(self._seconds.values()) or 1.0
         lines = [
             (name, self._times[name], seconds, seconds / self._times[name], 100 * seconds / total)

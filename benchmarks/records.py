@@ -55,12 +55,12 @@ class Row:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """What `shape` says, by name."""
+        """The sizes of `shape`, by name."""
         return dict(part.split("=", 1) for part in self.shape.split(";"))
 
     @property
     def cell(self) -> tuple[str, ...]:
-        """What the contestants of one interleaved run have in common."""
+        """The facts that the contestants of one interleaved run have in common."""
         parts = (self.bench, self.op, self.shape, self.dtype, self.world, self.graph, self.gpu)
         return tuple(str(part) for part in parts)
 
@@ -114,7 +114,7 @@ T = TypeVar("T", bound=OfCell)
 
 
 def merged(older: Iterable[T], newer: Iterable[T]) -> dict[tuple[str, ...], list[T]]:
-    """By cell, all older lines and behind them the newer runs that are not among them."""
+    """Returns, cell by cell, all older lines, followed by the newer runs that are not among them."""
     cells = grouped(older)
     for cell, lines in grouped(newer).items():
         for run in runs(lines):
@@ -145,7 +145,7 @@ def newest(lines: Iterable[T]) -> list[T]:
 
 
 def grouped(rows: Iterable[T]) -> dict[tuple[str, ...], list[T]]:
-    """By cell, in the order of the cells' first rows."""
+    """Returns the rows of each cell, in the order of the cells' first rows."""
     cells: dict[tuple[str, ...], list[T]] = {}
     for row in rows:
         cells.setdefault(row.cell, []).append(row)
@@ -190,7 +190,7 @@ def write_lines(path: Path, kind: type[T], cells: Mapping[tuple[str, ...], Itera
 
 
 def _texts(lines: Iterable[object]) -> list[list[str]]:
-    """As they stand in a file."""
+    """Returns the values of lines as they stand in a file."""
     return [[_text(value) for value in astuple(line)] for line in lines]  # type: ignore[call-overload]
 
 

@@ -59,7 +59,7 @@ class Session:
         return next((f"rank {rank}: {text}" for rank, text in enumerate(self.agree(mine)) if text), "")
 
     def attempt(self, phase: str, act: Callable[[], Any]) -> tuple[Any, str]:
-        """What `act` returns, and what went wrong on the first rank on which anything did."""
+        """Returns (the result of `act`; the error of the first rank on which there was one)."""
         begun = time.monotonic()
         result, problem = None, ""
         try:
@@ -78,14 +78,14 @@ class Session:
             self.say(f"    reset after {name} failed: {error}")
 
     def tried(self, phase: str, act: Callable[[], T]) -> T | None:
-        """What `act` returns, or None, with a line on stderr, if it raises on any rank."""
+        """Returns the result of `act`. If it raises on any rank, prints a line on stderr and returns None."""
         result, problem = self.attempt(phase, act)
         if problem:
             self.say(f"    {phase}: {problem}")
         return None if problem else result
 
     def right(self, calls: Iterable[str], checked: Callable[[str], Call]) -> dict[str, Call]:
-        """By name, what `checked` returns for those for which it raises on no rank."""
+        """Returns the results of `checked`, by name, for the names for which it raises on no rank."""
         found = {name: self.tried(name, functools.partial(checked, name)) for name in calls}
         return {name: call for name, call in found.items() if call is not None}
 
@@ -105,7 +105,7 @@ class Session:
         commit: str,
         dtype: str = "bfloat16",
     ) -> list[Row]:
-        """One row for each contestant; None for one that failed."""
+        """Returns a row for each contestant. times: None for a contestant that failed."""
         return [
             self.row(
                 bench=bench,
@@ -134,7 +134,7 @@ class Session:
         limit_us: float | None,
         commit: str,
     ) -> Row:
-        """What was measured here and today; without times for a contestant that failed."""
+        """Returns the row of a measurement that was made here and today. It has no times if the contestant failed."""
         return Row(
             bench=bench,
             op=op,

@@ -37,7 +37,7 @@ OLD, UNKNOWN, CURRENT = "old", "age unknown", ""
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of the kernels of a kind at a commit; empty where git had no such commit."""
+    """The fingerprint of the kernels of a kind at a commit. It is empty if git had no such commit."""
 
     commit: str
     kind: str
@@ -63,7 +63,9 @@ def kinds(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def fingerprint(kind: str, root: Path = ROOT) -> str:
-    """Of the code of a kind's modules and of what they import of `lowering` and `core`, without comments."""
+    """Returns the fingerprint of the code of a kind's modules and of what they import of `lowering` and `core`, without
+    comments.
+    """
     open_, seen = sorted((root / KERNELS / kind).glob("*.py")), dict[Path, str]()
     while open_:
         path = open_.pop()
@@ -108,13 +110,13 @@ def module_path(name: str, root: Path) -> Path | None:
 
 @cache
 def today() -> dict[str, str]:
-    """By kind, the fingerprint of the sources that are here."""
+    """Returns the fingerprint of the sources that are here, by kind."""
     return {kind: fingerprint(kind) for kind in kinds()}
 
 
 @cache
 def recorded(path: Path = SOURCES) -> dict[tuple[str, str], str]:
-    """By commit and kind."""
+    """Returns the recorded fingerprints, by commit and kind."""
     return {(one.commit, one.kind): one.sources for one in read_lines(path, Fingerprint)}
 
 
@@ -153,7 +155,7 @@ def complete(commits: Iterable[str], path: Path = SOURCES) -> bool:
 
 
 def _at(commit: str) -> dict[str, str]:
-    """By kind, the fingerprint of the sources of a commit; empty ones where git has no such commit."""
+    """Returns the fingerprint of the sources of a commit, by kind; empty fingerprints if git has no such commit."""
     command = ["git", "-C", str(ROOT), "archive", commit, *FOLDERS.values()]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:

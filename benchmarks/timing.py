@@ -50,7 +50,9 @@ def synchronize(clock: Clock) -> None:
 
 
 def calls_per_sample(clock: Clock, call: Call, least: int = 1) -> int:
-    """How many calls make a sample of SAMPLE_US, but at least so many, equal on all ranks. Warms the contestant up."""
+    """Warms the contestant up. Returns how many calls make a sample of SAMPLE_US, equal on all ranks, and at least this
+    many.
+    """
     synchronize(clock)
     (slowest,) = clock.largest([clock.sample(call, WARMUP if clock.device.type == "cuda" else 1)])
     return max(least, min(MAX_CALLS, round(SAMPLE_US / slowest)))
@@ -96,7 +98,7 @@ def interleaved(
 
 
 def _host_us(clock: Clock, call: Call, calls: int) -> float:
-    """What the host takes to issue a call, of this rank, on an idle device."""
+    """Returns the time that the host of this rank takes to issue a call on an idle device."""
     synchronize(clock)
     begin = time.perf_counter()
     for index in range(calls):
@@ -107,14 +109,17 @@ def _host_us(clock: Clock, call: Call, calls: int) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the median, as a part of it, from the 20th and 80th percentile, 1.68 sigma apart in a normal distribution."""
+    """Returns the standard error of the median, as a part of it, from the 20th and the 80th percentile, which are 1.68
+    sigma apart in a normal distribution.
+    """
     deciles = statistics.quantiles(values, n=10)
     sigma = (deciles[7] - deciles[1]) / 1.683
     return 1.253 * sigma / len(values) ** 0.5 / statistics.median(values)
 
 
 def median_of_runs(runs: Sequence[Mapping[str, Times]]) -> dict[str, Times]:
-    """Of runs with the same contestants: medians of their medians, the smallest p20 and the largest p80."""
+    """Returns, for runs with the same contestants, the medians of their medians, the smallest p20 and the largest p80.
+    """
     return {
         name: Times(
             p20_us=min(run[name].p20_us for run in runs),

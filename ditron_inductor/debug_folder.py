@@ -98,6 +98,6 @@ def site_text(site: SiteRecord) -> str:
         ("operands", f"{', '.join(site.shapes)} {site.dtype} on {site.device_type}"),
         ("strategy", site.strategy),
         ("line", site.line),
-        *((f"{one.what}, outside", f"{one.code}: {one.text}, {one.node.text()}") for one in site.outside),
+        *((f"{item.what}, outside", f"{item.code}: {item.text}, {item.node.text()}") for item in site.outside),
     ]
     return "\n".join([site.node, *(f"    {name}: {value}" for name, value in shown if value)]) + "\n"

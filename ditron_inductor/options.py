@@ -61,13 +61,13 @@ class Options:
 
     def text(self) -> str:
         """Returns one stable line with every field on which a compiled graph depends. It is a part of cache keys."""
-        return ", ".join(f"{one.name}={getattr(self, one.name)!r}" for one in DECLARED if one.compiled)
+        return ", ".join(f"{option.name}={getattr(self, option.name)!r}" for option in DECLARED if option.compiled)
 
     def shared(self) -> dict[str, str]:
         """Returns the options that all ranks of a group must share, as text by their full names. They decide what is
         fused, what runs, and how long it waits.
         """
-        return {one.key: repr(getattr(self, one.name)) for one in DECLARED if one.shared}
+        return {option.key: repr(getattr(self, option.name)) for option in DECLARED if option.shared}
 
     @staticmethod
     def of_shared(texts: Mapping[str, str]) -> Options:
@@ -115,7 +115,8 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
 def _settings(environment: Mapping[str, str] | None) -> dict[str, Any]:
     given, configured = os.environ if environment is None else environment, config.configured()
     # The variable of an option that config sets is not read, so a wrong one does no harm there.
-    return configured | {one.name: one.of_environment(given) for one in DECLARED if one.name not in configured}
+    others = (option for option in DECLARED if option.name not in configured)
+    return configured | {option.name: option.of_environment(given) for option in others}
 
 
 def _inductor_key(key: str, value: Any) -> str:

@@ -4,8 +4,9 @@ Those that have more stand in `LEFT`, with how many. The list only becomes short
 and so does one in it that has grown, or that is done and has not been taken out.
 
 The kernels in the list are launched by the host. Numbers that must not be specialised on (rank, slot, site, sizes that
-change from call to call) have to be parameters of their own, as Triton specialises on every member of a structure; and
-tensors are, as the addresses of a structure that holds tuples take the host longer to fill in than those of the tuples.
+change from call to call) have to be parameters of their own, as Triton specialises on every member of a structure. So
+do tuples of tensors, since the host takes longer to fill in the addresses of a structure that holds tuples than those
+of the tuples. Single tensors do not: they may be members of one structure.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ditron_inductor", "passes", "lowering")
 MOST = 12
 LEFT = {
-    "lowering/all_gather_attention/tile.py::all_gather_attention_kernel": 25,
+    "lowering/all_gather_attention/tile.py::all_gather_attention_kernel": 15,
     "lowering/all_gather_matmul/tile.py::all_gather_matmul_kernel": 16,
-    "lowering/all_reduce_rms_norm/norm_in_band.py::in_band_kernel": 16,
-    "lowering/all_reduce_rms_norm/norm_kernel.py::all_reduce_rms_norm_kernel": 16,
+    "lowering/all_reduce_rms_norm/norm_in_band.py::in_band_kernel": 14,
+    "lowering/all_reduce_rms_norm/norm_kernel.py::all_reduce_rms_norm_kernel": 14,
     "lowering/matmul_all_reduce/one_shot.py::matmul_all_reduce_kernel": 20,
     "lowering/matmul_all_reduce/two_shot.py::matmul_all_reduce_kernel": 17,
     "lowering/matmul_reduce_scatter/tile.py::matmul_reduce_scatter_kernel": 15,
@@ -35,7 +36,7 @@ def functions(source: str) -> Iterator[tuple[str, int]]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             given = node.args
             named = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs)
-            yield node.name, named + sum(one is not None for one in (given.vararg, given.kwarg))
+            yield node.name, named + sum(rest is not None for rest in (given.vararg, given.kwarg))
 
 
 def too_many() -> dict[str, int]:

@@ -57,7 +57,8 @@ TOKENS = (8192, 16384, 32768, 65536, 131072)
 
 @dataclass(frozen=True)
 class Cell:
-    """Of `tokens` in all; see task/attention_masks.py for masks, and biases.py for what the mask `given` is."""
+    """Attention over `tokens` tokens in all. For masks see task/attention_masks.py, and biases.py for the mask `given`.
+    """
 
     tokens: int
     heads: int
@@ -76,7 +77,7 @@ class Cell:
         return f"{sizes};mask={self.mask}{window}{bias}" + (f";softcap={self.softcap:g}" if self.softcap else "")
 
     def bias_of(self, rank: int, world: int, device: torch.device) -> torch.Tensor | None:
-        """What a rank adds to the scores of all heads and keys; None for nothing."""
+        """Returns the bias that a rank adds to the scores of all heads and keys; None for no bias."""
         if not self.bias:
             return None
         length = self.tokens // world
@@ -115,7 +116,7 @@ SETS: dict[str, Callable[[], list[Cell]]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One run; only: contestants, all if empty."""
+    """The request of one run. only: the contestants that run, or empty for all of them."""
 
     cells: tuple[Cell, ...]
     device: str
@@ -308,7 +309,9 @@ def _rings(problem: Problem, group: Any) -> dict[str, Any]:
 
 
 def _written(problem: Problem, node: Any, group: Any) -> Callable[[int], torch.Tensor]:
-    """What a program has with a soft cap: a gather, and attention that is written out, compiled by Inductor."""
+    """Returns a call of what a program has with a soft cap: a gather, and attention that is written out and compiled by
+    Inductor.
+    """
     import torch
 
     from ditron_inductor.lowering.all_gather_attention import library
@@ -334,7 +337,7 @@ def _written(problem: Problem, node: Any, group: Any) -> Callable[[int], torch.T
 
 
 def received_bytes(cell: Cell, world: int) -> int:
-    """What the rank that needs most has to receive."""
+    """Returns the bytes that the rank with the most to receive receives."""
     return 2 * (world - 1) * cell.tokens // world * cell.key_heads * cell.head_dim * 2
 
 
@@ -389,7 +392,7 @@ def timed(
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Whether the rows of one cell reach the targets of this op; empty without a baseline."""
+    """Says whether the rows of one cell reach the targets of this op. The text is empty without a baseline."""
     us = {row.contestant: row.p50_us for row in rows if row.p50_us}
     if "ditron" not in us or "sdpa" not in us:
         return ""

@@ -88,7 +88,7 @@ SETS: dict[str, Callable[[], list[Cell]]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One run; only: contestants, all if empty."""
+    """The request of one run. only: the contestants that run, or empty for all of them."""
 
     cells: tuple[Cell, ...]
     device: str
@@ -230,7 +230,7 @@ def run_cell(session: Session, request: Request, cell: Cell, calls: Mapping[str,
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Whether the rows of one cell reach the targets of this op; empty without a baseline."""
+    """Says whether the rows of one cell reach the targets of this op. The text is empty without a baseline."""
     us = {row.contestant: row.p50_us for row in rows if row.p50_us}
     if "ditron" not in us or "nccl" not in us:
         return ""

@@ -184,7 +184,8 @@ def _local(node: Any, problem: Problem, rank: int) -> Any:
 
 
 def _of_programs(problem: Problem, rank: int, group: Any) -> dict[str, Any]:
-    """What autograd runs where a program gathers and attends; nothing for masks that no kernel has."""
+    """Returns the calls that autograd makes where a program gathers and attends, and none for masks that no kernel has.
+    """
     import torch
     import torch.distributed as dist
 
@@ -231,7 +232,9 @@ def run_cell(session: Session, request: Request, cell: Cell, group_name: str) ->
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Whether ours is not slower than the baseline in the rows of one cell; empty without one."""
+    """Says whether Ditron is at least as fast as the baseline in the rows of one cell. The text is empty without a
+    baseline.
+    """
     us = {row.contestant: row.p50_us for row in rows if row.p50_us}
     if "ditron" not in us or "sdpa" not in us:
         return ""

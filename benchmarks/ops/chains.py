@@ -88,7 +88,7 @@ def contestants(
 
 
 def copies_of(device: torch.device, nbytes: int) -> int:
-    """How many sets of operands of so many bytes are used in turns."""
+    """Returns how many sets of operands, each of so many bytes, are used in turns."""
     return max(1, min(MAX_ROTATED, math.ceil(ROTATED_BYTES / nbytes))) if device.type == "cuda" else 1
 
 

@@ -27,7 +27,7 @@ class Check:
         self._rows, self._sample = contest.sample()
 
     def problem(self, result: object) -> str:
-        """What is wrong with this rank's result, empty if nothing is."""
+        """Returns what is wrong with the result of this rank; an empty text if nothing is."""
         if not isinstance(result, torch.Tensor):
             return f"returned {type(result).__name__}, not a tensor"
         if result.shape != self._all.shape or result.dtype != self._all.dtype:

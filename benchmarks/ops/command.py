@@ -33,14 +33,14 @@ def add_graph(to: argparse.ArgumentParser, default: str) -> None:
 
 
 def modes(options: argparse.Namespace) -> tuple[bool, ...]:
-    """Whether inside a CUDA graph, of each run of a shape."""
+    """Returns the modes of the runs of a shape: whether each of them is inside a CUDA graph."""
     if options.device == "cpu":
         return (False,)
     return {"eager": (False,), "graph": (True,), "both": (True, False)}[options.graph]
 
 
 def out_of(options: argparse.Namespace, results: Path) -> str:
-    """Where rows go: into the committed results only from GPUs, unless another file is named."""
+    """Returns the file that rows go into: for GPUs the committed results, unless another file is named."""
     if options.out is not None:
         return str(options.out)
     return str(results) if options.device == "cuda" else ""

@@ -100,7 +100,7 @@ class SymmetricBuffer:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a contest takes place."""
+    """The place of a contest."""
 
     device: torch.device
     rank: int
@@ -115,7 +115,7 @@ class Setting:
 
     @property
     def has_symmetric_memory(self) -> bool:
-        """Whether torch's symmetric-memory contestants can run."""
+        """Returns whether the contestants in torch's symmetric memory can run."""
         return self.device.type == "cuda"
 
     def site(self, op: str, strategy: str) -> str:

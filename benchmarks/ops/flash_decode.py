@@ -79,7 +79,7 @@ class Cell:
         return f"B={self.B};T={self.T};Hq={self.Hq};Hkv={self.Hkv};D={self.D}"
 
     def local_bytes(self, world_size: int) -> int:
-        """Of keys and values of a rank."""
+        """Returns the bytes of the keys and values of a rank."""
         return 2 * self.B * (self.T // world_size) * self.Hkv * self.D * ITEMSIZE
 
 
@@ -107,7 +107,7 @@ SETS: dict[str, Callable[[int], list[Cell]]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One run; only: contestants, all if empty."""
+    """The request of one run. only: the contestants that run, or empty for all of them."""
 
     cells: tuple[Cell, ...]
     device: str
@@ -334,7 +334,7 @@ def run_cell(session: Session, request: Request, cell: Cell, calls: Mapping[str,
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Whether the rows of one cell reach the targets of this op; empty without a baseline."""
+    """Says whether the rows of one cell reach the targets of this op. The text is empty without a baseline."""
     us = {row.contestant: row.p50_us for row in rows if row.p50_us}
     if "ditron" not in us or "nccl" not in us:
         return ""

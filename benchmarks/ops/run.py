@@ -59,7 +59,7 @@ Ready = dict[str, Call]
 
 
 class Run(Session):
-    """One run on this rank."""
+    """One run of the benchmark on this rank."""
 
     def __init__(self, request: Request, device: torch.device, begun: float) -> None:
         super().__init__(device, begun)
@@ -194,7 +194,7 @@ class Run(Session):
 
 
 def report(run: Run) -> str:
-    """What a run prints at its end."""
+    """Returns the text that a run prints at its end."""
     cells = comparisons(run.rows)
     parts = ["microseconds per call", times_table(cells), "", "ratios", ratios_table(cells, targets.column(cells))]
     verdicts = targets.summary(cells)

@@ -57,13 +57,13 @@ class Cell:
 
     @property
     def shape(self) -> str:
-        """As it stands in the results."""
+        """The shape as it stands in the results."""
         products = f";products={len(self.depths)}" if self.depths else ""
         return f"M={self.M};N={self.N};K={self.K}{products}"
 
     @property
     def text(self) -> str:
-        """For progress and notes."""
+        """The cell as text, for progress and notes."""
         return f"{self.op} {self.shape} {self.dtype} {'graph' if self.graph else 'eager'}"
 
 
@@ -213,7 +213,8 @@ class Selection:
     sources: tuple[str, ...] = ()
 
     def cells(self, world_size: int, device_type: str) -> list[Cell]:
-        """In the order in which they run: by priority, and both modes of a shape one after the other."""
+        """Returns the cells in the order in which they run: by priority, and both modes of a shape one after the other.
+        """
         listed = [
             cell
             for name in self.sets

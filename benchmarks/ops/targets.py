@@ -77,7 +77,7 @@ class Target:
 
 
 def is_anchor(cell: Comparison) -> bool:
-    """Whether the cell is a row of the set `anchors`, for its world size; none is of an op that was deleted."""
+    """Returns whether the cell is a row of the set `anchors` for its world size. No cell of a deleted op is."""
     if cell.op in DELETED_KINDS:
         return False
     listed = {(one.M, one.N, one.K, int(one.graph)) for one in SETS["anchors"](cell.op, cell.world)}

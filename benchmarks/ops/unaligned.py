@@ -80,7 +80,7 @@ class Cell:
 
     @property
     def shape(self) -> str:
-        """As in the results."""
+        """The shape as it stands in the results."""
         batch = f";batch={self.batch}" if self.batch else ""
         return f"M={self.m};N={self.n};K={self.k};layout={self.layout};around={self.around}{batch}"
 
@@ -152,7 +152,7 @@ class Measured:
 
     @property
     def pads(self) -> bool:
-        """What the rule says."""
+        """Whether the rule pads the product."""
         return RULE.pays(self.work)
 
     @property

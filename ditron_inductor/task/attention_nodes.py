@@ -41,7 +41,7 @@ class AttentionNode(TaskNode):
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def split(self, operands: Sequence[T]) -> Sequence[T]:
-        """As they are, the bias last."""
+        """Returns the operands as they are, the bias last."""
         return operands
 
     @property

@@ -160,7 +160,7 @@ class SummedMatmul(TaskNode):
         return node, shapes
 
     def cut(self, shapes: Shapes) -> list[tuple[Any, Any]]:
-        """If a dimension is scattered, (its size on one rank, its size in the sum)."""
+        """Returns [(its size on one rank, its size in the sum)] if a dimension is scattered, and otherwise []."""
         whole = self.sum_shape(shapes)
         pairs = zip(self.exchanged(whole), whole, strict=True)
         return [(size, of_sum) for size, of_sum in pairs if of_sum > size]

@@ -53,8 +53,8 @@ class ReductionWithNorm(TaskNode):
             check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
         self.norm.verify_sum(self.kind, self.extras)
         check(self.post is None or not self.post.unrounded, self.kind, "post", self.post, "a norm of rounded rows")
-        one = self.factor == 1.0 or "scale" not in self.extras
-        check(one and math.isfinite(self.factor), self.kind, "factor", self.factor, "a number, and 1.0 beside a scale")
+        fits = self.factor == 1.0 or "scale" not in self.extras
+        check(fits and math.isfinite(self.factor), self.kind, "factor", self.factor, "a number, and 1.0 beside a scale")
         for name, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
             verify_names(self.kind, name, names, known)
             no_post = self.post is not None or not any(operand.startswith("post_") for operand in names)

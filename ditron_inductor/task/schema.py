@@ -168,7 +168,7 @@ def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 def values_of(operand: Any) -> Any:
     """The fake tensor of an operand in a graph, or those of a list."""
-    return [one.meta["val"] for one in operand] if isinstance(operand, list) else operand.meta["val"]
+    return [tensor.meta["val"] for tensor in operand] if isinstance(operand, list) else operand.meta["val"]
 
 
 def memory(like: torch.Tensor, outputs: Sequence[Output]) -> list[torch.Tensor]:

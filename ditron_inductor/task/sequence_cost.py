@@ -67,14 +67,16 @@ def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
     """Microseconds of the replicated and of the sharded form."""
     gather, scatter, reduce = map(matmul_of, (GATHERED_OPERAND, SCATTERED_PRODUCT, REDUCED_PRODUCT))
     replicated = sharded = 0.0
-    for one in work.reduced:
-        replicated += _best_us(work, reduce, one.n, one.k, one.k > 0, on) - _norm_gain_us(work, one, on)
-        sharded += _best_us(work, scatter, one.n, one.k, one.k > 0, on)
+    for product in work.reduced:
+        gained = _norm_gain_us(work, product, on)
+        replicated += _best_us(work, reduce, product.n, product.k, product.k > 0, on) - gained
+        sharded += _best_us(work, scatter, product.n, product.k, product.k > 0, on)
     for each in work.gathered:
         if each.n:
             replicated += cost.product_us(_problem(work, gather, each.n, each.k), on)
         sharded += _best_us(work, gather, each.n, each.k, each.n > 0, on)
-    elements = sum(PASSES * work.m * one.n for one in work.reduced) + sum(work.m * each.k for each in work.gathered)
+    elements = sum(PASSES * work.m * product.n for product in work.reduced)
+    elements += sum(work.m * each.k for each in work.gathered)
     row_wise = elements * work.precision.result.itemsize / on.memory_bytes_per_s * cost.MICRO
     return replicated + row_wise, sharded + row_wise / work.world_size
 

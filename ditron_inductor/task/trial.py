@@ -53,7 +53,7 @@ def candidates(request: PlanRequest, planned: Choice) -> tuple[str, ...]:
         return ()
     able = [strategy for strategy in ("library", *possible(request)) if strategy in predicted]
     limit = HOPELESS * min(predicted[strategy] for strategy in able)
-    others = [one for one in able if one != planned.strategy and predicted[one] <= limit]
+    others = [strategy for strategy in able if strategy != planned.strategy and predicted[strategy] <= limit]
     return (planned.strategy, *others) if others else ()
 
 
@@ -74,13 +74,13 @@ def fastest(planned: str, us: Mapping[str, float]) -> str:
 
 def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, str]:
     """(what runs in eager mode from now on, what inside CUDA graphs), given what was planned for each."""
-    on_device = {strategy: one.device_us for strategy, one in times.items() if one.is_of_device}
-    return fastest(eager, {strategy: one.us for strategy, one in times.items()}), fastest(captured, on_device)
+    on_device = {strategy: time.device_us for strategy, time in times.items() if time.is_of_device}
+    return fastest(eager, {strategy: time.us for strategy, time in times.items()}), fastest(captured, on_device)
 
 
 def decided(planned: Choice, strategy: str, times: Mapping[str, Times]) -> Choice:
     """The choice that a trial ended with, where `planned` was the plan's."""
-    measured = {name: one.us for name, one in times.items()}
+    measured = {name: time.us for name, time in times.items()}
     shown = ", ".join(f"{name} {us:.0f} us" for name, us in measured.items())
     reason = f"tried here, {CALLS - UNTIMED} timed calls each: {shown}; before that {planned.reason}"
     return replace(planned, strategy=strategy, reason=reason, source="trial", tried_us=measured)

@@ -80,6 +80,31 @@ class How(NamedTuple):
     UPCAST: Any
     SEND_BLOCK: Any
     SEND_STEPS: Any
+    SENDERS: Any
+
+
+class Tensors(NamedTuple):
+    """Pointers to q [batches, HEADS, queries, D] with contiguous D, and to kv [2, batches, keys, KEY_HEADS, D],
+    contiguous. out has the memory of [batches, queries, HEADS, D]; lse is [batches, HEADS, queries]; gathered_k and
+    gathered_v are [batches, WORLD * keys, KEY_HEADS, D], if they are returned.
+    """
+
+    q: Any
+    kv: Any
+    out: Any
+    lse: Any
+    gathered_k: Any
+    gathered_v: Any
+
+
+class Sizes(NamedTuple):
+    """The strides of q, and `jump_rows` and `jumps` of `positions`."""
+
+    stride_qb: Any
+    stride_qh: Any
+    stride_qm: Any
+    jump_rows: Any
+    jumps: Any
 
 
 @triton.jit
@@ -162,7 +187,6 @@ def received_all(use, source, TRACE: tl.constexpr):
         "rank",
         "slot",
         "site",
-        "senders",
         "num_targets",
         "batches",
         "queries",
@@ -172,17 +196,13 @@ def received_all(use, source, TRACE: tl.constexpr):
     ]
 )
 def all_gather_attention_kernel(
-    q, kv, out, lse, gathered_k, gathered_v, pointers, batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
-    place_0, jump_rows, jumps, window, rank, slot, site, senders, num_targets,
+    tensors, pointers, batches, queries, keys, sizes, scale, place_0, window, rank, slot, site, num_targets,
     HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. q is [batches, HEADS, queries, D] with contiguous D; kv is [2, batches, keys, KEY_HEADS, D],
-    contiguous. out has the memory of [batches, queries, HEADS, D]; lse is [batches, HEADS, queries]; gathered_k and
-    gathered_v are [batches, WORLD * keys, KEY_HEADS, D], if they are returned.
-
-    place_0, jump_rows, jumps: see `positions`. window: the keys that a row sees at most, if WINDOWED. num_targets: the
+    """See the module. place_0: see `positions`. window: the keys that a row sees at most, if WINDOWED. num_targets: the
     number of peers that get this rank's keys.
     """
+    kv = tensors.kv
     BLOCK_D: tl.constexpr = HOW.BLOCK_D
     BLOCK_M: tl.constexpr = HOW.BLOCK_M
     D: tl.constexpr = HOW.D
@@ -193,8 +213,8 @@ def all_gather_attention_kernel(
     pieces = tl.cdiv(numel, HOW.SEND_BLOCK * HOW.SEND_STEPS).to(tl.int32)
     num_sends = tl.where(alive != 0, num_targets * 2 * pieces, 0)
     # `drained` is 1 when this program has found the send queue empty.
-    drained = (tl.program_id(0) < senders).to(tl.int32)
-    if tl.program_id(0) < senders:
+    drained = (tl.program_id(0) < HOW.SENDERS).to(tl.int32)
+    if tl.program_id(0) < HOW.SENDERS:
         ticket = take_send(use)
         if ticket == 0:
             settle(credits_due(use, alive), use, HOW.WORLD)
@@ -215,8 +235,9 @@ def all_gather_attention_kernel(
         head = head % HOW.HEADS
         offs_m = row + tl.arange(0, BLOCK_M)
         rows = tl.minimum(offs_m, queries - 1)
-        places = positions(rows, place_0, jump_rows, jumps, rank, keys, HOW.WORLD, HOW.MASK, HOW.JUMPS)
-        q_rows = q + batch * stride_qb + head.to(tl.int64) * stride_qh + rows.to(tl.int64)[:, None] * stride_qm
+        places = positions(rows, place_0, sizes.jump_rows, sizes.jumps, rank, keys, HOW.WORLD, HOW.MASK, HOW.JUMPS)
+        q_head = tensors.q + batch * sizes.stride_qb + head.to(tl.int64) * sizes.stride_qh
+        q_rows = q_head + rows.to(tl.int64)[:, None] * sizes.stride_qm
         query = tl.load(q_rows + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
         # The offset of the first key of the head.
         inner = batch * keys * (KEY_HEADS * D) + head * KEY_HEADS // HOW.HEADS * D
@@ -269,8 +290,9 @@ def all_gather_attention_kernel(
         sums = tl.where(ok != 0, sums, float("nan"))
         inside = offs_m < queries
         places = ((batch * queries + offs_m) * HOW.HEADS + head)[:, None] * D + offs_d[None, :]
-        tl.store(out + places, values.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < D)[None, :])
-        tl.store(lse + (batch * HOW.HEADS + head) * queries + offs_m, sums, mask=inside)
+        values = values.to(tensors.out.dtype.element_ty)
+        tl.store(tensors.out + places, values, mask=inside[:, None] & (offs_d < D)[None, :])
+        tl.store(tensors.lse + (batch * HOW.HEADS + head) * queries + offs_m, sums, mask=inside)
         event(use, began, ticket, rank, TILE, TRACE)
         ticket = take_tile(use)
     if HOW.RETURN_GATHERED:
@@ -295,7 +317,8 @@ def all_gather_attention_kernel(
             offsets = ticket % blocks * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
             start = source_of(use, kv, source, numel) + which * numel + batch.to(tl.int64) * run
             piece = tl.load(start + offsets, mask=(offsets < run) & (ok != 0), other=float("nan"))
-            place = tl.where(which == 0, gathered_k, gathered_v) + (batch.to(tl.int64) * HOW.WORLD + source) * run
+            gathered = tl.where(which == 0, tensors.gathered_k, tensors.gathered_v)
+            place = gathered + (batch.to(tl.int64) * HOW.WORLD + source) * run
             tl.store(place + offsets, piece, mask=offsets < run)
             event(use, copying, ticket, source, COPY, TRACE)
             ticket = take_tile(use) - num_tiles
@@ -408,15 +431,16 @@ def all_gather_attention(
             "batches": B,
             "queries": queries,
             "keys": keys,
-            "stride_qb": q.stride(0),
-            "stride_qh": q.stride(1),
-            "stride_qm": q.stride(2),
+            "sizes": Sizes(
+                q.stride(0),
+                q.stride(1),
+                q.stride(2),
+                jump_rows=tuple(row for row, _ in jumps) or (0,),
+                jumps=tuple(jump for _, jump in jumps) or (0,),
+            ),
             "scale": node.scale * LOG2_E.value,
             "rank": launch.rank,
-            "senders": SENDERS,
             "place_0": node.mask.positions(launch.rank, world, queries)[0].start,
-            "jump_rows": tuple(row for row, _ in jumps) or (0,),
-            "jumps": tuple(jump for _, jump in jumps) or (0,),
             "window": window,
             "num_targets": num_targets(node, launch.rank, keys),
             "HOW": How(
@@ -434,6 +458,7 @@ def all_gather_attention(
                 BLOCK_D=max(16, triton.next_power_of_2(D)),
                 PRECISION=dot_precision(q.dtype),
                 UPCAST=launch.interpreted,
+                SENDERS=SENDERS,
                 **send_queue(launch),
             ),
             "num_warps": config.num_warps,
@@ -441,7 +466,7 @@ def all_gather_attention(
         }
         return Arguments(programs=max(1, programs), values=values)
 
-    tensors = {"q": q, "kv": kv, "out": out, "lse": lse, "gathered_k": gathered[0], "gathered_v": gathered[1]}
+    tensors = {"tensors": Tensors(q, kv, out, lse, *gathered)}
     launch.run(all_gather_attention_kernel, sizes.nbytes, arguments, tensors)
     if not node.return_gathered:
         return [out, lse]

@@ -84,6 +84,14 @@ class How(NamedTuple):
     THREADS: Any
 
 
+class SentColumns(NamedTuple):
+    """The columns N of a row, its words, and the words of a source in an area."""
+
+    N: Any
+    width: Any
+    stride: Any
+
+
 class Sent(NamedTuple):
     """The sizes of x [M, N]: its words, those of a row, those of a source in an area; and the senders."""
 
@@ -157,7 +165,7 @@ def reduce(
 
 @triton.jit(do_not_specialize=["M", "words", "senders", "rank", "slot", "site"])
 def in_band_kernel(
-    x, given, outputs, pointers, M, N, words, width, stride, senders, rank, slot, site,
+    x, given, outputs, pointers, M, columns, words, senders, rank, slot, site,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x is [M, N], contiguous; for the other sizes see `Sent`. given, outputs: see `rows.extras` and
@@ -169,7 +177,7 @@ def in_band_kernel(
     protocol = Words(pointers.table, pointers.ctl, rank, slot, site)
     asked = ask(protocol, HOW.THREADS)
     own, heaps = heap_of(protocol, rank), heaps_of_peers(protocol, WORLD)
-    sizes = Sent(M, N, words, width, stride, senders)
+    sizes = Sent(M, columns.N, words, columns.width, columns.stride, senders)
     if program <= senders:
         if program == 0:
             left = begin(asked, protocol, WORLD, HOW.THREADS)
@@ -181,7 +189,7 @@ def in_band_kernel(
         left = reduce(protocol, asked, x, given, outputs, own, sizes, piece, HOW, NORMS, TRACE)
     known = answer(asked)
     use = with_epoch(protocol, known.epoch)
-    close_in_band(granted(left, HOW.THREADS), use, known.number, WORLD * stride)
+    close_in_band(granted(left, HOW.THREADS), use, known.number, WORLD * columns.stride)
 
 
 @dataclass(frozen=True)
@@ -260,10 +268,8 @@ def all_reduce_rms_norm(
             programs=dealt.programs,
             values=dict(
                 M=M,
-                N=N,
+                columns=SentColumns(N, N * x.element_size() // 4, dealt.stride),
                 words=x.nbytes // 4,
-                width=N * x.element_size() // 4,
-                stride=dealt.stride,
                 senders=dealt.senders,
                 rank=launch.rank,
                 HOW=How(

@@ -34,7 +34,7 @@ from ditron_inductor.core.trace import TILE as TILE_EVENT
 from ditron_inductor.core.trace import event, now
 from ditron_inductor.lowering.all_reduce.all_reduce_kernel import add_up, begin, swap
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_in_band
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceRuns, two_shots_in_slices
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceColumns, SliceRuns, two_shots_in_slices
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.norms.add_norm import Outputs
@@ -198,12 +198,12 @@ def two_shots(
 
 @triton.jit(do_not_specialize=["M", "pieces", "run", "rank", "slot", "site"])
 def all_reduce_rms_norm_kernel(
-    x, given, outputs, pointers, M, N, pitch, pieces, run, width, rank, slot, site,
+    x, given, outputs, pointers, M, columns, pieces, run, rank, slot, site,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x is [M, N], contiguous, and may be the total, except with SLICES. given, outputs: see
     `rows.extras` and `rows.finish`. There is a program for each of the `pieces` of a run of `run` rows, or for each of
-    its SLICES, which have `width` columns in SLICE places.
+    its SLICES, which have columns.width columns in SLICE places.
     """
     # Ask for everything before the first answer is needed: one after the other, the loads would take as long as a
     # signal.
@@ -212,7 +212,7 @@ def all_reduce_rms_norm_kernel(
     use = use_of(words)
     begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)
     ticket = granted(request, HOW.THREADS)
-    sizes = SliceRuns(M, N, pitch, pieces, run, width)
+    sizes = SliceRuns(M, columns.N, columns.pitch, pieces, run, columns.width)
     if HOW.SLICES > 1:
         left = two_shots_in_slices(use, x, given, outputs, begun, sizes, ticket, HOW, NORMS, TRACE)
     elif HOW.ONE_SHOT:
@@ -351,11 +351,9 @@ def all_reduce_rms_norm(
             programs=cut.pieces * cut.slices,
             values=dict(
                 M=sizes.M,
-                N=sizes.N,
-                pitch=sizes.pitch,
+                columns=SliceColumns(sizes.N, sizes.pitch, width),
                 pieces=cut.pieces,
                 run=sizes.run,
-                width=width,
                 rank=launch.rank,
                 HOW=How(
                     WORLD=node.world_size,

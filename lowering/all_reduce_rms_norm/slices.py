@@ -46,6 +46,14 @@ class How(NamedTuple):
     THREADS: Any
 
 
+class SliceColumns(NamedTuple):
+    """The columns N of a row, the pitch of rows in a slot, and the columns of a slice."""
+
+    N: Any
+    pitch: Any
+    width: Any
+
+
 class SliceRuns(NamedTuple):
     """The sizes M and N, the pitch of rows in a slot, the pieces and rows of a run, and the columns of a slice."""
 

@@ -76,7 +76,7 @@ class AddNorm:
 
     @functools.cached_property
     def _places(self) -> tuple[int, ...]:
-        """For each output of the kernel, its index among the outputs of the node."""
+        """Returns, for each output of the kernel, its index among the outputs of the node."""
         return all_outputs(self.node, tuple(range(len(norm_returns(self.node.norm, self.node.saved)))))
 
     def _arguments(self) -> Arguments:

@@ -216,10 +216,7 @@ def _shaped(graph: fx.Graph, node: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
     value = node.meta["val"]
     if proofs.same_shape(tuple(value.shape), shape):
         return node
-    rows = graph.create_node("call_function", aten.reshape.default, (node, list(shape)), name="rows")
-    rows.meta.update(rewriting.copied_meta(node))
-    rows.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
-    return rows
+    return rewriting.call(graph, aten.reshape.default, (node, list(shape)), node, shape, name="rows")
 
 
 def absorb_norms(graph: fx.Graph, *, options: Options) -> int:

@@ -297,9 +297,9 @@ def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
     if match.lengths is None:
         device = origin.meta["val"].device
         kept = {"dtype": torch.int32, "device": device, "pin_memory": False}
-        node = graph.call_function(aten.full.default, ([batch], match.k.shape[1]), kept)
-        node.meta.update(rewriting.copied_meta(origin))
-        node.meta["val"] = rewriting.fake_like(origin.meta["val"], (batch,), (1,), torch.int32)
+        args = ([batch], match.k.shape[1])
+        node = rewriting.call(graph, aten.full.default, args, origin, (batch,), dtype=torch.int32)
+        node.kwargs = kept
         return node
     node, more = match.lengths
     if tuple(node.meta["val"].shape) != (batch,):

@@ -34,6 +34,7 @@ from ditron_inductor.passes.attention.attention_calls import (
     operands,
     read_attention,
 )
+from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, WAIT, collectives
 from ditron_inductor.passes.graph.reasons import refused
 from ditron_inductor.task.nodes import ATTENTION_KINDS
@@ -68,25 +69,10 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
 
 def _is_gathered(keys: fx.Node, gathers: set[fx.Node]) -> bool:
     """Returns whether keys are views, or parts put together, of what a collective gathers."""
-    seen: set[fx.Node] = set()
-    left = [keys]
-    while left:
-        node = left.pop()
-        if node in gathers:
-            return True
-        if node not in seen and node.target in BETWEEN:
-            seen.add(node)
-            left += node.all_input_nodes
-    return False
+    sources = proofs.reached([keys], lambda node: node.all_input_nodes if node.target in BETWEEN else ())
+    return any(node in gathers for node in sources)
 
 
 def _made_of(masks: list[fx.Node]) -> set[fx.Node]:
     """Returns the masks, and the nodes from which they are computed."""
-    found: set[fx.Node] = set()
-    left = list(masks)
-    while left:
-        node = left.pop()
-        if node not in found and node.op == "call_function":
-            found.add(node)
-            left += node.all_input_nodes
-    return found
+    return {node for mask in masks for node in proofs.ancestors(mask) if node.op == "call_function"}

@@ -78,14 +78,9 @@ def _gradients(backward: fx.Node) -> set[fx.Node]:
 
 def _made_of(collective: fx.Node) -> Iterator[fx.Node]:
     """Yields what is sent, and the nodes from which moves and sums make it."""
-    seen: set[fx.Node] = set()
-    left = collective.all_input_nodes
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            left += node.all_input_nodes if node.target in MOVES else []
+    return proofs.reached(
+        collective.all_input_nodes, lambda node: node.all_input_nodes if node.target in MOVES else ()
+    )
 
 
 def _parts(collective: fx.Node) -> list[fx.Node]:

@@ -335,12 +335,7 @@ class Proof:
             node = node.next
             if found.intersection(node.all_input_nodes):
                 found.add(node)
-        needed, left = set[fx.Node](), [result]
-        while left:
-            for source in left.pop().all_input_nodes:
-                if source in found and source not in needed:
-                    needed.add(source)
-                    left.append(source)
+        _, *needed = proofs.reached([result], lambda node: found.intersection(node.all_input_nodes))
         return tuple(sorted(needed))
 
 

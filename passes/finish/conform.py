@@ -96,13 +96,8 @@ def _unable(node: fx.Node, form: Form) -> DitronDiverged:
 
 def _zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
     value: torch.Tensor = origin.meta["val"]
-    node = graph.call_function(
-        aten.full.default,
-        (list(shape), 0),
-        {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False},
-    )
-    node.meta.update(rewriting.copied_meta(origin))
-    node.meta["val"] = rewriting.fake_like(value, tuple(shape), rewriting.contiguous_strides(tuple(shape)))
+    node = rewriting.call(graph, aten.full.default, (list(shape), 0), origin, shape)
+    node.kwargs = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
     return node
 
 
@@ -145,7 +140,7 @@ def _operands(graph: fx.Graph, task: TaskNode, x: fx.Node) -> dict[str, Any]:
 
 
 def _result(task: TaskNode) -> int:
-    """Which output is that of the collective."""
+    """Returns the index of the output that is the result of the collective."""
     if isinstance(task, ReductionWithNorm):
         return task.returned.index("total")
     return 1 if isinstance(task, WithPrologue) else 0
@@ -163,7 +158,7 @@ def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         x = rewriting.call(graph, aten.clone.default, (x,), x, shape)
     operands = _operands(graph, task, x)
     meta, value = rewriting.copied_meta(wait), x.meta["val"]
-    shapes = schema.shapes_of({name: schema.values_of(one) for name, one in operands.items()})
+    shapes = schema.shapes_of({name: schema.values_of(operand) for name, operand in operands.items()})
     values = [*schema.memory(value, task.outputs(shapes)), rewriting.new_token(value)]
     call = rewriting.call_task(graph, task, operands, meta, values)
     result = rewriting.output(graph, call, _result(task), meta)

@@ -55,7 +55,7 @@ TEXTS: dict[str, str] = {
 
 
 def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[OutsideRecord, ...]]:
-    """What stays outside of each Task node, if anything does."""
+    """Returns what stays outside of each Task node, for the nodes for which anything does."""
     found: dict[fx.Node, tuple[OutsideRecord, ...]] = {}
 
     def add(call: fx.Node, what: str, code: str, node: fx.Node, reader: fx.Node | None = None) -> None:

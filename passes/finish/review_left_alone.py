@@ -144,24 +144,14 @@ def is_beside_matmul(collective: fx.Node) -> bool:
 
 def _upwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
     """Yields the sources of `node` through ops of `through`, including the first sources that are no such op."""
-    pending, seen = list(node.all_input_nodes), set[fx.Node]()
-    while pending:
-        current = pending.pop()
-        if current not in seen:
-            seen.add(current)
-            yield current
-            pending.extend(current.all_input_nodes if current.target in through else [])
+    return proofs.reached(
+        node.all_input_nodes, lambda source: source.all_input_nodes if source.target in through else ()
+    )
 
 
 def _downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
     """Yields the users of `node` through ops of `through`, including the first users that are no such op."""
-    pending, seen = list(node.users), set[fx.Node]()
-    while pending:
-        current = pending.pop()
-        if current not in seen:
-            seen.add(current)
-            yield current
-            pending.extend(current.users if current.target in through else [])
+    return proofs.reached(node.users, lambda user: user.users if user.target in through else ())
 
 
 def review_left_alone(graph: fx.Graph, *, options: Options) -> int:

@@ -216,9 +216,7 @@ def _sum(graph: fx.Graph, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
 
     total = seen(terms[0])
     for term in terms[1:]:
-        total = graph.call_function(aten.add.Tensor, (total, seen(term)))
-        total.meta.update(rewriting.copied_meta(like))
-        total.meta["val"] = rewriting.fake_like(value, value.shape, value.stride())
+        total = rewriting.call(graph, aten.add.Tensor, (total, seen(term)), like, value.shape, value.stride())
     return total
 
 

@@ -110,22 +110,17 @@ def _hand_out(
     back = [order.index(dim) for dim in range(ndim)]
     strides = wait.meta["val"].stride()
     with graph.inserting_before(wait.next):
-        front = rewriting.call(graph, aten.permute.default, (wait, order), wait, tuple(old.shape))
-    front.meta["val"] = rewriting.fake_like(old, tuple(old.shape), tuple(strides[dim] for dim in order))
+        permuted = [strides[dim] for dim in order]
+        front = rewriting.call(graph, aten.permute.default, (wait, order), wait, old.shape, permuted)
     last = front
     if views is None:
         with graph.inserting_before(front.next):
-            last = rewriting.call(graph, aten.clone.default, (front,), wait, tuple(old.shape))
-        last.kwargs = {"memory_format": torch.contiguous_format}
+            last = rewriting.row_major_copy(graph, front, wait)
     for user in users:
         if views is not None and user.target in proofs.TRANSPOSES and proofs.permutation(user) == back:
             user.replace_all_uses_with(wait)
             graph.erase_node(user)
             continue
         user.replace_input_with(wait, last)
-    for view in views or ():
-        # A view asks for strides that fit, a reshape does not.
-        if view.target in rewriting.VIEWS and view is not wait:
-            view.target = aten.reshape.default
-            view.meta.pop("eager_input_vals", None)
+    rewriting.reshape_views(view for view in views or () if view is not wait)
     rewriting.erase_unused(graph, [front])

@@ -127,16 +127,17 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         chunk = _size(graph, shard, 0)
         value = shard.meta["val"]
         flat = (value.shape[0] * times, *value.shape[1:])
-        gather = _call(graph, ALL_GATHER, (shard, times, old.group_name), old.node, flat)
+        gather = rewriting.call(graph, ALL_GATHER, (shard, times, old.group_name), old.node, flat)
     with graph.inserting_before(match.last):
-        result = _call(graph, WAIT, (gather,), old.wait, flat)
+        result = rewriting.call(graph, WAIT, (gather,), old.wait, flat)
         if dim > 0:
-            chunks = _call(graph, aten.split.Tensor, (result, chunk), old.wait, flat)
-            chunks.meta["val"] = [rewriting.fake_like(value, value.shape, _row_major(value.shape))] * times
+            chunks = rewriting.call(graph, aten.split.Tensor, (result, chunk), old.wait, flat)
+            strides = rewriting.contiguous_strides(value.shape)
+            chunks.meta["val"] = [rewriting.fake_like(value, value.shape, strides)] * times
             parts = [rewriting.output(graph, chunks, index, rewriting.copied_meta(old.wait)) for index in range(times)]
             shape = (*value.shape[:dim], value.shape[dim] * times, *value.shape[dim + 1 :])
-            result = _call(graph, aten.cat.default, (parts, dim), old.wait, shape)
-        result = _call(graph, aten.reshape.default, (result, sizes), match.last, tuple(whole))
+            result = rewriting.call(graph, aten.cat.default, (parts, dim), old.wait, shape)
+        result = rewriting.call(graph, aten.reshape.default, (result, sizes), match.last, tuple(whole))
     match.last.replace_all_uses_with(result)
     rewriting.erase_unused(graph, [*match.gathered.steps, *match.moved])
     return gather
@@ -173,26 +174,10 @@ def _merged_shard(graph: fx.Graph, match: Match, shard: fx.Node, sizes: list[Any
     """The shard with its last dimensions as one, in row-major order. `sizes` are the whole's, as arguments."""
     value = shard.meta["val"]
     if not proofs.row_major(value):
-        shard = _call(graph, aten.clone.default, (shard,), shard, tuple(value.shape))
-        shard.kwargs = {"memory_format": torch.contiguous_format}
+        shard = rewriting.row_major_copy(graph, shard, shard)
     if match.merged == value.ndim - 1:
         return shard
     width = math.prod(value.shape[match.merged :])
     first = [*sizes[: match.merged], width if isinstance(width, int) else -1]
     first[match.gather_dim] = _size(graph, shard, match.gather_dim)
-    return _call(graph, aten.reshape.default, (shard, first), shard, (*value.shape[: match.merged], width))
-
-
-def _row_major(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    strides: list[Any] = [1]
-    for length in reversed(shape[1:]):
-        strides.insert(0, strides[0] * length)
-    return tuple(strides)
-
-
-def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
-    """A new call with the metadata of `origin`, whose value is contiguous."""
-    node = graph.call_function(target, args)
-    node.meta.update(rewriting.copied_meta(origin))
-    node.meta["val"] = rewriting.fake_like(origin.meta["val"], shape, _row_major(shape))
-    return node
+    return rewriting.call(graph, aten.reshape.default, (shard, first), shard, (*value.shape[: match.merged], width))

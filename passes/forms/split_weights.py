@@ -190,23 +190,18 @@ def _columns(graph: fx.Graph, weight: fx.Node, start: int, width: int) -> fx.Nod
     """Inserts a view of some columns of a matrix, or of some elements of a row."""
     value: torch.Tensor = weight.meta["val"]
     args = (weight, value.ndim - 1, start, start + width)
-    node = graph.create_node("call_function", aten.slice.Tensor, args, name="columns")
-    node.meta.update(rewriting.copied_meta(weight))
-    node.meta["val"] = rewriting.fake_like(value, (*value.shape[:-1], width), tuple(value.stride()))
-    return node
+    shape = (*value.shape[:-1], width)
+    return rewriting.call(graph, aten.slice.Tensor, args, weight, shape, value.stride(), name="columns")
 
 
 def _biased(graph: fx.Graph, half: fx.Node, bias: fx.Node | None, start: int, width: int, part: fx.Node) -> fx.Node:
     """Inserts the sum of a half and its columns of the bias; the half itself if there is none."""
     if bias is None:
         return half
-    added = graph.create_node(
-        "call_function", aten.add.Tensor, (half, _columns(graph, bias, start, width)), name="biased"
+    args, value = (half, _columns(graph, bias, start, width)), half.meta["val"]
+    return rewriting.call(
+        graph, aten.add.Tensor, args, part, value.shape, value.stride(), dtype=value.dtype, name="biased"
     )
-    added.meta.update(rewriting.copied_meta(part))
-    value: torch.Tensor = half.meta["val"]
-    added.meta["val"] = rewriting.fake_like(value, tuple(value.shape), tuple(value.stride()))
-    return added
 
 
 def _mm(graph: fx.Graph, product: fx.Node, weight: fx.Node, width: int) -> fx.Node:
@@ -252,11 +247,8 @@ def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.
     if view.target not in RESHAPES:
         return half
     sizes: Any = view.args[1]
-    node = graph.call_function(aten.reshape.default, (half, [*sizes[:-1], half.meta["val"].shape[-1]]))
-    node.meta.update(rewriting.copied_meta(part))
-    shape = tuple(value.shape)
-    node.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
-    return node
+    args = (half, [*sizes[:-1], half.meta["val"].shape[-1]])
+    return rewriting.call(graph, aten.reshape.default, args, part, value.shape)
 
 
 def _combines(views: tuple[fx.Node, ...]) -> bool:

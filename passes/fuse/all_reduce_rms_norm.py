@@ -388,9 +388,7 @@ def _scale_row(graph: fx.Graph, match: Match) -> fx.Node | None:
         return scale
     row = scale
     for target, args, stride in ((aten.reshape.default, [1], 1), (aten.expand.default, [columns], 0)):
-        row = graph.create_node("call_function", target, (row, args), name="scale")
-        row.meta.update(rewriting.copied_meta(scale))
-        row.meta["val"] = rewriting.fake_like(value, tuple(args), (stride,))
+        row = rewriting.call(graph, target, (row, args), scale, args, (stride,), name="scale")
     return row
 
 
@@ -427,11 +425,8 @@ def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] |
     value, wanted = source.meta["val"], like.meta["val"]
     if not sizes or proofs.same_shape(value.shape, wanted.shape):
         return source
-    node = graph.create_node("call_function", aten.reshape.default, (source, sizes), name="saved")
-    node.meta.update(rewriting.copied_meta(like))
-    shape = tuple(wanted.shape)
-    node.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
-    return node
+    args = (source, sizes)
+    return rewriting.call(graph, aten.reshape.default, args, like, wanted.shape, dtype=value.dtype, name="saved")
 
 
 def _replaced(match: Match) -> list[fx.Node]:

@@ -32,11 +32,11 @@ FUSIONS: tuple[Fusion, ...] = (
     all_to_all_matmul,
 )
 """A comment says why the fusion, or the fusions, below it stand at this place."""
-REDUCTIONS: tuple[Fusion, ...] = tuple(one for one in FUSIONS if issubclass(one.node, ReducedSum))
+REDUCTIONS: tuple[Fusion, ...] = tuple(fusion for fusion in FUSIONS if issubclass(fusion.node, ReducedSum))
 """Those whose products may be changed before they are reduced: `find` takes, after the node, what reads the product."""
 
 
 def takes(node: fx.Node, of: Callable[[type[TaskNode]], bool], *given: Any) -> bool:
     """Whether a fusion whose kind is `of` those that are asked for would take a collective."""
-    asked = (one for one in FUSIONS if node.target in one.ops and of(one.node))
-    return any(not refused(one.find(node, *given)) for one in asked)
+    asked = (fusion for fusion in FUSIONS if node.target in fusion.ops and of(fusion.node))
+    return any(not refused(fusion.find(node, *given)) for fusion in asked)

@@ -201,7 +201,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         for lhs, sizes in match.lefts:
             wanted = (*gathered.shape[:-1], lhs.meta["val"].shape[-1])
             lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, wanted))
-        values = (rewriting.fake_like(like, tuple(shape), _row_major_strides(shape)), rewriting.new_token(like))
+        fake = rewriting.fake_like(like, tuple(shape), rewriting.contiguous_strides(shape))
+        values = (fake, rewriting.new_token(like))
         call = rewriting.call_task(
             graph,
             task,
@@ -215,22 +216,12 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         )
         whole = rewriting.output(graph, call, 0, rewriting.copied_meta(result))
         if gathered.sizes is not None:
-            value = result.meta["val"]
-            view = graph.call_function(aten.reshape.default, (whole, list(gathered.sizes)))
-            view.meta.update(rewriting.copied_meta(result))
-            view.meta["val"] = rewriting.fake_like(value, tuple(value.shape), _row_major_strides(list(value.shape)))
-            whole = view
+            args = (whole, list(gathered.sizes))
+            whole = rewriting.call(graph, aten.reshape.default, args, result, result.meta["val"].shape)
     result.replace_all_uses_with(whole)
     views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
     rewriting.erase_unused(graph, [*match.steps, *views])
     return call
-
-
-def _row_major_strides(shape: list[Any]) -> tuple[Any, ...]:
-    strides: list[Any] = [1]
-    for length in reversed(shape[1:]):
-        strides.insert(0, strides[0] * length)
-    return tuple(strides)
 
 
 matmul_all_gather = Fusion(MatmulAllGather, (ALL_GATHER,), find_matmul_all_gather, rewrite, leave_unless_known)

@@ -209,11 +209,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             whole = _permuted(graph, whole, match)
         whole = all_to_all.reshape(graph, whole, match.sizes, tuple(result.meta["val"].shape))
     if not proofs.row_major(result.meta["val"]):
-        for view in rewriting.views_and_strides(result)[0]:
-            # A view asks for strides that fit, a reshape does not.
-            if view.target in rewriting.VIEWS:
-                view.target = aten.reshape.default
-                view.meta.pop("eager_input_vals", None)
+        rewriting.reshape_views(rewriting.views_and_strides(result)[0])
     result.replace_all_uses_with(whole)
     views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
     rewriting.erase_unused(graph, [*match.steps, *views])
@@ -226,12 +222,9 @@ def _permuted(graph: fx.Graph, out: fx.Node, match: Match) -> fx.Node:
     sizes = [size if isinstance(size, int) else -1 for size in match.axes_sizes]
     apart = all_to_all.reshape(graph, out, sizes, match.axes_sizes)
     shape = tuple(match.axes_sizes[axis] for axis in match.order)
-    moved = rewriting.call(graph, aten.permute.default, (apart, list(match.order)), apart, shape)
-    strides = apart.meta["val"].stride()
-    moved.meta["val"] = rewriting.fake_like(apart.meta["val"], shape, tuple(strides[axis] for axis in match.order))
-    copy = rewriting.call(graph, aten.clone.default, (moved,), moved, shape)
-    copy.kwargs = {"memory_format": torch.contiguous_format}
-    return copy
+    strides = [apart.meta["val"].stride(axis) for axis in match.order]
+    moved = rewriting.call(graph, aten.permute.default, (apart, list(match.order)), apart, shape, strides)
+    return rewriting.row_major_copy(graph, moved, moved)
 
 
 matmul_all_to_all = Fusion(MatmulAllToAll, (ALL_TO_ALL, SHARD_DIM), find_matmul_all_to_all, rewrite, leave_unless_known)

@@ -11,8 +11,6 @@ The forms behind a gather are alike. All sizes are known.
 from __future__ import annotations
 
 import math
-from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
@@ -32,7 +30,7 @@ def scattered(graph: fx.Graph, x: fx.Node, dim: int, reduce_op: str, world_size:
     if dim and flat:
         operand, part = _reshaped(graph, x, shape[dim:]), result[dim:]
     elif dim:
-        operand = _regrouped(graph, x, result[dim], dim, 0, world_size)
+        operand = rewriting.regrouped(graph, x, dim, 0, world_size, x)
     start = rewriting.call(graph, REDUCE_SCATTER, (operand, reduce_op, world_size, group_name), x, tuple(part))
     wait = rewriting.call(graph, WAIT, (start,), x, tuple(part))
     return _reshaped(graph, wait, result) if dim and flat else wait
@@ -50,21 +48,8 @@ def gathered(graph: fx.Graph, part: fx.Node, dim: int, world_size: int, group_na
     wait = rewriting.call(graph, WAIT, (start,), part, whole)
     if not dim:
         return wait
-    return _reshaped(graph, wait, result) if flat else _regrouped(graph, wait, shape[0], 0, dim, world_size)
+    return _reshaped(graph, wait, result) if flat else rewriting.regrouped(graph, wait, 0, dim, world_size, part)
 
 
 def _reshaped(graph: fx.Graph, x: fx.Node, shape: list[int]) -> fx.Node:
     return rewriting.call(graph, aten.reshape.default, (x, shape), x, tuple(shape))
-
-
-def _regrouped(graph: fx.Graph, x: fx.Node, length: int, split_dim: int, cat_dim: int, world_size: int) -> fx.Node:
-    """Inserts split, getitem and cat: the chunks of one dimension, put together along another."""
-    shape: list[Any] = list(x.meta["val"].shape)
-    shape[split_dim] = length
-    split = graph.call_function(aten.split.Tensor, (x, length, split_dim))
-    split.meta.update(rewriting.copied_meta(x))
-    chunk = rewriting.fake_like(x.meta["val"], tuple(shape), rewriting.contiguous_strides(shape))
-    split.meta["val"] = [chunk] * world_size
-    pieces = [rewriting.call(graph, getitem, (split, index), x, tuple(shape)) for index in range(world_size)]
-    shape[cat_dim] *= world_size
-    return rewriting.call(graph, aten.cat.default, (pieces, cat_dim), x, tuple(shape))

@@ -32,7 +32,7 @@ class Fusion:
 
     @property
     def __name__(self) -> str:
-        """That of the pass."""
+        """The name of the pass."""
         return self.node.kind
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:

@@ -179,7 +179,7 @@ def widened_terms(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or left is right:
         return None
     terms = _narrow(left), _narrow(right)
-    value, *others = (proofs.tensor(one) for one in (node, *terms))
+    value, *others = (proofs.tensor(term) for term in (node, *terms))
     if value is None or left in terms or right in terms:
         return None
     fits = all(other is not None and proofs.same_shape(other.shape, value.shape) for other in others)

@@ -98,7 +98,7 @@ class Product:
 
     @property
     def epilogue_fields(self) -> dict[str, Any]:
-        """Those of a node that may have an epilogue, beside them."""
+        """Returns the further fields of a node that may have an epilogue."""
         return {"num_extras": len(self.epilogue[0]), "epilogue": self.epilogue[1]}
 
 

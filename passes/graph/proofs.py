@@ -18,7 +18,7 @@ ours runs. Then that rank is missing when the others meet, which raises an error
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -309,15 +309,18 @@ def depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
 
 def ancestors(node: fx.Node) -> Iterator[fx.Node]:
     """`node` and everything that it is computed from, each once."""
-    seen = {node}
-    pending = [node]
+    return reached([node], lambda current: current.all_input_nodes)
+
+
+def reached(nodes: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yields nodes, and whatever is reached from them by steps of `onward`, each once."""
+    seen, pending = set[fx.Node](), list(nodes)
     while pending:
-        current = pending.pop()
-        yield current
-        for source in current.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                pending.append(source)
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += onward(node)
 
 
 def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:

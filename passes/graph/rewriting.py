@@ -118,12 +118,32 @@ TRANSPOSED = "ditron_transposed"
 """Marks, in the metadata of a Task node, that it solves the transposed problem."""
 
 
-def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
-    """Inserts an op call whose result has this shape, row-major, and the dtype, device and metadata of `origin`."""
-    node = graph.call_function(target, args)
+def call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    origin: fx.Node,
+    shape: Sequence[Any],
+    strides: Sequence[Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
+) -> fx.Node:
+    """Inserts an op call with the device, metadata and, by default, dtype of `origin`. Its result has this shape and
+    these strides; without strides it is row-major. name: of the node; by default that of its target.
+    """
+    node = graph.create_node("call_function", target, args, name=name)
     node.meta.update(copied_meta(origin))
-    node.meta["val"] = fake_like(origin.meta["val"], shape, contiguous_strides(shape))
+    strides = contiguous_strides(shape) if strides is None else strides
+    node.meta["val"] = fake_like(origin.meta["val"], tuple(shape), tuple(strides), dtype)
     return node
+
+
+def row_major_copy(graph: fx.Graph, node: fx.Node, origin: fx.Node, name: str | None = None) -> fx.Node:
+    """Inserts a row-major copy of a tensor with the metadata of `origin`."""
+    copy = call(graph, aten.clone.default, (node,), origin, node.meta["val"].shape, name=name)
+    copy.kwargs = {"memory_format": torch.contiguous_format}
+    return copy
 
 
 def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node) -> fx.Node:
@@ -199,10 +219,7 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
     strides = [value.stride(0), value.stride(1)]
     for length in reversed(shape[1:-1]):
         strides.insert(0, strides[0] * length)
-    node = graph.create_node("call_function", aten.reshape.default, (source, list(sizes)), name="rows")
-    node.meta.update(copied_meta(source))
-    node.meta["val"] = fake_like(value, shape, tuple(strides))
-    return node
+    return call(graph, aten.reshape.default, (source, list(sizes)), source, shape, strides, name="rows")
 
 
 def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
@@ -213,11 +230,8 @@ def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
         if total is None:
             total = bias_row
             continue
-        summed = graph.create_node("call_function", aten.add.Tensor, (total, bias_row), name="biases")
-        summed.meta.update(copied_meta(bias_row))
-        value: torch.Tensor = bias_row.meta["val"]
-        summed.meta["val"] = fake_like(value, tuple(value.shape), (1,))
-        total = summed
+        shape = bias_row.meta["val"].shape
+        total = call(graph, aten.add.Tensor, (total, bias_row), bias_row, shape, name="biases")
     return total
 
 
@@ -228,19 +242,13 @@ def row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
     if bias.meta["val"].ndim == 1:
         return bias
     value: torch.Tensor = bias.meta["val"]
-    node = graph.create_node("call_function", aten.reshape.default, (bias, [-1]), name="row")
-    node.meta.update(copied_meta(bias))
-    node.meta["val"] = fake_like(value, (value.shape[-1],), (value.stride(-1),))
-    return node
+    return call(graph, aten.reshape.default, (bias, [-1]), bias, value.shape[-1:], value.stride()[-1:], name="row")
 
 
 def column(graph: fx.Graph, row: fx.Node) -> fx.Node:
     """Inserts a view of a row [N] as [N, 1]."""
     value: torch.Tensor = row.meta["val"]
-    node = graph.create_node("call_function", aten.unsqueeze.default, (row, 1), name="column")
-    node.meta.update(copied_meta(row))
-    node.meta["val"] = fake_like(value, (value.shape[0], 1), (value.stride(0), 1))
-    return node
+    return call(graph, aten.unsqueeze.default, (row, 1), row, (*value.shape, 1), (*value.stride(), 1), name="column")
 
 
 def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
@@ -250,10 +258,8 @@ def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
         assert isinstance(matrix, fx.Node)
         return matrix
     value: torch.Tensor = source.meta["val"]
-    node = graph.create_node("call_function", aten.permute.default, (source, [1, 0]), name="transposed")
-    node.meta.update(copied_meta(source))
-    node.meta["val"] = fake_like(value, (value.shape[1], value.shape[0]), (value.stride(1), value.stride(0)))
-    return node
+    shape, strides = value.shape[::-1], value.stride()[::-1]
+    return call(graph, aten.permute.default, (source, [1, 0]), source, shape, strides, name="transposed")
 
 
 def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.Node:
@@ -271,20 +277,17 @@ def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Nod
     """
     views, takes_any = views_and_strides(replaced)
     if takes_any:
-        for view in views:
-            # A view asks for strides that fit, a reshape does not.
-            if view.target in VIEWS:
-                view.target = aten.reshape.default
-                view.meta.pop("eager_input_vals", None)
+        reshape_views(views)
         return node
-    copy = graph.create_node(
-        "call_function", aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, name="rows"
-    )
-    copy.meta.update(copied_meta(node))
-    value: torch.Tensor = node.meta["val"]
-    shape = tuple(value.shape)
-    copy.meta["val"] = fake_like(value, shape, contiguous_strides(shape))
-    return copy
+    return row_major_copy(graph, node, node, "rows")
+
+
+def reshape_views(nodes: Iterable[fx.Node]) -> None:
+    """Makes reshapes of the views among `nodes`, since a view asks for strides that fit, and a reshape does not."""
+    for node in nodes:
+        if node.target in VIEWS:
+            node.target = aten.reshape.default
+            node.meta.pop("eager_input_vals", None)
 
 
 def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
@@ -352,14 +355,8 @@ def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
     """Returns the nodes at or behind `before` that `node` needs, including `node`, in graph order."""
     order = {each: index for index, each in enumerate(node.graph.nodes)}
     limit = order[before]
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current not in found and order[current] >= limit:
-            found.add(current)
-            pending.extend(current.all_input_nodes)
-    return sorted(found, key=lambda each: order[each])
+    needed = proofs.reached([node], lambda late: late.all_input_nodes if order[late] >= limit else ())
+    return sorted((each for each in needed if order[each] >= limit), key=lambda each: order[each])
 
 
 def _pinned(node: fx.Node) -> bool:

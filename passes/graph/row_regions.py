@@ -204,13 +204,7 @@ def _connected(members: Iterable[fx.Node]) -> list[list[fx.Node]]:
     for start in ordered:
         if start not in left:
             continue
-        found, pending = {start}, [start]
-        while pending:
-            node = pending.pop()
-            for other in (*node.users, *node.all_input_nodes):
-                if other in inside and other not in found:
-                    found.add(other)
-                    pending.append(other)
+        found = set(proofs.reached([start], lambda node: inside.intersection((*node.users, *node.all_input_nodes))))
         left -= found
         parts.append([node for node in ordered if node in found])
     return parts

@@ -126,10 +126,11 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         matrix = _matrix(graph, match)
         lhs = _in_two_dimensions(match.lhs, (rows, left.shape[2]))
         if lhs is None:
-            lhs = _call(graph, aten.reshape.default, (match.lhs, list(match.lhs_sizes)), match.lhs, *_folded(left))
-        mm = _call(graph, aten.mm.default, (lhs, matrix), bmm, (rows, columns), (columns, 1))
+            args = (match.lhs, list(match.lhs_sizes))
+            lhs = rewriting.call(graph, aten.reshape.default, args, match.lhs, *_folded(left))
+        mm = rewriting.call(graph, aten.mm.default, (lhs, matrix), bmm, (rows, columns), (columns, 1))
         strides = (out.shape[1] * columns, columns, 1)
-        result = _call(graph, aten.reshape.default, (mm, list(match.out_sizes)), bmm, tuple(out.shape), strides)
+        result = rewriting.call(graph, aten.reshape.default, (mm, list(match.out_sizes)), bmm, out.shape, strides)
     bmm.replace_all_uses_with(result)
     chain = proofs.views_up(bmm.args[1])  # type: ignore[arg-type]
     if match.transposed:
@@ -142,10 +143,10 @@ def _matrix(graph: fx.Graph, match: Match) -> fx.Node:
     """Returns the matrix in two dimensions: the source, squeezed and transposed if necessary, by views."""
     matrix = match.source
     while (value := matrix.meta["val"]).ndim > 2:
-        matrix = _call(graph, aten.squeeze.dim, (matrix, 0), matrix, value.shape[1:], value.stride()[1:])
+        matrix = rewriting.call(graph, aten.squeeze.dim, (matrix, 0), matrix, value.shape[1:], value.stride()[1:])
     if match.transposed:
         shape, strides = value.shape, value.stride()
-        matrix = _call(graph, aten.permute.default, (matrix, [1, 0]), matrix, shape[::-1], strides[::-1])
+        matrix = rewriting.call(graph, aten.permute.default, (matrix, [1, 0]), matrix, shape[::-1], strides[::-1])
     return matrix
 
 
@@ -159,16 +160,3 @@ def _folded(left: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return shape, (left.stride(1), left.stride(2)) if is_view else (left.shape[2], 1)
 
 
-def _call(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    origin: fx.Node,
-    shape: tuple[Any, ...],
-    strides: tuple[Any, ...],
-) -> fx.Node:
-    """A new call with the metadata of `origin`, and a fake value of the given form."""
-    node = graph.call_function(target, args)
-    node.meta.update(rewriting.copied_meta(origin))
-    node.meta["val"] = rewriting.fake_like(origin.meta["val"], shape, strides)
-    return node

@@ -81,11 +81,7 @@ def _put_together(collective: Collective) -> proofs.Regrouped | None:
 
 def aliases(node: fx.Node) -> Iterator[fx.Node]:
     """`node` and what may be a view of it, of any kind."""
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        yield current
-        pending += [user for user in current.users if user.target in proofs.MAY_KEEP_ORDER]
+    return proofs.reached([node], lambda alias: [user for user in alias.users if user.target in proofs.MAY_KEEP_ORDER])
 
 
 def can_replace(match: Match, first: Match) -> bool:

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_attention import tile
 from ditron_inductor.lowering.attention import merge
-from ditron_inductor.lowering.gathers import SEND_BLOCK, SEND_STEPS
+from ditron_inductor.lowering.gathers import SEND_BLOCK, SEND_STEPS, SENDERS
 from tests.lowering.assembly import Listing, dialect_of, resources
 from tests.lowering.cross_compile import POINTERS as WORKSPACE
 from tests.lowering.cross_compile import all_aligned, compile_for
@@ -67,7 +67,6 @@ each_case = pytest.mark.parametrize(
         *(pytest.param(case, id=str(case), marks=pytest.mark.all_cases) for case in MORE_CASES),
     ],
 )
-POINTERS = ("q", "kv", "out", "gathered_k", "gathered_v")
 
 
 def _compile(
@@ -114,12 +113,14 @@ def compiled(case: Case) -> Any:
             UPCAST=False,
             SEND_BLOCK=SEND_BLOCK,
             SEND_STEPS=SEND_STEPS,
+            SENDERS=SENDERS,
         ),
         "TRACE": case.trace,
     }
-    types: dict[str, Any] = {name: f"*{case.dtype}" for name in POINTERS}
-    types |= {"pointers": WORKSPACE, "lse": "*fp32", "scale": "fp32"}
-    types |= dict.fromkeys(("jump_rows", "jumps"), ("i32",) * max(case.jumps, 1))
+    tensors = tile.Tensors(*[f"*{case.dtype}"] * 6)._replace(lse="*fp32")
+    jumps = ("i32",) * max(case.jumps, 1)
+    sizes = tile.Sizes("i32", "i32", "i32", jump_rows=jumps, jumps=jumps)
+    types = {"pointers": WORKSPACE, "tensors": tensors, "sizes": sizes, "scale": "fp32"}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return _compile(tile.all_gather_attention_kernel, constants, types, case.target, options)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import LEAST_CHUNK, How, in_band_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import LEAST_CHUNK, How, SentColumns, in_band_kernel
 from ditron_inductor.lowering.norms.rows import (
     HAS_BIAS,
     HAS_RESIDUAL,
@@ -93,9 +93,9 @@ def compiled(case: Case) -> Any:
         name = parameter.name
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
-        elif name == "pointers":
-            signature[name] = POINTERS
-            attributes |= all_aligned(place, POINTERS)
+        elif name in ("pointers", "columns"):
+            signature[name] = POINTERS if name == "pointers" else SentColumns("i32", "i32", "i32")
+            attributes |= all_aligned(place, signature[name])
         elif name in ("given", "outputs"):
             count = len(EXTRAS) if name == "given" else 2 + len(SAVED)
             signature[name] = (f"*{case.dtype}",) * count

@@ -15,7 +15,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.norm_kernel import (
     slice_warps,
     slice_width,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import How
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceColumns
 from ditron_inductor.lowering.norms.add_norm import add_norm_kernel
 from ditron_inductor.lowering.norms.rows import (
     HAS_OTHER_SHIFT,
@@ -51,6 +51,7 @@ from tests.lowering.cross_compile import POINTERS as WORKSPACE
 from tests.lowering.cross_compile import TARGETS, all_aligned, compile_for
 
 POINTERS = ("x", "reduced")
+STRUCTURES = {"pointers": WORKSPACE, "columns": SliceColumns("i32", "i32", "i32")}
 TUPLES = {"given": len(EXTRAS), "outputs": 2 + len(SAVED)}
 BACKWARD = HAS_SECOND_BIAS.value | POST.value | SAVES_REDUCED.value | SAVES_POST_RSTD.value | SAVES_RSTD.value
 BACKWARD |= SAVES_SCALED.value
@@ -148,9 +149,9 @@ def compiled(kernel: Any, case: Case) -> Any:
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
             continue
-        if name == "pointers":
-            signature[name] = WORKSPACE
-            attributes |= all_aligned(place, WORKSPACE)
+        if name in STRUCTURES:
+            signature[name] = STRUCTURES[name]
+            attributes |= all_aligned(place, STRUCTURES[name])
             continue
         if name in TUPLES:
             signature[name] = [f"*{case.dtype}"] * TUPLES[name]
