@@ -132,7 +132,7 @@ def test_means() -> None:
 def test_prefill_targets() -> None:
     cell = anchor("all_gather_matmul", (8192, 8192))
     rows = rows_of(cell, limit=92.0, nccl=120.0, async_tp=99.0, ditron=100.0)
-    assert verdicts(*rows) == {"limit / auto >= 0.92": True, "auto / best of NCCL + cuBLAS and async TP <= 1.02": True}
+    assert verdicts(*rows) == {"limit / auto >= 0.92": True, "auto / best of NCCL and async TP <= 1.02": True}
     rows = rows_of(cell, limit=91.0, nccl=120.0, async_tp=95.0, ditron=100.0)
     assert set(verdicts(*rows).values()) == {False}
     rows = rows_of(anchor("matmul_reduce_scatter", (4096, 8192)), limit=93.0, nccl=120.0, ditron=100.0)
@@ -165,7 +165,7 @@ def test_host_target_is_that_of_tile() -> None:
 
 
 def test_on_other_machines_only_never_slower_is_a_target() -> None:
-    never = {"auto / best of NCCL + cuBLAS and async TP <= 1.02": True}
+    never = {"auto / best of NCCL and async TP <= 1.02": True}
     cell = anchor("all_gather_matmul", (8192, 8192), world=2)
     assert verdicts(*rows_of(cell, world=2, nccl=100.0, ditron=100.0)) == never
     cell = anchor("all_gather_matmul", (8192, 8192))
