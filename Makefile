@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test test-all test-gpu lint docs clean
 help:
 	@echo "make demo      two ranks run a small Llama through Ditron and compare it with eager"
-	@echo "make test      everything that needs no GPU"
-	@echo "make test-all  the same with every case, the mutations and the stacks that are installed: hours on a few cores"
+	@echo "make test      the tests that need no GPU, without the mutations"
+	@echo "make test-all  every case of them, with the mutations: hours"
 	@echo "make test-gpu  the suite that needs two or more GPUs"
 	@echo "make lint      ruff, mypy, file lengths"
 	@echo "make docs      the documentation as a site, in build/site; broken links are errors"

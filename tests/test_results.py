@@ -107,7 +107,15 @@ def test_comparison() -> None:
         ratios_table([cell], {0: ("limit / auto >= 0.9", "NO")}).splitlines(),
     )
     assert times[2].split()[-6:] == ["80.0", "120.0", "90.0", "100.0", "failed", "abc"]
-    assert ratios[2].split()[-11:] == ["1.20", "0.90", "0.80", "-", "1.5", *"limit / auto >= 0.9 NO".split()]
+    assert ratios[2].split()[-13:] == ["1.20", "~", "0.90", "~", "0.80", "-", "1.5", *"limit / auto >= 0.9 NO".split()]
+
+
+def test_a_ratio_of_op_rows_has_a_mark_where_samples_overlap() -> None:
+    rows = rows_of(Cell("all_gather_matmul", 8, 8, 8), nccl=120.0, async_tp=90.0, ditron=100.0)
+    apart = [dataclasses.replace(row, p20_us=(row.p50_us or 0) - 6, p80_us=(row.p50_us or 0) + 6) for row in rows]
+    (cell,) = comparisons(apart)
+    assert cell.best_rival == "async_tp"
+    assert [cell.ratio_text(name) for name in ("nccl", "async_tp", "gemm")] == ["1.20", "0.90 ~", "-"]
 
 
 def test_comparisons_are_ordered() -> None:

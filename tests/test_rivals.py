@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 
+from benchmarks.models.contestants import COMPILERS
+from benchmarks.rivals import registered, symmetric
 from benchmarks.rivals.one_shot_norm import MOST_BYTES, MOST_COLUMNS, MOST_PROGRAMS, OneShotNorm
 from benchmarks.tolerances import assert_near
 from tests.rank_process import RankContext
@@ -78,3 +88,92 @@ def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools) 
     assert "this form has none" in reasons["llama3-8b sp", "symm_mem"]
     assert "forwards with all-reduces" in reasons["llama3-8b sp", "one_shot_norm"]
     assert "an RMS norm right behind it" in reasons["gemma3-27b ar", "one_shot_norm"]
+
+
+def test_every_sum_over_ranks_is_reduced_by_hand() -> None:
+    functional = torch.ops._c10d_functional
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for reduce_op in ("sum", "max"):
+        x = graph.call_function(functional.all_reduce.default, (x, reduce_op, "0"))
+        x = graph.call_function(functional.wait_tensor.default, (x,))
+    graph.output(x)
+    symmetric.ByHand()(graph)
+    graph.lint()
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    by_hand = torch.ops.ditron_benchmarks.symmetric_all_reduce.default
+    assert targets == [by_hand, functional.all_reduce.default, functional.wait_tensor.default]
+
+
+def test_a_torch_without_a_selection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "AUTO_SELECT", "_collective.no_such_choice")
+    assert f"torch {torch.__version__} has no _collective.no_such_choice" in symmetric.auto_select_refusal()
+    with pytest.raises(ValueError, match="has no _collective"):
+        COMPILERS["auto_select"](torch.nn.Linear(1, 1))
+
+
+class _Backend:
+    """One that registers pools, as NCCL's does."""
+
+    mem_allocator = "its allocator"
+
+    def __init__(self) -> None:
+        self.pools: list[object] = []
+
+    def register_mem_pool(self, pool: object) -> None:
+        self.pools.append(pool)
+
+
+class _Group:
+    def __init__(self, backend: object) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> object:
+        return self._backend
+
+
+def test_a_pool_is_registered_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[object] = []
+    backend, cuda = _Backend(), torch.device("cuda")
+
+    @contextlib.contextmanager
+    def used(pool: object, device: torch.device) -> Iterator[None]:
+        happened.append((pool, device, list(backend.pools)))
+        yield
+        happened.append("left")
+
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"a pool of {allocator}")
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", used)
+    monkeypatch.setattr(registered.torch, "zeros", lambda *size, device: size)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: happened.append("communicator"))
+    pool = registered.RegisteredPool(_Group(backend), cuda)  # type: ignore[arg-type]
+    assert pool.calling(lambda x, *, y: happened.append(x + y) or x + y)(1, y=2) == 3
+    name = "a pool of its allocator"
+    assert happened == ["communicator", (name, cuda, [name]), 3, "left"]
+
+
+def test_where_nothing_can_be_registered_that_is_said() -> None:
+    assert "needs GPUs" in registered.refusal(_Group(_Backend()), torch.device("cpu"))  # type: ignore[arg-type]
+    assert registered.refusal(_Group(_Backend()), torch.device("cuda")) == ""  # type: ignore[arg-type]
+    assert "cannot register a memory pool" in registered.refusal(_Group(object()), torch.device("cuda"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_the_kernel_compiles_for_gpus(world_size: int) -> None:
+    code = textwrap.dedent(f"""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from benchmarks.rivals.one_shot_norm import _one_shot_norm
+        tensors = dict.fromkeys(("residual", "weight", "total", "normed"), "*bf16")
+        sizes = dict.fromkeys(("M", "N", "rank"), "i32")
+        known = {{"EPS": 1e-5, "WORLD": {world_size}, "BLOCK": 8192}}
+        signature = {{"data": "*i64", "flags": "*i64", **tensors, **sizes, **dict.fromkeys(known, "constexpr")}}
+        source = ASTSource(_one_shot_norm, signature, constexprs=known)
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": 16}})
+        print(*(built.asm["ptx"].count(f"atom.global.{{order}}.sys.cas") for order in ("release", "acquire")))
+    """)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    # A signal to every rank and a wait for it, at the beginning and at the end.
+    assert done.stdout.split() == [str(2 * world_size)] * 2
