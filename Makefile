@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo      two ranks run a small Llama through Ditron and compare it with eager"
 	@echo "make test      the tests that need no GPU, without the mutations"
-	@echo "make test-all  every case of them, with the mutations: hours"
+	@echo "make test-all  every case of them: hours"
 	@echo "make test-gpu  the suite that needs two or more GPUs"
 	@echo "make lint      ruff, mypy, file lengths"
 	@echo "make docs      the documentation as a site, in build/site; broken links are errors"
