@@ -1,4 +1,4 @@
-# make demo | test | lint | docs | test-gpu | clean. Each of them makes .venv first; PYTHON=... picks the interpreter for it.
+# make demo | test | test-all | lint | docs | test-gpu | clean. Each of them makes .venv first; PYTHON=... picks the interpreter for it.
 
 VENV := .venv
 READY := $(VENV)/.ready
@@ -6,10 +6,11 @@ RUN := $(VENV)/bin/python
 # The tests start several processes each; without this every one of them takes all cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-gpu lint docs clean
+.PHONY: help setup demo test test-all test-gpu lint docs clean
 help:
 	@echo "make demo      two ranks run a small Llama through Ditron and compare it with eager"
-	@echo "make test      everything that needs no GPU"
+	@echo "make test      the tests that need no GPU, without the mutations"
+	@echo "make test-all  every case of them: hours"
 	@echo "make test-gpu  the suite that needs two or more GPUs"
 	@echo "make lint      ruff, mypy, file lengths"
 	@echo "make docs      the documentation as a site, in build/site; broken links are errors"
@@ -26,6 +27,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 2
+
+test-all: $(READY)
+	$(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -q -m gpu

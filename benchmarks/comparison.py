@@ -19,7 +19,7 @@ WIDE_INPUT = (GATHERED_OPERAND, GATHERED_PRODUCT, EXCHANGED_PRODUCT)
 MEASURED_OPS = (*OPS, *DELETED_KINDS)
 """Those that there may be rows of."""
 BASELINES = ("nccl", "gloo")
-RIVALS = (*BASELINES, "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
+RIVALS = (*BASELINES, "registered", "max_autotune", "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
 """Everybody else's contestants, in the order of the tables."""
 OURS = ("ditron", "ditron:tile", "ditron:chunked", "ditron:library")
 COMMIT = "commit"
@@ -28,6 +28,8 @@ TITLES = {
     "gemm": "cuBLAS alone",
     "nccl": "NCCL + cuBLAS",
     "gloo": "gloo",
+    "registered": "NCCL, registered",
+    "max_autotune": "NCCL + max-autotune",
     "async_tp": "async TP",
     "symm_mem:one_shot": "one-shot",
     "symm_mem:two_shot": "two-shot",
@@ -36,6 +38,19 @@ TITLES = {
     "ditron:chunked": "chunked",
     "ditron:library": "library",
 }
+
+
+NOISE = "~"
+"""Stands behind a ratio of two contestants whose samples overlap."""
+
+
+def overlap(one: Row, other: Row) -> bool:
+    """Whether the 20th to 80th percentiles of two rows have a time in common."""
+    bounds = [(row.p20_us, row.p80_us) for row in (one, other)]
+    if any(low is None or high is None for low, high in bounds):
+        return False
+    (low, high), (other_low, other_high) = bounds
+    return bool(low <= other_high and other_low <= high)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,18 @@ class Comparison:
         """Time of `above` / time of `below`, of the fastest where there are several; `limit` stands for the limit."""
         top, bottom = self._fastest(above), self._fastest(below)
         return top / bottom if top and bottom else None
+
+    def ratio_text(self, rival: str) -> str:
+        """Time of a rival / time of `auto`, with a mark where their samples overlap; `-` where one has no time."""
+        ratio = self.ratio(rival, "ditron")
+        unclear = ratio is not None and overlap(self.rows[rival], self.rows["ditron"])
+        return _number(ratio, 2) + f" {NOISE}" * unclear
+
+    @property
+    def best_rival(self) -> str:
+        """The fastest of all others, empty if none has a time."""
+        timed = {name: us for name in RIVALS if (us := self.us(name))}
+        return min(timed, key=lambda name: timed[name], default="")
 
     def _fastest(self, names: str | tuple[str, ...]) -> float | None:
         if names == "limit":
@@ -151,7 +178,7 @@ def ratios_table(
     lines = []
     for place, cell in enumerate(cells):
         line = [cell.op, cell.shape, mode(cell)]
-        line += [_number(cell.ratio(name, "ditron"), 2) for name in rivals]
+        line += [cell.ratio_text(name) for name in rivals]
         line += [_number(cell.ratio("limit", name), 2) for name in ours]
         line.append(_number(cell.rows["ditron"].skew_pct, 1) if "ditron" in cell.rows else "-")
         if targets:

@@ -20,6 +20,8 @@ from ditron_inductor.task.nodes import KINDS
 
 NAMES = tuple(name for name in (*RIVALS, *OURS) if name not in BASELINES)
 COLOURS = {
+    "registered": "#1f78b4",
+    "max_autotune": "#e7298a",
     "async_tp": "#d95f02",
     "symm_mem:one_shot": "#e6ab02",
     "symm_mem:two_shot": "#a6761d",

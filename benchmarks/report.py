@@ -25,6 +25,7 @@ from benchmarks import deleted, prose, sources
 from benchmarks.comparison import (
     COMMIT,
     MEASURED_OPS,
+    NOISE,
     TITLES,
     Comparison,
     comparisons,
@@ -52,8 +53,14 @@ DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
+BEST = "the best rival of each row"
+MARKS = f"`{NOISE}`: the samples of both overlap, from the 20th to the 80th percentile."
 OLD_ROWS = "`old` stands behind the commit of a row whose kernels have changed since."
-FIRST_COLUMNS = ("gemm", "nccl", "async_tp", "symm_mem:two_shot", "ditron", "ditron:tile", "ditron:chunked")
+FIRST_COLUMNS = (
+    "gemm",
+    *("nccl", "registered", "max_autotune", "async_tp", "symm_mem:two_shot"),
+    *("ditron", "ditron:tile", "ditron:chunked"),
+)
 """Of the table in the docs: what a reader compares."""
 
 
@@ -91,7 +98,7 @@ def results_page(rows: Sequence[Row], pictures: Sequence[Path] = ()) -> str:
                 lines += ["", f"### `{op}`", ""]
                 lines += _of_deleted(of_op)
                 lines += ["Microseconds per call:", "", times_table(of_op, "github")]
-                lines += ["", "Ratios (above 1: `auto` is faster, or at the limit):", ""]
+                lines += ["", "Ratios (above 1: `auto` is faster, or at the limit). " + MARKS, ""]
                 lines += [ratios_table(of_op, targets.column(of_op), "github")]
     for picture in pictures:
         lines += ["", f"![{picture.stem}]({picture.name})"]
@@ -137,15 +144,16 @@ def docs_part(rows: Sequence[Row]) -> str:
     lines = []
     for cell in cells:
         times = [_text(cell.us(name), 0 if (cell.us("gemm") or 0) >= 100 else 1) for name in names]
-        ratios = [_text(cell.ratio("nccl", "ditron"), 2), _text(cell.ratio("limit", "ditron"), 2)]
+        ratios = [cell.ratio_text(cell.best_rival), cell.ratio_text("nccl"), _text(cell.ratio("limit", "ditron"), 2)]
         lines.append([f"`{cell.op}`", cell.shape, mode(cell), *times, *ratios, cell.measured])
     headers = ["op", "M x N x K", "mode", *(TITLES[name] for name in names)]
-    headers += ["NCCL + cuBLAS / auto", "limit / auto", COMMIT]
+    headers += ["best rival / auto", "NCCL + cuBLAS / auto", "limit / auto", COMMIT]
     table = tabulate(lines, headers, "github", disable_numparse=True)
     return "\n".join(
         [
             f"{world}x {conditions(_rows(cells))}.",
             "Microseconds (p50, slowest rank), NVLink multicast off for everybody; `auto` is what the plan picks.",
+            MARKS,
             f"{OLD_ROWS} All rows: [`gemm_collectives.md`](../benchmarks/results/gemm_collectives.md).",
             "",
             table,
@@ -162,11 +170,13 @@ def _sentences(cells: Sequence[Comparison]) -> list[str]:
         for graph, where in ((0, "in eager mode"), (1, "inside CUDA graphs")):
             here = [cell for cell in cells if cell.op == op and cell.graph == graph]
             parts = []
-            for name in ("nccl", "async_tp", "symm_mem:two_shot"):
-                ratios = [cell.ratio(name, "ditron") for cell in here if cell.ratio(name, "ditron")]
+            for name in ("best", "nccl", "async_tp", "symm_mem:two_shot"):
+                over = [cell.ratio(cell.best_rival if name == "best" else name, "ditron") for cell in here]
+                ratios = [ratio for ratio in over if ratio]
                 if ratios:
                     number = f"{len(ratios)} row{'s' * (len(ratios) > 1)}"
-                    parts.append(f"{geometric_mean(ratios):.2f} over {TITLES[name]} ({number})")
+                    rival = BEST if name == "best" else TITLES[name]
+                    parts.append(f"{geometric_mean(ratios):.2f} over {rival} ({number})")
             if parts:
                 found.append(f"* `{op}` {where}: {', '.join(parts)}.")
     return ["Geometric means of rival / `auto`; below 1 the rival is faster.", "", *found]

@@ -26,9 +26,10 @@ from benchmarks.records import MODELS as RESULTS
 from benchmarks.records import head_commit
 
 PROGRAM = "benchmarks.models"
+CELL_LIMIT_S = 300.0
 QUICK_BUDGET_S, QUICK_ROUNDS = 235.0, 7
 QUICK_CONTESTANTS = ("eager", "inductor", "async_tp", "ditron")
-ON_GPUS = ("max_autotune", "overlap", "async_tp")
+ON_GPUS = ("max_autotune", "overlap", "registered", "auto_select", "async_tp")
 """Contestants that need GPUs, or differ from another one there only."""
 OWN = "config"
 """The name of a model that `--config` reads, in front of its folder's."""
@@ -63,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
     result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
     result.add_argument("--budget", type=float, default=500.0, help="seconds; cells that do not fit are skipped")
-    result.add_argument("--cell-limit", type=float, default=120.0, help="seconds of a cell, after which its ranks end")
+    result.add_argument(
+        "--cell-limit", type=float, default=CELL_LIMIT_S, help="seconds of a cell, after which its ranks end"
+    )
     result.add_argument("--rounds", type=int, default=10, help="most samples of each contestant in a run")
     result.add_argument("--repeats", type=int, default=1, help="runs of each cell, whose median is recorded")
     result.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")

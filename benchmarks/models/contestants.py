@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.models.architecture import Decoder
+from benchmarks.models.by_hand import ByHand
 from benchmarks.models.forms import CachedAttention, ContextAttention
 from benchmarks.models.request import OURS
+from benchmarks.rivals import registered, symmetric
 from ditron_inductor.backend import ditron
 
 Step = Callable[[], dict[str, torch.Tensor]]
@@ -31,6 +34,29 @@ def _overlap(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, fullgraph=True, dynamic=False, options={"reorder_for_compute_comm_overlap": True})
 
 
+def _auto_select(model: nn.Module) -> Callable[..., Any]:
+    problem = symmetric.auto_select_refusal()
+    if problem:
+        raise ValueError(problem)
+    return torch.compile(model, fullgraph=True, dynamic=False, options={symmetric.AUTO_SELECT: True})
+
+
+def _symm_mem(model: nn.Module) -> Callable[..., Any]:
+    options: dict[str, Any] = {"post_grad_custom_post_pass": symmetric.ByHand()}
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
+
+
+def _registered(model: nn.Module) -> Callable[..., Any]:
+    return registered.of_world(next(model.parameters()).device).calling(_inductor(model))
+
+
+def _one_shot_norm(model: nn.Module) -> Callable[..., Any]:
+    if isinstance(model, Decoder):
+        return _inductor(ByHand(model))
+    # The one that returns what its layers pass on.
+    return _inductor(type(model)(ByHand(model.model)))  # type: ignore[arg-type]
+
+
 def _async_tp(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, fullgraph=True, dynamic=False, options={"_micro_pipeline_tp": True})
 
@@ -48,6 +74,10 @@ COMPILERS: Mapping[str, Compiler] = {
     "inductor": _inductor,
     "max_autotune": _max_autotune,
     "overlap": _overlap,
+    "auto_select": _auto_select,
+    "symm_mem": _symm_mem,
+    "registered": _registered,
+    "one_shot_norm": _one_shot_norm,
     "async_tp": _async_tp,
     "ditron": _ditron,
     "ditron+trials": _ditron_with_trials,

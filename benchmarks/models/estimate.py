@@ -13,6 +13,8 @@ START_S = 20.0
 """Until the ranks are there."""
 FIRST_S, LAYER_S = 2.5, 0.8
 """Of a compilation, with Triton's kernels on disk; a step's graph and each layer in it."""
+TUNED_S = 60.0
+"""What max-autotune takes longer, to time its kernels."""
 REFERENCE = 30.0
 """Steps that one in fp32 takes as long as, without tensor cores, with its parts on their way to the host."""
 CPU_CALL_S = 6.0
@@ -37,12 +39,13 @@ def step_s(cell: Cell, arch: Architecture, world_size: int) -> float:
 
 def cell_s(request: Request, cell: Cell, world_size: int) -> float:
     """All contestants of a cell: compiled, checked, timed."""
-    names = [name for name in request.contestants if not cell.left_out(name)] + [LIMIT] * request.limit
+    arch = request.architectures[cell.model]
+    names = [name for name in request.contestants if not cell.left_out(name, arch)] + [LIMIT] * request.limit
     if request.device == "cpu":
         return CPU_CALL_S * len(names)
     # Two graphs: of training forward and backward, of a forward the one that is timed and the one with all parts.
-    compiled = (len(names) - 1) * 2.0 * (FIRST_S + LAYER_S * cell.layers)
-    step = step_s(cell, request.architectures[cell.model], world_size)
+    compiled = (len(names) - 1) * 2.0 * (FIRST_S + LAYER_S * cell.layers) + TUNED_S * ("max_autotune" in names)
+    step = step_s(cell, arch, world_size)
     # Each sample is as long as SAMPLE_US or a step, and has a step in front of it.
     sample = max(SAMPLE_US * 1e-6, step) + step
     rounds = (MIN_ROUNDS + request.rounds) / 2 * request.repeats

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.comparison import NOISE, overlap
 from benchmarks.models.charts import charts, png, png_path, svg
 from benchmarks.models.facts import Fact, merge_facts, path_of, read_facts, reasons
 from benchmarks.models.request import LIMIT, TITLES, Request
@@ -141,7 +142,10 @@ def _times(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
         cells += [_time(one, name, why.get((one.rows[0].cell, name), "")) for name in names]
         limit = one.limit_us and one.limit_us / 1e3
         cells.append(f'<td class="n" data-v="{number(limit, 5, "")}">{number(limit, 3)}</td>')
-        cells += [_gain(one.gain("inductor")), _gain(one.best_gain), f'<td class="n">{number(one.spread_pct, 1)}</td>']
+        ours, theirs = one.row("ditron"), one.row("inductor")
+        unclear = ours is not None and theirs is not None and overlap(ours, theirs)
+        cells += [_gain(one.gain("inductor"), unclear), _gain(one.best_gain, one.unclear)]
+        cells += [f'<td class="n">{number(one.spread_pct, 1)}</td>']
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f'<table class="sorts"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
@@ -154,9 +158,11 @@ def _time(one: Contest, name: str, why: str) -> str:
     return f'<td class="n" data-v="{row.p50_us:.2f}" title="{spread}">{row.p50_us / 1e3:.3f}</td>'
 
 
-def _gain(value: float | None) -> str:
+def _gain(value: float | None, unclear: bool) -> str:
+    """unclear: whether the samples of both overlap, which a mark shows."""
     mark = "" if value is None else " won" if value > GAIN else " lost" if value < LOSS else ""
-    return f'<td class="n{mark}" data-v="{number(value, 4, "")}">{number(value, 2)}</td>'
+    text = number(value, 2) + f" {NOISE}" * unclear
+    return f'<td class="n{mark}" data-v="{number(value, 4, "")}">{text}</td>'
 
 
 def _compiled(facts: Sequence[Fact]) -> str:

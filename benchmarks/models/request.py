@@ -10,9 +10,23 @@ from benchmarks.models.zoo import Cell
 
 OURS: tuple[str, ...] = ("ditron", "ditron+trials")
 """Ditron by default, and with the option `ditron.trials`."""
-CONTESTANTS: tuple[str, ...] = ("eager", "inductor", "max_autotune", "overlap", "async_tp", *OURS)
+ALL_REDUCES: tuple[str, ...] = ("auto_select", "symm_mem", "one_shot_norm")
+"""Contestants that differ from Inductor in their all-reduces alone."""
+CONTESTANTS: tuple[str, ...] = (
+    "eager",
+    "inductor",
+    "max_autotune",
+    "overlap",
+    "registered",
+    *ALL_REDUCES,
+    "async_tp",
+    *OURS,
+)
 """In the order of the tables. max_autotune: Inductor with `mode="max-autotune-no-cudagraphs"`. overlap: Inductor with
-`reorder_for_compute_comm_overlap`.
+`reorder_for_compute_comm_overlap`. registered: Inductor, with all memory in a pool that NCCL has registered.
+auto_select: Inductor with its own choice of symmetric-memory all-reduces. symm_mem: torch's one-shot and two-shot
+all-reduces in the place of every all-reduce. one_shot_norm: layers by hand, with one kernel for each all-reduce and
+its norm.
 """
 LIMIT = "limit"
 """No contestant: a rank's share alone, without communication (`alone.py`), through Inductor."""
@@ -21,6 +35,10 @@ TITLES = {
     "inductor": "Inductor",
     "max_autotune": "Inductor, max-autotune",
     "overlap": "Inductor + overlap",
+    "registered": "Inductor, registered buffers",
+    "auto_select": "Inductor, auto-select",
+    "symm_mem": "Inductor + symm_mem",
+    "one_shot_norm": "one-shot + norm",
     "async_tp": "Inductor + async TP",
     "ditron": "Ditron",
     "ditron+trials": "Ditron + trials",

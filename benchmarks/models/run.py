@@ -31,6 +31,7 @@ from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, read_csv
+from benchmarks.rivals.registered import IN_GRAPHS
 from benchmarks.session import Session
 from benchmarks.timing import interleaved, median_of_runs
 from ditron_inductor.device.registry import workspaces
@@ -228,7 +229,7 @@ class Run(Session):
         failed: list[str] = []
         for name in self.order(number):
             barred = self.barred(number, name)
-            why = cell.left_out(name) or barred
+            why = cell.left_out(name, self.architecture(cell)) or barred
             if why:
                 self.facts.append(self.fact(cell, name, why=why))
                 failed += [name] * (why == barred)
@@ -285,6 +286,9 @@ class Run(Session):
         found: dict[str, Call] = {}
         failed: list[str] = []
         for name, call in ready.items():
+            if name == "registered":
+                self.facts.append(self.fact(cell, name, graph=True, why=IN_GRAPHS))
+                continue
             self.note_journal(number, name)
             replay, got, problem = self.capture(call)
             if not problem and name != LIMIT:
@@ -345,7 +349,12 @@ class Run(Session):
     ) -> str:
         """Compile a contestant and put it into `ready` if it is right on all ranks, else return what is wrong."""
         begun = time.monotonic()
-        step = step_of(cell.phase, name, self.compilers[name], model, given)
+        step, problem = self.attempt(
+            f"compiler: {name}", lambda: step_of(cell.phase, name, self.compilers[name], model, given)
+        )
+        if problem or step is None:
+            self.facts.append(self.fact(cell, name, why=problem))
+            return problem
         with without_caches(), collect_sites() as sink:
             got, problem = self.attempt(f"first call: {name}", step)
         (seconds,) = self.clock.largest([time.monotonic() - begun])

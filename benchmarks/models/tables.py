@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks import sources
+from benchmarks.comparison import NOISE, overlap
 from benchmarks.models.facts import ALL, Fact, reasons
 from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TITLES
 from benchmarks.models.zoo import position
@@ -103,15 +104,6 @@ class Contest:
         return max(spreads, default=None)
 
 
-def overlap(one: Row, other: Row) -> bool:
-    """Whether the 20th to 80th percentiles of two rows have a time in common."""
-    bounds = [(row.p20_us, row.p80_us) for row in (one, other)]
-    if any(low is None or high is None for low, high in bounds):
-        return False
-    (low, high), (other_low, other_high) = bounds
-    return bool(low <= other_high and other_low <= high)  # type: ignore[operator]
-
-
 def aged(one: Contest, facts: Sequence[Fact]) -> str:
     """Whether the kernels of a cell have changed since it was measured, see `sources.age`."""
     row = one.rows[0]
@@ -143,10 +135,6 @@ def contestants_of(cells: Iterable[Contest]) -> list[str]:
     """Those that some cell has, in the order of the tables."""
     found = {row.contestant for one in cells for row in one.rows}
     return [name for name in CONTESTANTS if name in found]
-
-
-NOISE = "~"
-"""Stands behind a ratio of two contestants whose samples overlap."""
 
 
 def times_table(rows: Sequence[Row], facts: Sequence[Fact] = (), style: str = "simple") -> str:

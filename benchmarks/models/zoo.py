@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from benchmarks.models.architecture import Architecture
+from benchmarks.models.by_hand import refusal
+from benchmarks.rivals.registered import IN_GRAPHS
 
 PHASES = ("prefill", "decode", "training")
 FORMS = ("ar", "sp", "cp", "kv")
@@ -143,10 +145,16 @@ class Cell:
     def graph(self) -> bool:
         return self.phase == "decode"
 
-    def left_out(self, contestant: str) -> str:
-        """Why a contestant is not run, empty where it is."""
+    def left_out(self, contestant: str, arch: Architecture) -> str:
+        """Why a contestant is not run, empty where it is. arch: of the model."""
         if contestant == "async_tp" and self.form != "sp":
             return "async TP fuses gathers and scatters next to matmuls, and this form has none"
+        if contestant in ("auto_select", "symm_mem") and self.form not in ("ar", "kv"):
+            return "it replaces all-reduces, and this form has none"
+        if contestant == "registered" and self.graph:
+            return IN_GRAPHS
+        if contestant == "one_shot_norm":
+            return refusal(arch, self.form, self.phase, self.batch * self.tokens)
         return ""
 
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
+from benchmarks.ops.contest import (
+    Call,
+    Contest,
+    Make,
+    Product,
+    Setting,
+    dtype_of,
+    of_every_shard,
+    operands,
+    product_into,
+    sampled_rows,
+)
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import AllGatherMatmul
@@ -21,9 +34,16 @@ def contest(setting: Setting, cell: Cell) -> Contest:
     out = torch.empty(cell.M, cell.N, dtype=dtype, device=setting.device)
     num = len(shards)
 
-    def library(i: int) -> torch.Tensor:
-        dist.all_gather_into_tensor(gathered, shards[i % num])
-        return torch.mm(gathered, weights[i % num], out=out)
+    def baseline(make: Make, multiply: Product) -> Call:
+        whole, result = make(cell.M, cell.K, dtype=dtype), make(cell.M, cell.N, dtype=dtype)
+
+        def call(i: int) -> torch.Tensor:
+            dist.all_gather_into_tensor(whole, shards[i % num])
+            return multiply(whole, weights[i % num], result)
+
+        return call
+
+    library = baseline(functools.partial(torch.empty, device=setting.device), product_into)
 
     def gemm(i: int) -> torch.Tensor:
         return torch.mm(gathered, weights[i % num], out=out)
@@ -46,6 +66,7 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         sample=sample,
         link_bytes=(world_size - 1) * shards[0].nbytes,
     )
+    setting.expert(result, baseline)
     if setting.has_symmetric_memory:
         fused = torch.ops.symm_mem.fused_all_gather_matmul.default
 

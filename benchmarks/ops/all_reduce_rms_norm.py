@@ -6,7 +6,9 @@
 Contestants, all of a shape in one interleaved run:
 
     nccl        (matmul,) NCCL's all-reduce in place, the residual sum and the norm as one kernel of Inductor's
+    registered  the same in memory that NCCL has registered
     symm_mem    the same with torch's all-reduce in symmetric memory, one-shot or two-shot, whichever is faster
+    one_shot_norm   all of it, behind the matmul, in one kernel, as serving engines do (rivals/one_shot_norm.py)
     ditron:split    with a matmul: our matmul_all_reduce, then Inductor's kernel: what there was without this node
     ditron, ditron:tile, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
 
@@ -103,6 +105,8 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     import torch.distributed as dist
 
     from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns, library_of
+    from benchmarks.rivals import registered
+    from benchmarks.rivals.one_shot_norm import OneShotNorm, of_world
     from ditron_inductor.task import reference
     from ditron_inductor.task.nodes import (
         EXTRAS,
@@ -136,12 +140,24 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     def product(i: int, out: torch.Tensor) -> torch.Tensor:
         return torch.mm(left[i % copies], right[i % copies], out=out) if cell.K else out
 
-    def library(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        reduced = product(i, buffer)
-        dist.all_reduce(reduced)
-        return inductor_norm(reduced)
+    def by_nccl(summed: torch.Tensor) -> Any:
+        def call(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            reduced = product(i, summed)
+            dist.all_reduce(reduced)
+            return inductor_norm(reduced)
 
-    found: dict[str, Any] = {library_of(device): library}
+        return call
+
+    found: dict[str, Any] = {library_of(device): by_nccl(buffer)}
+    assert dist.group.WORLD is not None
+    if not registered.refusal(dist.group.WORLD, device):
+        found["registered"] = by_nccl(registered.of_world(device).calling(buffer.clone)())
+    if not OneShotNorm.refusal(cell.M, cell.N, 2):
+        kernel = of_world(device)
+        operand = kernel.operand((cell.M, cell.N), torch.bfloat16)
+        if not cell.K:
+            operand.copy_(left[0])
+        found["one_shot_norm"] = lambda i: kernel(product(i, operand), residual, weight, EPS)
     if device.type == "cuda":
         found |= _symmetric(cell, shared.get((cell.M, cell.N), torch.bfloat16, device), left[0], product, inductor_norm)
 
@@ -236,7 +252,7 @@ def verdict(rows: Sequence[Row]) -> str:
         return ""
     sizes = rows[0].sizes
     gain = us["nccl"] / us["ditron"]
-    best = min(us[name] for name in ("nccl", "symm_mem") if name in us)
+    best = min(us[name] for name in ("nccl", "registered", "symm_mem", "one_shot_norm") if name in us)
     needed = rows[0].graph and "K" not in sizes and int(sizes["M"]) * int(sizes["N"]) * 2 <= GAIN_BYTES
     holds = us["ditron"] <= SLOWER * best and (not needed or gain >= LEAST_GAIN)
     return f"{gain:.2f} {'PASS' if holds else 'FAIL'}"

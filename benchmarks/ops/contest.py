@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
+from benchmarks.rivals import registered
 from ditron_inductor.task import schema
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.nodes import STRATEGIES, Policy
@@ -33,6 +35,8 @@ CONTESTANTS: tuple[str, ...] = (
     "gemm",
     "nccl",
     "gloo",
+    "registered",
+    "max_autotune",
     "async_tp",
     "symm_mem:one_shot",
     "symm_mem:two_shot",
@@ -41,6 +45,10 @@ CONTESTANTS: tuple[str, ...] = (
 """Every name that a row can have, in the order of the tables."""
 
 Call = Callable[[int], torch.Tensor]
+Make = Callable[..., torch.Tensor]
+"""Makes an empty tensor of some sizes and a dtype."""
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns the product of two matrices, in the third one or in a new tensor."""
 Operands = Mapping[str, Any]
 """Of one call of an op of ours, by name."""
 
@@ -118,6 +126,21 @@ class Setting:
         """Returns whether the contestants in torch's symmetric memory can run."""
         return self.device.type == "cuda"
 
+    def expert(self, result: Contest, make: Callable[[Make, Product], Call]) -> None:
+        """Add what an expert would set up around the same collective: registered buffers, and the best product.
+
+        make: makes the baseline's call, given what makes its tensors, and what multiplies.
+        """
+        if self.device.type != "cuda":
+            return
+        assert dist.group.WORLD is not None
+        empty = functools.partial(torch.empty, device=self.device)
+        if problem := registered.refusal(dist.group.WORLD, self.device):
+            result.unable["registered"] = problem
+        else:
+            result.contestants["registered"] = make(registered.of_world(self.device).calling(empty), product_into)
+        result.contestants["max_autotune"] = make(empty, tuned_product())
+
     def site(self, op: str, strategy: str) -> str:
         """The name of the site that one of our contestants is."""
         return f"benchmark/0:{op}:{strategy}"
@@ -132,6 +155,24 @@ class Setting:
 
         has = "auto", *kind.strategies
         return {name: bound(strategy) for name, strategy in OURS.items() if strategy in has}
+
+
+def product_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """left @ right, by the library."""
+    return torch.mm(left, right, out=out)
+
+
+def tuned_product() -> Product:
+    """The same by the fastest kernel that Inductor finds with `max-autotune-no-cudagraphs`."""
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.mm(left, right)
+
+    # Every shape is a program of its own, and there are more of them than the compiler allows of one function.
+    torch._dynamo.reset()
+    compiled = torch.compile(product, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+    # In a new tensor: into a given one Inductor would copy what the library's kernel has computed.
+    return lambda left, right, out: compiled(left, right)
 
 
 def in_turns(node: Node, operands: Sequence[Operands], outputs: int | slice) -> Callable[[int], Any]:

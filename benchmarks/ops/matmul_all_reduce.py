@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Contest, Setting, dtype_of, operands, sampled_rows
+from benchmarks.ops.contest import Call, Contest, Make, Product, Setting, dtype_of, operands, product_into, sampled_rows
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -20,10 +22,17 @@ def contest(setting: Setting, cell: Cell) -> Contest:
     product = torch.empty(cell.M, cell.N, dtype=dtype_of(cell), device=setting.device)
     num = len(rows)
 
-    def library(i: int) -> torch.Tensor:
-        torch.mm(rows[i % num], weights[i % num], out=product)
-        dist.all_reduce(product)
-        return product
+    def baseline(make: Make, multiply: Product) -> Call:
+        out = make(cell.M, cell.N, dtype=dtype_of(cell))
+
+        def call(i: int) -> torch.Tensor:
+            total = multiply(rows[i % num], weights[i % num], out)
+            dist.all_reduce(total)
+            return total
+
+        return call
+
+    library = baseline(functools.partial(torch.empty, device=setting.device), product_into)
 
     def gemm(i: int) -> torch.Tensor:
         return torch.mm(rows[i % num], weights[i % num], out=product)
@@ -47,6 +56,7 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         link_bytes=2 * (world_size - 1) * product.nbytes // world_size,
         num_partials=world_size,
     )
+    setting.expert(result, baseline)
     if setting.has_symmetric_memory:
         _add_symmetric_memory(result, setting, rows, weights, product)
     given = [{"a": [left], "b": [right]} for left, right in zip(rows, weights, strict=True)]

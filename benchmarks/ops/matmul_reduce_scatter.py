@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
+from benchmarks.ops.contest import (
+    Call,
+    Contest,
+    Make,
+    Product,
+    Setting,
+    dtype_of,
+    of_every_shard,
+    operands,
+    product_into,
+    sampled_rows,
+)
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import MatmulReduceScatter
@@ -26,18 +38,27 @@ def contest(setting: Setting, cell: Cell) -> Contest:
     rights = [[weights[i] for _, weights in products] for i in range(num)]
     dtype = dtype_of(cell)
     product = torch.empty(cell.M, cell.N, dtype=dtype, device=setting.device)
-    out = torch.empty(shard_rows, cell.N, dtype=dtype, device=setting.device)
+
+    def summed(i: int, total: torch.Tensor, multiply: Product) -> torch.Tensor:
+        first, *others = zip(lefts[i % num], rights[i % num], strict=True)
+        found = multiply(*first, total)
+        for left, right in others:
+            found.addmm_(left, right)
+        return found
 
     def gemm(i: int) -> torch.Tensor:
-        first, *others = zip(lefts[i % num], rights[i % num], strict=True)
-        torch.mm(*first, out=product)
-        for left, right in others:
-            product.addmm_(left, right)
-        return product
+        return summed(i, product, product_into)
 
-    def library(i: int) -> torch.Tensor:
-        dist.reduce_scatter_tensor(out, gemm(i))
-        return out
+    def baseline(make: Make, multiply: Product) -> Call:
+        total, out = make(cell.M, cell.N, dtype=dtype), make(shard_rows, cell.N, dtype=dtype)
+
+        def call(i: int) -> torch.Tensor:
+            dist.reduce_scatter_tensor(out, summed(i, total, multiply))
+            return out
+
+        return call
+
+    library = baseline(functools.partial(torch.empty, device=setting.device), product_into)
 
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         mine = sampled_rows(shard_rows, setting.device)
@@ -55,10 +76,11 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         contestants={"gemm": gemm, setting.library: library},
         library=library,
         sample=sample,
-        link_bytes=(world_size - 1) * out.nbytes,
+        link_bytes=(world_size - 1) * product.nbytes // world_size,
         # The library rounds after each product.
         num_partials=world_size * len(products),
     )
+    setting.expert(result, baseline)
     if setting.has_symmetric_memory and cell.depths:
         result.unable["async_tp"] = "takes one product"
     elif setting.has_symmetric_memory:

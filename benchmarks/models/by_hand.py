@@ -1,0 +1,76 @@
+"""Tensor parallel layers as serving engines write them: one kernel for an all-reduce and the norm behind it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks.models.architecture import Architecture, Decoder, Seen
+from benchmarks.rivals.one_shot_norm import OneShotNorm, of_world
+
+
+@torch.library.custom_op("ditron_benchmarks::one_shot_norm", mutates_args=())
+def one_shot_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, total) of the sum of x over the ranks of the default group. x is copied to where all of them read."""
+    kernel = of_world(x.device)
+    shared = kernel.operand(tuple(x.shape), x.dtype)
+    shared.copy_(x)
+    return kernel(shared, residual.contiguous(), weight, eps)
+
+
+@one_shot_norm.register_fake
+def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    empty = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+    return empty(residual), empty(residual)
+
+
+def refusal(arch: Architecture, form: str, phase: str, tokens: int) -> str:
+    """Why a cell is not for this form, empty where it is. tokens: of all sequences."""
+    if form != "ar" or phase == "training":
+        return "the kernel of an all-reduce with its norm is for forwards with all-reduces"
+    if arch.norm != "rms" or arch.bias or arch.sandwich:
+        return "the kernel of an all-reduce with its norm has an RMS norm right behind it, without a bias"
+    return OneShotNorm.refusal(tokens, arch.hidden, torch.bfloat16.itemsize)
+
+
+class ByHand(nn.Module):
+    """The layers of a `Decoder` in the form `ar`, whose weights it shares."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        shared: dict[int, Any] = {id(one): nn.Parameter(_local(one)) for one in model.parameters()}
+        own = copy.deepcopy(model, shared)
+        for part in own.modules():
+            # Those that make DTensors of operands, and reduce results.
+            part._forward_pre_hooks.clear()
+            part._forward_hooks.clear()
+        self.layers, self.norm = own.layers, own.norm
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, seen: Seen | None = None
+    ) -> torch.Tensor:
+        norms = [*(layer.input_layernorm for layer in list(self.layers)[1:]), self.norm]
+        normed, total = self.layers[0].input_layernorm(x), x
+        for layer, following in zip(self.layers, norms, strict=True):
+            partial = layer.self_attn(normed, cos, sin, seen=seen)
+            normed, middle = _reduced(partial, total, layer.feedforward_innorm)
+            normed, total = _reduced(layer.mlp(normed), middle, following)
+            if seen is not None:
+                seen += (middle, total)
+        return normed
+
+
+def _reduced(partial: torch.Tensor, residual: torch.Tensor, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = one_shot_norm(partial, residual, norm.weight, norm.eps)  # type: ignore[arg-type]
+    return found
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()

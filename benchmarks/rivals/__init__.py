@@ -1,0 +1,1 @@
+"""What an expert would set up in place of a compiler's collectives, as contestants of both benchmarks."""

@@ -1,0 +1,179 @@
+"""The rivals that the benchmarks write themselves: that they are right, and refuse what they cannot run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from benchmarks.models.contestants import COMPILERS
+from benchmarks.rivals import registered, symmetric
+from benchmarks.rivals.one_shot_norm import MOST_BYTES, MOST_COLUMNS, MOST_PROGRAMS, OneShotNorm
+from benchmarks.tolerances import assert_near
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+
+EPS = 1e-5
+
+
+def _one_shot_norm(ctx: RankContext, shapes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    assert dist.group.WORLD is not None
+    kernel = OneShotNorm(dist.group.WORLD, ctx.device, 1 << 16)
+    same = torch.Generator().manual_seed(0)
+    own = torch.Generator().manual_seed(1 + dist.get_rank())
+    found = []
+    for number, (rows, columns) in enumerate(shapes):
+        residual, weight = torch.randn(rows, columns, generator=same), torch.randn(columns, generator=same)
+        x = kernel.operand((rows, columns), torch.float32)
+        x.copy_(torch.randn(rows, columns, generator=own))
+        summed = x.clone()
+        dist.all_reduce(summed)
+        total = summed.double() + residual.double()
+        normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
+        # x may be written again as soon as a call has ended.
+        got = kernel(x, residual, weight, EPS)
+        x.fill_(float("nan"))
+        assert_near(got[1], total, num_partials=dist.get_world_size(), what=f"total of call {number}")
+        assert_near(got[0], normed, num_partials=dist.get_world_size(), what=f"norm of call {number}")
+        found.append(got)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_all_reduce_with_its_norm_is_right_and_equal_on_all_ranks(rank_pools: RankPools, world_size: int) -> None:
+    shapes = [(3, 40), (1, 64), (MOST_PROGRAMS + 3, 8), (3, 40)]
+    first, *others = rank_pools.get("cpu", world_size).run(_one_shot_norm, shapes, timeout=90)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
+
+
+def test_what_one_shot_is_not_for_is_refused() -> None:
+    assert OneShotNorm.refusal(128, 8192, 2) == ""
+    assert "not for more than 8 MiB" in OneShotNorm.refusal(MOST_BYTES // 16384 + 1, 8192, 2)
+    assert "not for more than 16384 columns" in OneShotNorm.refusal(1, MOST_COLUMNS + 1, 2)
+
+
+def _models(ctx: RankContext) -> tuple[set[tuple[str, str]], dict[tuple[str, str], str]]:
+    import time
+
+    from benchmarks.models.request import Request
+    from benchmarks.models.run import Run
+    from benchmarks.models.zoo import MODELS, TINY, Selection, tiny
+
+    cells = tiny(Selection(models=("llama3-8b", "gemma3-27b"), phases=("prefill",), forms=("ar", "sp")).cells())
+    names = ("eager", "registered", "symm_mem", "one_shot_norm")
+    architectures = {name: MODELS[name].like(TINY) for name in MODELS}
+    run = Run(Request(tuple(cells), "cpu", architectures, names, rounds=2), ctx.device, time.monotonic())
+    run.run()
+    timed = {(row.sizes["model"] + " " + row.sizes["form"], row.contestant) for row in run.rows if row.p50_us}
+    place = {fact: f"{fact.sizes['model']} {fact.sizes['form']}" for fact in run.facts}
+    return timed, {(place[fact], fact.contestant): fact.why for fact in run.facts if fact.why}
+
+
+def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools) -> None:
+    timed, reasons = rank_pools.get("cpu", 2).run(_models, timeout=200)[0]
+    always = {(place, "eager") for place in ("llama3-8b ar", "llama3-8b sp", "gemma3-27b ar", "gemma3-27b sp")}
+    reduced = {("llama3-8b ar", "symm_mem"), ("gemma3-27b ar", "symm_mem"), ("llama3-8b ar", "one_shot_norm")}
+    assert timed == always | reduced, reasons
+    assert all("which needs GPUs" in why for (_, name), why in reasons.items() if name == "registered")
+    assert "this form has none" in reasons["llama3-8b sp", "symm_mem"]
+    assert "forwards with all-reduces" in reasons["llama3-8b sp", "one_shot_norm"]
+    assert "an RMS norm right behind it" in reasons["gemma3-27b ar", "one_shot_norm"]
+
+
+def test_every_sum_over_ranks_is_reduced_by_hand() -> None:
+    functional = torch.ops._c10d_functional
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for reduce_op in ("sum", "max"):
+        x = graph.call_function(functional.all_reduce.default, (x, reduce_op, "0"))
+        x = graph.call_function(functional.wait_tensor.default, (x,))
+    graph.output(x)
+    symmetric.ByHand()(graph)
+    graph.lint()
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    by_hand = torch.ops.ditron_benchmarks.symmetric_all_reduce.default
+    assert targets == [by_hand, functional.all_reduce.default, functional.wait_tensor.default]
+
+
+def test_a_torch_without_a_selection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "AUTO_SELECT", "_collective.no_such_choice")
+    assert f"torch {torch.__version__} has no _collective.no_such_choice" in symmetric.auto_select_refusal()
+    with pytest.raises(ValueError, match="has no _collective"):
+        COMPILERS["auto_select"](torch.nn.Linear(1, 1))
+
+
+class _Backend:
+    """One that registers pools, as NCCL's does."""
+
+    mem_allocator = "its allocator"
+
+    def __init__(self) -> None:
+        self.pools: list[object] = []
+
+    def register_mem_pool(self, pool: object) -> None:
+        self.pools.append(pool)
+
+
+class _Group:
+    def __init__(self, backend: object) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> object:
+        return self._backend
+
+
+def test_a_pool_is_registered_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[object] = []
+    backend, cuda = _Backend(), torch.device("cuda")
+
+    @contextlib.contextmanager
+    def used(pool: object, device: torch.device) -> Iterator[None]:
+        happened.append((pool, device, list(backend.pools)))
+        yield
+        happened.append("left")
+
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"a pool of {allocator}")
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", used)
+    monkeypatch.setattr(registered.torch, "zeros", lambda *size, device: size)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: happened.append("communicator"))
+    pool = registered.RegisteredPool(_Group(backend), cuda)  # type: ignore[arg-type]
+    assert pool.calling(lambda x, *, y: happened.append(x + y) or x + y)(1, y=2) == 3
+    name = "a pool of its allocator"
+    assert happened == ["communicator", (name, cuda, [name]), 3, "left"]
+
+
+def test_where_nothing_can_be_registered_that_is_said() -> None:
+    assert "needs GPUs" in registered.refusal(_Group(_Backend()), torch.device("cpu"))  # type: ignore[arg-type]
+    assert registered.refusal(_Group(_Backend()), torch.device("cuda")) == ""  # type: ignore[arg-type]
+    assert "cannot register a memory pool" in registered.refusal(_Group(object()), torch.device("cuda"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_the_kernel_compiles_for_gpus(world_size: int) -> None:
+    code = textwrap.dedent(f"""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from benchmarks.rivals.one_shot_norm import _one_shot_norm
+        tensors = dict.fromkeys(("residual", "weight", "total", "normed"), "*bf16")
+        sizes = dict.fromkeys(("M", "N", "rank"), "i32")
+        known = {{"EPS": 1e-5, "WORLD": {world_size}, "BLOCK": 8192}}
+        signature = {{"data": "*i64", "flags": "*i64", **tensors, **sizes, **dict.fromkeys(known, "constexpr")}}
+        source = ASTSource(_one_shot_norm, signature, constexprs=known)
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": 16}})
+        print(*(built.asm["ptx"].count(f"atom.global.{{order}}.sys.cas") for order in ("release", "acquire")))
+    """)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    # A signal to every rank and a wait for it, at the beginning and at the end.
+    assert done.stdout.split() == [str(2 * world_size)] * 2
