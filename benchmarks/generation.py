@@ -1,20 +1,18 @@
 """`python -m benchmarks.generation`: tokens per second of a whole model that generates with a static KV cache.
 
 The embedding, all layers and the head of a model of the zoo, with random weights, cut by DTensor's plan with all-reduces.
-A step maps the last tokens to the next ones, greedily. All contestants generate the same numbers of tokens, in turns, and
-the logits of a step of each are first compared with eager's. `:local` are steps as `ditron_inductor.serving` makes them,
-for Inductor too. `--device cpu` runs a tiny model on the interpreter: that everything works, nothing about speed.
+A step maps the last tokens to the next ones, greedily. The contestants run one after the other, each without what Dynamo
+has compiled for the one before, and the logits of a step of each are first compared with eager's. `:local` are steps as
+`ditron_inductor.serving` makes them, for Inductor too. `--device cpu` runs a tiny model on the interpreter: that everything works, nothing about speed.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +36,7 @@ MODULE = "benchmarks.generation"
 VOCABULARY = {"cuda": 128256, "cpu": 96}
 Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(tokens [B, 1], position [1]) -> (next tokens [B, 1], logits)."""
+CONTESTANTS = ("eager", "inductor", "ditron", "inductor:local", "ditron:local")
 
 
 class StaticCache(nn.Module):
@@ -80,7 +79,7 @@ class Model(nn.Module):
 
 
 def generate(step: Step, first: torch.Tensor, count: int) -> torch.Tensor:
-    """The tokens [B, count] behind `first`; the logits of the last step."""
+    """Generates `count` tokens behind `first`; the logits of the last step."""
     tokens, logits, position = first, first, torch.zeros(1, dtype=torch.long, device=first.device)
     for _ in range(count):
         torch.compiler.cudagraph_mark_step_begin()
@@ -91,17 +90,15 @@ def generate(step: Step, first: torch.Tensor, count: int) -> torch.Tensor:
     return logits
 
 
-def contestants(model: Model, device: torch.device) -> dict[str, Step]:
-    """By name. Those with local parameters have a model of their own."""
-    mode = "reduce-overhead" if device.type == "cuda" else "default"
-    local = serving.local_parameters(copy.deepcopy(model))
-    return {
-        "eager": model,
-        "inductor": torch.compile(model, mode=mode),
-        "ditron": torch.compile(model, backend="ditron", mode=mode),
-        "inductor:local": torch.compile(local, options=serving.options()),
-        "ditron:local": torch.compile(local, backend="ditron", options=serving.options()),
-    }
+def step_of(name: str, model: Model, device: torch.device) -> Step:
+    """The step of a contestant. Those with local parameters change the model, and come last."""
+    torch.compiler.reset()
+    if name == "eager":
+        return model
+    backend, _, local = name.partition(":")
+    if local:
+        return torch.compile(serving.local_parameters(model), backend=backend, options=serving.options())
+    return torch.compile(model, backend=backend, mode="reduce-overhead" if device.type == "cuda" else "default")
 
 
 def measure(session: Session, options: argparse.Namespace) -> None:
@@ -111,7 +108,6 @@ def measure(session: Session, options: argparse.Namespace) -> None:
     arch = MODELS[options.model] if device.type == "cuda" else MODELS[options.model].like(TINY)
     mesh, lines = init_device_mesh(device.type, (ranks,)), []
     for batch in options.batches:
-        torch.compiler.reset()
         torch.manual_seed(1)
         with device:
             sizes = (options.layers or arch.depth, batch, options.tokens, VOCABULARY[device.type], ranks)
@@ -119,28 +115,28 @@ def measure(session: Session, options: argparse.Namespace) -> None:
         cut(model.decoder, "ar", mesh)
         parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         first = torch.arange(1, batch + 1, device=device).view(batch, 1) % VOCABULARY[device.type]
-        seconds: dict[str, list[float]] = {}
-        steps = contestants(model, device)
+        rates: dict[str, float] = {}
         with torch.no_grad():
-            wanted = generate(steps["eager"], first, 1).clone()
-            for name, step in steps.items():
+            wanted = generate(model, first, 1).clone()
+            for name in CONTESTANTS:
+                session.say(f"batch {batch}: {name}")
+                step, seconds = step_of(name, model, device), []
                 for _ in range(3):
                     logits = generate(step, first, 1)
                 error = relative_error(logits, wanted)
                 assert error < MODEL_TOLERANCES[dtype], f"{name} differs from eager: {error:.1e}"
-            for _ in range(options.rounds):
-                for name, step in steps.items():
+                for _ in range(options.rounds):
                     synchronize(session.clock)
                     begun = time.perf_counter()
                     generate(step, first, options.tokens)
                     synchronize(session.clock)
-                    seconds.setdefault(name, []).append(max(session.agree(time.perf_counter() - begun)))
-        rates = {name: batch * options.tokens / statistics.median(each) for name, each in seconds.items()}
+                    seconds.append(max(session.agree(time.perf_counter() - begun)))
+                rates[name] = batch * options.tokens / statistics.median(seconds)
         lines.append([options.model, batch, sizes[0], *(f"{rate:.0f}" for rate in rates.values())])
     if session.rank == 0:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU device, which says nothing of speed"
         print(f"tokens per second, {options.tokens} tokens, {ranks} ranks, {where}, torch {torch.__version__}")
-        print(tabulate(lines, ["model", "batch", "layers", *rates], "github", disable_numparse=True), flush=True)
+        print(tabulate(lines, ["model", "batch", "layers", *CONTESTANTS], "github", disable_numparse=True), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
     benchmarks/results/gemm_collectives.md   every cell, with ratios and targets
     docs/when_it_pays.md                     the part between its two markers
     docs/models.md, README.md                likewise, from models.csv
+    docs/index.md                            its number
     docs/deleted.md                          likewise, from all of them
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
@@ -50,6 +51,7 @@ DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
+HOME = ROOT / "docs" / "index.md"
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
 OLD_ROWS = "`old` stands behind the commit of a row whose kernels have changed since."
@@ -196,6 +198,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         DELETED_PAGE: with_part(DELETED_PAGE.read_text(), deleted.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
         model_pages.page_path(MODELS): model_pages.page(models, facts),
+        HOME: HOME.read_text(),
         README: with_part(README.read_text(), readme_part(models, facts)),
     }
     claims = prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), read_csv(MODELS), facts)
