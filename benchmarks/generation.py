@@ -1,9 +1,10 @@
 """`python -m benchmarks.generation`: tokens per second of a whole model that generates with a static KV cache.
 
-The embedding, all layers and the head of a model of the zoo, with random weights, cut by DTensor's plan with all-reduces.
-A step maps the last tokens to the next ones, greedily. The contestants run one after the other, each without what Dynamo
-has compiled for the one before, and the logits of a step of each are first compared with eager's. `:local` are steps as
-`ditron_inductor.serving` makes them, for Inductor too. `--device cpu` runs a tiny model on the interpreter: that everything works, nothing about speed.
+The embedding, all layers and the head of a model of the zoo, with random weights, cut by DTensor's plan with
+all-reduces. A step maps the last tokens to the next ones, greedily. The contestants run one after the other, each
+without what Dynamo has compiled for the one before, and the logits of a step of each are first compared with eager's.
+`:local` are steps as `ditron_inductor.serving` makes them, for Inductor too. `--device cpu` runs a tiny model on the
+interpreter: that everything works, nothing about speed.
 """
 
 from __future__ import annotations

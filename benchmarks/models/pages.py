@@ -140,8 +140,8 @@ def _times(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
         cells.append(f'<td class="n" data-v="{number(limit, 5, "")}">{number(limit, 3)}</td>')
         cells.append(f'<td class="n">{number(one.spread_pct, 1)}</td>')
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    rows_text = "".join(lines)
-    return f'<div class=wide><table class="sorts"><thead><tr>{head}</tr></thead><tbody>{rows_text}</tbody></table></div>'
+    body = f'<thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody>'
+    return f'<div class=wide><table class="sorts">{body}</table></div>'
 
 
 def _time(one: Contest, name: str, why: str) -> str:
