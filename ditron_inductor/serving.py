@@ -23,12 +23,13 @@ def local_parameters(model: nn.Module) -> nn.Module:
     forward of its own instance, as `transformers` makes them: it may look for DTensors elsewhere than a class does.
     """
     for module in model.modules():
-        cut = {name: one for name, one in module._parameters.items() if isinstance(one, DTensor)}
+        parameters: dict[str, Any] = module._parameters
+        cut = {name: one for name, one in parameters.items() if isinstance(one, DTensor)}
         if cut and "forward" in vars(module):
             raise ValueError(f"the forward of a {type(module).__name__} was replaced: use serving.options() alone")
         if cut:
             for name, one in cut.items():
-                module._parameters[name] = nn.Parameter(one.to_local().detach(), requires_grad=False)
+                parameters[name] = nn.Parameter(one.to_local().detach(), requires_grad=False)
             own = type(module)
             readers = {name: _reader(name, one) for name, one in cut.items()}
             module.__class__ = type(own.__name__, (own,), {**readers, "__module__": own.__module__})

@@ -26,13 +26,14 @@ from benchmarks.models.zoo import MODELS
 from benchmarks.records import Row, merge_csv, newest, read_csv
 
 STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;color:#1c1c1c;max-width:1180px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;margin:.6em 0 1.6em;font-size:13px;width:100%}
-th,td{padding:.25em .55em;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}td.wide{white-space:normal}
+body{font:15px/1.45 system-ui,sans-serif;color:#1c1c1c;max-width:1370px;margin:2em auto;padding:0 1em}
+table{border-collapse:collapse;margin:.6em 0 1.6em;font-size:12px;width:100%}
+th,td{padding:.25em .4em;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}
+th{white-space:normal}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}td:last-child{white-space:normal}
 th{background:#f2f4f5;position:sticky;top:0}
 table.sorts th{cursor:pointer}table.sorts th:after{content:" \\2195";color:#999}
-div.wide{overflow-x:auto}td.won{background:#e1f2e5}td.lost{background:#fbe3e0}small,.muted{color:#666}svg{width:100%;height:auto}
+div.wide{overflow-x:auto}td.won{background:#e1f2e5}td.lost{background:#fbe3e0}small,.muted{color:#666}svg{width:100%;max-width:1100px;height:auto}
 svg text{font:11px system-ui,sans-serif;fill:#222}svg text.value{font-size:10px;fill:#555}
 .warn{background:#fff3cd;padding:.6em}
 """
