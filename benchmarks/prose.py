@@ -97,6 +97,14 @@ def readme(models: Sequence[Row], attention: Sequence[Row]) -> list[Claim]:
     ]
 
 
+def home(models: Sequence[Row]) -> list[Claim]:
+    """Of docs/index.md."""
+    decode = [one.gain("inductor") for one in contests(models) if _is(one, world=2, phase="decode")]
+    known = [gain for gain in decode if gain]
+    text = "is {} times as fast as by Inductor on two H200s**, the geometric mean of {} cells"
+    return [Claim(text, (f"{mean(known) or 0.0:.2f}", str(len(known))))]
+
+
 def _plain(row: Row) -> bool:
     """Causal, without a window or a soft cap."""
     return row.sizes["mask"] == "causal_offset" and not {"window", "softcap"} & set(row.sizes)
@@ -221,6 +229,7 @@ def pages(
     """The claims of every page. gemm, attention, models: the rows of all runs of these files."""
     return {
         root / "README.md": readme(models, attention),
+        root / "docs" / "index.md": home(models),
         root / "docs" / "models.md": whole_models(models, facts),
         root / "docs" / "when_it_pays.md": single_kernels(gemm, models),
     }

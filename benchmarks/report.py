@@ -3,6 +3,7 @@
     benchmarks/results/gemm_collectives.md   every cell, with ratios and targets
     docs/when_it_pays.md                     the part between its two markers
     docs/models.md, README.md                likewise, from models.csv
+    docs/index.md                            its number
     docs/deleted.md                          likewise, from all of them
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
@@ -39,7 +40,7 @@ from benchmarks.comparison import (
 from benchmarks.figures import picture_path
 from benchmarks.models import pages as model_pages
 from benchmarks.models.facts import path_of, read_facts
-from benchmarks.models.summary import readme_part
+from benchmarks.models.summary import means_table, readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
 from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MODELS, NORM, Row, merge_csv, newest, read_csv
@@ -51,6 +52,7 @@ DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
+HOME = ROOT / "docs" / "index.md"
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
 BEST = "the best rival of each row"
@@ -199,13 +201,14 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
     rows = newest(read_csv(results))
     pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
     models, facts = newest(read_csv(MODELS)), newest(read_facts(path_of(MODELS)))
-    part = f"{conditions(models)}.\n\n{models_part(models, facts)}"
+    part = f"{conditions(models)}.\n\n{means_table(models, by_model=True)}\n\n{models_part(models, facts)}"
     texts = {
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
         DELETED_PAGE: with_part(DELETED_PAGE.read_text(), deleted.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
         model_pages.page_path(MODELS): model_pages.page(models, facts),
+        HOME: HOME.read_text(),
         README: with_part(README.read_text(), readme_part(models, facts)),
     }
     claims = prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), read_csv(MODELS), facts)

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     taxes.add_arguments(commands.add_parser("taxes", help="what the three taxes cost a model, unfused and fused"))
     commands.add_parser("doctor", help="what of Ditron can run on this machine, and what to do about the rest")
     issue_archive.add_arguments(commands.add_parser("report", help="pack what an issue needs into one archive"))
-    commands.add_parser("bench", help="the benchmarks: ops, models or host, with their own options")
+    commands.add_parser("bench", help="the benchmarks: ops, models, host or generation, with their own options")
     arguments = parser.parse_args(given)
     if arguments.command == "doctor":
         return doctor.main()

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import figures, report, sources
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
-from benchmarks.models.summary import readme_part
+from benchmarks.models.summary import means_table, readme_part
 from benchmarks.ops import targets
 from benchmarks.ops.contest import CONTESTANTS
 from benchmarks.ops.shapes import SETS, Cell
@@ -278,8 +278,9 @@ def test_the_table_of_models_has_means_and_the_lowest_ratio() -> None:
     alone = dataclasses.replace(rows[0], op="decode")
     table, conditions = (part.splitlines() for part in readme_part([*rows, alone], []).split("\n\n"))
     assert [cell.strip() for cell in table[2].split("|")[1:-1]] == [
-        *("prefill", "big", "4x H200", "2", f"{(0.9 * 8) ** 0.5:.2f}", "4.00", "0.90", "1 of 2")
+        *("prefill", "4x H200", f"{(0.9 * 8) ** 0.5:.2f}", "4.00", "0.90", "2", "1")
     ]
+    assert means_table(rows, by_model=True).splitlines()[-1].split("|")[3].strip() == "big"
     assert len(table) == 3 and "bfloat16, torch 2, Triton 3, 2026-01-01" in conditions[0]
     assert "this holds for 1 of 2 cells" in conditions[2] and "2 of them" in conditions[3]
     assert readme_part([], []) == "Nothing has been measured yet."

@@ -126,7 +126,7 @@ def png(chart: Chart, path: Path) -> None:
     axis.set_title(chart.title, fontsize=10)
     handles, labels = axis.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    figure.legend(unique.values(), unique.keys(), loc="lower center", ncols=3, fontsize=8)
+    figure.legend(unique.values(), unique.keys(), loc="lower center", ncols=3, fontsize=8, bbox_to_anchor=(0.5, 0.02))
     figure.text(0.99, 0.003, NOTE, ha="right", fontsize=6, color="#555555")
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110, metadata={"Software": None})

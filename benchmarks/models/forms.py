@@ -196,12 +196,17 @@ def build(arch: Architecture, cell: Cell, mesh: DeviceMesh) -> Decoder:
             raise ValueError(f"{name} = {size} of {cell.model} does not divide over {world_size} ranks")
     model = decoder(arch, cell, world_size, rank, ContextAttention, CachedAttention)
     _random_vectors(model)
-    plan = _plan(cell.form)
+    return cut(model, cell.form, mesh)
+
+
+def cut(model: Decoder, form: str, mesh: DeviceMesh) -> Decoder:
+    """A decoder of a form, in place, over the mesh."""
+    plan = _plan(form)
     for layer in model.layers:
         parts = {name: style for name, style in plan.items() if _has(layer, name)}
         if parts:
             parallelize_module(layer, mesh, parts)
-    if cell.form == "sp":
+    if form == "sp":
         parallelize_module(model, mesh, {"norm": SequenceParallel(use_local_output=True)})
     return model
 

@@ -22,19 +22,19 @@ from benchmarks.models.tables import (
     number,
     reason_lines,
     report,
-    targets,
 )
 from benchmarks.models.zoo import MODELS
 from benchmarks.records import Row, merge_csv, newest, read_csv
 
 STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;color:#1c1c1c;max-width:1180px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;margin:.6em 0 1.6em;font-size:13px;width:100%}
-th,td{padding:.25em .55em;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}td.wide{white-space:normal}
+body{font:15px/1.45 system-ui,sans-serif;color:#1c1c1c;max-width:1370px;margin:2em auto;padding:0 1em}
+table{border-collapse:collapse;margin:.6em 0 1.6em;font-size:12px;width:100%}
+th,td{padding:.25em .4em;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}
+th{white-space:normal}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}td:last-child{white-space:normal}
 th{background:#f2f4f5;position:sticky;top:0}
 table.sorts th{cursor:pointer}table.sorts th:after{content:" \\2195";color:#999}
-td.won{background:#e1f2e5}td.lost{background:#fbe3e0}small,.muted{color:#666}svg{width:100%;height:auto}
+div.wide{overflow-x:auto}td.won{background:#e1f2e5}td.lost{background:#fbe3e0}small,.muted{color:#666}svg{width:100%;max-width:1100px;height:auto}
 svg text{font:11px system-ui,sans-serif;fill:#222}svg text.value{font-size:10px;fill:#555}
 .warn{background:#fff3cd;padding:.6em}
 """
@@ -46,7 +46,8 @@ return v===''||isNaN(v)?v:+v},s=d==='1'?1:-1;
 .forEach(r=>b.append(r))})));
 """
 HEADERS = ("phase", "model", "layers", "form", "tokens", "ranks")
-RATIOS = ("Inductor / Ditron", "best other / Ditron", "spread %")
+RATIOS = ("best other / Ditron", "Inductor / Ditron")
+SPREAD = "spread %"
 LOSS, GAIN = 0.98, 1.02
 ABOUT = """Layers of real shapes with random weights, hidden states in and out. Milliseconds of one step: of each rank
 the median of its samples, of the ranks the slowest. All contestants of a row come from one run, in turns in a new order
@@ -75,10 +76,6 @@ def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
         known = [fact for fact in facts if (fact.gpu, fact.world) == (gpu, world)]
         body += [f"<h2>{world} x {html.escape(gpu)}</h2>", f"<p class=muted>{html.escape(_conditions(here))}</p>"]
         body += ["<h3>Means</h3>", _means(here)]
-        if not on_cpu:
-            note = "" if world == 4 else f" The figures are for 4 GPUs; these are {world}."
-            lines = [(one.text, one.verdict) for one in targets(here, known)]
-            body += [f"<h3>Targets</h3><p class=muted>On 4 H200s.{note}</p>", _table(("target", "verdict"), lines)]
         for chart in charts(here):
             body += [f"<h3>{html.escape(chart.title)}</h3>", svg(chart)]
         body += ["<h3>Times, ms</h3>", _times(here, known)]
@@ -111,21 +108,21 @@ def _conditions(rows: Iterable[Row]) -> str:
         return ", ".join(sorted({str(getattr(row, column)) for row in taken}))
 
     software = f"torch {all_of('torch')}, Triton {all_of('triton')}"
-    return f"{all_of('dtype')}, {software}, commit {all_of('commit')}, {all_of('date')}"
+    return f"{all_of('dtype')}, {software}, {all_of('date')}"
 
 
 def _means(rows: Sequence[Row]) -> str:
-    lines = [
-        (phase, model, str(cells), number(inductor, 2), number(async_tp, 2))
+    lines = sorted(
+        (phase, model, number(inductor, 2), number(async_tp, 2), str(cells))
         for phase, model, _, cells, inductor, async_tp in mean_lines(rows)
-    ]
-    return _table(("phase", "model", "cells", "Inductor / Ditron", "async TP / Ditron"), lines)
+    )
+    return _table(("phase", "model", "Inductor / Ditron", "async TP / Ditron", "cells"), lines)
 
 
 def _table(headers: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(one)}</th>" for one in headers)
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(one)}</td>' for one in line)}</tr>" for line in lines)
-    return f'<table class="sorts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return f'<div class=wide><table class="sorts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def _times(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
@@ -133,21 +130,22 @@ def _times(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
     head = "".join(f"<th>{name}</th>" for name in HEADERS)
     names = contestants_of(contests(rows))
     titles = [TITLES[name] for name in (*names, LIMIT)]
-    head += "".join(f'<th class="n">{title}</th>' for title in (*titles, *RATIOS))
+    head += "".join(f'<th class="n">{title}</th>' for title in (*RATIOS, *titles, SPREAD))
     lines = []
     for one in contests(rows):
         sizes = one.sizes
         line = [one.phase, one.model, sizes["layers"], sizes["form"], one.tokens, str(one.where[1])]
         cells = [f"<td>{html.escape(text)}</td>" for text in line]
+        ours, theirs = one.row("ditron"), one.row("inductor")
+        unclear = ours is not None and theirs is not None and overlap(ours, theirs)
+        cells += [_gain(one.best_gain, one.unclear), _gain(one.gain("inductor"), unclear)]
         cells += [_time(one, name, why.get((one.rows[0].cell, name), "")) for name in names]
         limit = one.limit_us and one.limit_us / 1e3
         cells.append(f'<td class="n" data-v="{number(limit, 5, "")}">{number(limit, 3)}</td>')
-        ours, theirs = one.row("ditron"), one.row("inductor")
-        unclear = ours is not None and theirs is not None and overlap(ours, theirs)
-        cells += [_gain(one.gain("inductor"), unclear), _gain(one.best_gain, one.unclear)]
-        cells += [f'<td class="n">{number(one.spread_pct, 1)}</td>']
+        cells.append(f'<td class="n">{number(one.spread_pct, 1)}</td>')
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<table class="sorts"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    body = f'<thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody>'
+    return f'<div class=wide><table class="sorts">{body}</table></div>'
 
 
 def _time(one: Contest, name: str, why: str) -> str:

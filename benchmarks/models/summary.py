@@ -1,4 +1,4 @@
-"""The table of whole models for a first page: geometric means, one line per phase, model and number of ranks."""
+"""Tables of geometric means over whole models: for a first page one line per phase and machine, else per model too."""
 
 from __future__ import annotations
 
@@ -14,31 +14,40 @@ from benchmarks.models.tables import Contest, aged, contestants_of, contests
 from benchmarks.models.zoo import position
 from benchmarks.records import Row
 
-HEADERS = (
-    *("phase", "model", "GPUs", "cells"),
-    *("over the best rival", "over Inductor", "lowest, over the best", "within noise"),
-)
+RATIOS = ("over the best rival", "over Inductor", "lowest, over the best")
+NOTHING = "Nothing has been measured yet."
+
+
+def measured_cells(rows: Sequence[Row]) -> list[Contest]:
+    """Without cells that Ditron or every rival has no time of, and without rows of a CPU; with losses."""
+    return [one for one in contests(rows) if one.rows[0].gpu != "cpu" and one.best_gain]
+
+
+def means_table(rows: Sequence[Row], by_model: bool) -> str:
+    """How many times faster Ditron is than the best rival of each cell."""
+    groups: dict[tuple[str, ...], list[Contest]] = {}
+    for one in measured_cells(rows):
+        phase = f"{one.rows[0].op}, CUDA graphs" if one.rows[0].graph else one.rows[0].op
+        gpu, world = one.where
+        place = (phase, f"{world}x {gpu.removeprefix('NVIDIA ')}", *([one.model] if by_model else []))
+        groups.setdefault(place, []).append(one)
+    if not groups:
+        return NOTHING
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], *map(position, item[0][2:]), item[0][1]))
+    lines = [(*place, *_ratios(cells)) for place, cells in ordered]
+    headers = ["phase", "GPUs", *(["model"] if by_model else []), *RATIOS, "cells", "within noise"]
+    return tabulate(lines, headers, "github", disable_numparse=True)
 
 
 def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
-    """How many times faster Ditron is than the best rival of each cell, and the conditions of the measurement.
-
-    Cells that Ditron or every rival has no time of, and rows of a CPU, are left out. Losses are not.
-    """
-    measured = [one for one in contests(rows) if one.rows[0].gpu != "cpu" and one.best_gain]
+    """The short table, and the conditions of the measurement."""
+    measured = measured_cells(rows)
     if not measured:
-        return "Nothing has been measured yet."
-    groups: dict[tuple[str, str, str], list[Contest]] = {}
-    for one in measured:
-        phase = f"{one.rows[0].op}, CUDA graphs" if one.rows[0].graph else one.rows[0].op
-        gpu, world = one.where
-        groups.setdefault((phase, one.model, f"{world}x {gpu.removeprefix('NVIDIA ')}"), []).append(one)
-    ordered = sorted(groups.items(), key=lambda item: (item[0][0], position(item[0][1])))
-    lines = [(*group, str(len(cells)), *_ratios(cells)) for group, cells in ordered]
+        return NOTHING
     unclear, old = sum(one.unclear for one in measured), _old(measured, facts)
     return "\n".join(
         [
-            tabulate(lines, HEADERS, "github", disable_numparse=True),
+            means_table(rows, by_model=False),
             "",
             f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(measured)}.",
             f"The best rival of a cell is the fastest of those that ran beside Ditron in it: {_rivals(measured)}.",
@@ -54,7 +63,7 @@ def _ratios(cells: Sequence[Contest]) -> list[str]:
     best = [gain for one in cells if (gain := one.best_gain)]
     inductor = [gain for one in cells if (gain := one.gain("inductor"))]
     means = [f"{statistics.geometric_mean(gains):.2f}" if gains else "-" for gains in (best, inductor)]
-    return [*means, f"{min(best):.2f}", f"{sum(one.unclear for one in cells)} of {len(cells)}"]
+    return [*means, f"{min(best):.2f}", str(len(cells)), str(sum(one.unclear for one in cells))]
 
 
 def _rivals(cells: Sequence[Contest]) -> str:

@@ -146,12 +146,11 @@ def times_table(rows: Sequence[Row], facts: Sequence[Fact] = (), style: str = "s
         times = [number(us / 1e3, 3) if (us := one.us(name)) else "failed" if one.row(name) else "-" for name in names]
         layers, form = one.sizes["layers"], one.sizes["form"]
         place = [one.phase, f"{one.model} x {layers}", form, one.tokens, str(one.where[1])]
+        place.append(number(one.best_gain, 2) + f" {NOISE}" * one.unclear)
         limit = number(one.limit_us and one.limit_us / 1e3, 3)
-        gain = number(one.best_gain, 2) + f" {NOISE}" * one.unclear
         commit = " ".join(filter(None, (one.rows[0].commit, aged(one, known))))
-        lines.append([*place, *times, limit, gain, number(one.spread_pct, 1), commit])
-    headers = ["phase", "model", "form", "tokens", "ranks", *names, LIMIT]
-    headers += ["best other / ditron", "spread %", "commit"]
+        lines.append([*place, *times, limit, number(one.spread_pct, 1), commit])
+    headers = ["phase", "model", "form", "tokens", "ranks", "best other / ditron", *names, LIMIT, "spread %", "commit"]
     return tabulate(lines, headers, style, disable_numparse=True)
 
 

@@ -33,8 +33,8 @@ TILES = (Tile(64, 128, 4, 4), Tile(32, 256, 4, 4), Tile(128, 64, 4, 5), Tile(32,
 
 @triton.jit
 def sort_slots(experts, order, blocks, S, E, most, SLOTS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """order [most * BLOCK]: the slots by expert, each expert's padded to blocks with S. blocks [most]: their experts, or
-    -1 behind the last one.
+    """Writes order [most * BLOCK], the slots by expert, each expert's padded to blocks with S, and blocks [most], the
+    experts of these blocks, or -1 behind the last one.
     """
     slots = tl.arange(0, SLOTS)
     taken = tl.load(experts + slots, mask=slots < S, other=E).to(tl.int32)

@@ -1,4 +1,4 @@
-"""``ditron bench ops | models | host ...``: the benchmarks, from a checkout or from an installed wheel.
+"""``ditron bench ops | models | host | generation ...``: the benchmarks, from a checkout or from an installed wheel.
 
 The benchmarks are a package of their own, `benchmarks`, which ships in a folder of this one and is put on the path of
 this process and of the ranks that it starts.
@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "bench"
-PROGRAMS = {"ops": "benchmarks.ops", "models": "benchmarks.models", "host": "benchmarks.host"}
+PROGRAMS = {
+    "ops": "benchmarks.ops",
+    "models": "benchmarks.models",
+    "host": "benchmarks.host",
+    "generation": "benchmarks.generation",
+}
 WRITE = ("ops", "models")
 """The programs that write rows: into the current folder, unless `--out` says otherwise."""
 

@@ -1,0 +1,160 @@
+"""`python -m benchmarks.generation`: tokens per second of a whole model that generates with a static KV cache.
+
+The embedding, all layers and the head of a model of the zoo, with random weights, cut by DTensor's plan with
+all-reduces. A step maps the last tokens to the next ones, greedily. The contestants run one after the other, each
+without what Dynamo has compiled for the one before, and the logits of a step of each are first compared with eager's.
+`:local` are steps as `ditron_inductor.serving` makes them, for Inductor too. `--device cpu` runs a tiny model on the
+interpreter: that everything works, nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from benchmarks.launch import measure_on_ranks, num_ranks
+from benchmarks.models.architecture import Architecture, Decoder
+from benchmarks.models.forms import cut
+from benchmarks.models.zoo import MODELS, TINY
+from benchmarks.session import Session
+from benchmarks.timing import synchronize
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
+from ditron_inductor import serving
+from ditron_inductor.tools.demo_model import rotary_table
+
+MODULE = "benchmarks.generation"
+VOCABULARY = {"cuda": 128256, "cpu": 96}
+Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(tokens [B, 1], position [1]) -> (next tokens [B, 1], logits)."""
+CONTESTANTS = ("eager", "inductor", "ditron", "inductor:local", "ditron:local")
+
+
+class StaticCache(nn.Module):
+    """Attention of one token of each sequence to all before it, on a rank's heads."""
+
+    def __init__(self, arch: Architecture, batch: int, length: int, world_size: int) -> None:
+        super().__init__()
+        shape = (batch, arch.kv_heads // world_size, length, arch.head_dim)
+        self.scale = arch.scale
+        self.register_buffer("keys", torch.zeros(shape))
+        self.register_buffer("values", torch.zeros(shape))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.keys.index_copy_(2, self.position, k)
+        self.values.index_copy_(2, self.position, v)
+        seen = torch.arange(self.keys.shape[2], device=q.device) <= self.position
+        mask = seen[None, None, None, :]
+        return F.scaled_dot_product_attention(q, self.keys, self.values, mask, scale=self.scale, enable_gqa=True)
+
+
+class Model(nn.Module):
+    """Tokens to the next tokens. The position is one buffer, which all caches share."""
+
+    def __init__(self, arch: Architecture, layers: int, batch: int, length: int, vocabulary: int, ranks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, arch.hidden)
+        self.decoder = Decoder(arch, layers, lambda: StaticCache(arch, batch, length, ranks))
+        self.head = nn.Linear(arch.hidden, vocabulary, bias=False)
+        cos, sin = rotary_table(length, arch.head_dim, arch.theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.decoder.layers:
+            layer.self_attn.core.position.copy_(position)
+        hidden = self.decoder(self.embedding(tokens), self.cos[position], self.sin[position])
+        logits = self.head(hidden)
+        return logits.argmax(-1), logits
+
+
+def generate(step: Step, first: torch.Tensor, count: int) -> torch.Tensor:
+    """Generates `count` tokens behind `first`; the logits of the last step."""
+    tokens, logits, position = first, first, torch.zeros(1, dtype=torch.long, device=first.device)
+    for _ in range(count):
+        torch.compiler.cudagraph_mark_step_begin()
+        tokens, logits = step(tokens, position)
+        # A replay writes its outputs into the same memory.
+        tokens = tokens.clone()
+        position += 1
+    return logits
+
+
+def step_of(name: str, model: Model, device: torch.device) -> Step:
+    """The step of a contestant. Those with local parameters change the model, and come last."""
+    torch.compiler.reset()
+    if name == "eager":
+        return model
+    backend, _, local = name.partition(":")
+    if local:
+        return torch.compile(serving.local_parameters(model), backend=backend, options=serving.options())
+    return torch.compile(model, backend=backend, mode="reduce-overhead" if device.type == "cuda" else "default")
+
+
+def measure(session: Session, options: argparse.Namespace) -> None:
+    """All batch sizes, on this rank; rank 0 prints."""
+    device, ranks = session.clock.device, session.world_size
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    arch = MODELS[options.model] if device.type == "cuda" else MODELS[options.model].like(TINY)
+    mesh, lines = init_device_mesh(device.type, (ranks,)), []
+    for batch in options.batches:
+        torch.manual_seed(1)
+        with device:
+            sizes = (options.layers or arch.depth, batch, options.tokens, VOCABULARY[device.type], ranks)
+            model = Model(arch, *sizes).to(dtype).requires_grad_(False)
+        cut(model.decoder, "ar", mesh)
+        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+        first = torch.arange(1, batch + 1, device=device).view(batch, 1) % VOCABULARY[device.type]
+        rates: dict[str, float] = {}
+        with torch.no_grad():
+            wanted = generate(model, first, 1).clone()
+            for name in CONTESTANTS:
+                session.say(f"batch {batch}: {name}")
+                step, seconds = step_of(name, model, device), []
+                for _ in range(3):
+                    logits = generate(step, first, 1)
+                error = relative_error(logits, wanted)
+                assert error < MODEL_TOLERANCES[dtype], f"{name} differs from eager: {error:.1e}"
+                for _ in range(options.rounds):
+                    synchronize(session.clock)
+                    begun = time.perf_counter()
+                    generate(step, first, options.tokens)
+                    synchronize(session.clock)
+                    seconds.append(max(session.agree(time.perf_counter() - begun)))
+                rates[name] = batch * options.tokens / statistics.median(seconds)
+        lines.append([options.model, batch, sizes[0], *(f"{rate:.0f}" for rate in rates.values())])
+    if session.rank == 0:
+        where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU device, which says nothing of speed"
+        print(f"tokens per second, {options.tokens} tokens, {ranks} ranks, {where}, torch {torch.__version__}")
+        print(tabulate(lines, ["model", "batch", "layers", *CONTESTANTS], "github", disable_numparse=True), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=[name for name, one in MODELS.items() if one.theta], default="llama3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="layers; all of the model by default")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--tokens", type=int, default=256, help="of each sequence, which is the size of the cache")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds, after which the ranks are ended")
+    options = parser.parse_args(arguments)
+    world = num_ranks(MODULE, options.world, options.device)
+    return measure_on_ranks(MODULE, options, world, options.device, options.limit) if world else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
