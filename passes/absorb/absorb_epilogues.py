@@ -373,8 +373,9 @@ def absorb_epilogues(graph: fx.Graph, *, options: Options) -> int:
 
 def _calls(graph: fx.Graph) -> list[tuple[fx.Node, WithEpilogue]]:
     """Everything that may have an epilogue."""
-    sites = [(call, task) for call, task in task_calls(graph) if isinstance(task, WithEpilogue)]
+    found: list[tuple[fx.Node, WithEpilogue]] = []
+    found += [(call, task) for call, task in task_calls(graph) if isinstance(task, WithEpilogue)]
     for target in map(schema.overload, LOCAL_KINDS):
-        found = graph.find_nodes(op="call_function", target=target)
-        sites += [(call, schema.node_from_call(call.target, call.args)) for call in found]
-    return sites
+        local = graph.find_nodes(op="call_function", target=target)
+        found += [(call, schema.node_from_call(call.target, call.args)) for call in local]
+    return found
