@@ -96,12 +96,6 @@ def put_prepared(outbox, acc, x, tile, PRE: tl.constexpr, SLICE: tl.constexpr, H
         put_in_outbox(outbox, prepared(acc, x, elements, DTYPE, PRE).to(DTYPE), TILES)
 
 
-@triton.jit
-def place_of(source, target, WORLD: tl.constexpr):
-    """Returns which of the WORLD - 1 places in the slot of rank `target` is for `source`, another rank."""
-    return (source + WORLD - target - 1) % WORLD
-
-
 class Chunks(NamedTuple):
     """How tiles from one rank to another share flags: counters, tiles, and tiles that have one flag."""
 

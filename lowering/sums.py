@@ -44,7 +44,7 @@ class How(NamedTuple):
     one. COUNTED: several tiles share a flag. AVERAGE: a reduction takes the mean and not the sum. PRE_IN_SLICES: see
     `Arrangement`. INTERLEAVED: the rows of the owners of a reduce-scatter are interleaved. EARLY: a reduce-scatter
     publishes tiles in the middle of a product. COPY_COLUMNS: the columns that are copied at once when few rows are
-    gathered. TO_ALL: every tile goes to all ranks. PARTS: the parts of the columns that are exchanged.
+    gathered.
     """
 
     WORLD: Any
@@ -56,8 +56,6 @@ class How(NamedTuple):
     INTERLEAVED: Any = False
     EARLY: Any = False
     COPY_COLUMNS: Any = 0
-    TO_ALL: Any = False
-    PARTS: Any = 1
 
 
 @dataclass(frozen=True)

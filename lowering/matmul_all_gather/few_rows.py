@@ -45,7 +45,7 @@ from ditron_inductor.core.trace import COPY, TILE, event, now
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.lowering.partials import place_of
+from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
 from ditron_inductor.lowering.sums import Geometry, SumCall
 from ditron_inductor.task.nodes import MatmulAllGather
 
@@ -195,11 +195,11 @@ def matmul_all_gather(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the gathered products for a_i [.., K_i], b_i [K_i, N] and bias [N]; see the module."""
-    shape = (*a[0].shape[:-1], sizes.N)
+    out = gathered_like(node, a[0], sizes.N)
     call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
-        block = launch.shard_block([*shape], node.gather_dim)
+        block = launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim)
         copied = copy_columns(sizes, node.world_size, a[0].element_size())
         return call.arguments(
             M=sizes.M,
@@ -208,4 +208,4 @@ def matmul_all_gather(
             HOW=call.how(few_rows=True)._replace(COPY_COLUMNS=copied),
         )
 
-    return call.run(matmul_all_gather_kernel, arguments, a[0].new_empty(node.exchanged(shape)))
+    return call.run(matmul_all_gather_kernel, arguments, out)

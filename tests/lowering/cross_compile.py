@@ -226,9 +226,7 @@ def compile_case(case: Case) -> Compiled:
         "NORMS": Norms(HAS_RESIDUAL.value | HAS_WEIGHT.value, 1e-6, 1e-6) if case.norm else None,
         **({} if case.norm else {"given": None, "norm_outs": None}),
         "TRACE": case.trace,
-        "COPY_COLUMNS": 128,
-        "TO_ALL": case.kernel == "gathered",
-        "PARTS": 3 if case.kernel == "scattered_columns" else 1,
+                "COPY_COLUMNS": 128,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
