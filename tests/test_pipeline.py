@@ -80,6 +80,7 @@ def test_the_order_of_the_passes() -> None:
         "flash_decode",
         "review_left_alone",
         "require_fusions",
+        "expert_projections",
         "split_weights",
         "projections",
         "absorb_epilogues",

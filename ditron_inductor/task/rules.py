@@ -28,6 +28,7 @@ from ditron_inductor.task.nodes import (
     MatmulAllReduceRmsNorm,
     MatmulAllToAll,
     MatmulReduceScatter,
+    Projections,
     ReducedSum,
     ReductionWithNorm,
     ShardNorm,
@@ -142,6 +143,13 @@ def _reduced(node: ReducedSum, given: Given) -> Rules:
 def _product_gathered(node: MatmulAllGather, given: Given) -> Rules:
     first = given["a"][0]
     yield node.gather_dim < first.ndim, f"gathers dimension {node.gather_dim} of {first.ndim}"
+
+
+def _projected(node: Projections, given: Given) -> Rules:
+    x, weights = given["x"], given["weights"]
+    yield from _matmul([x] * len(weights), weights)
+    yield from _fit([x] * len(weights), weights)
+    yield from _epilogue(node, given, x.shape[0], [weight.shape[1] for weight in weights])
 
 
 def _experts(node: ExpertProjections, given: Given) -> Rules:
@@ -269,6 +277,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     MatmulReduceScatter: _scattered,
     MatmulAllGather: _product_gathered,
     MatmulAllToAll: _columns_exchanged,
+    Projections: _projected,
     ExpertProjections: _experts,
     AllReduceRmsNorm: _rows_reduced,
     MatmulAllReduceRmsNorm: _sum_reduced,

@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import TASK_KINDS, TaskNode
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.nodes import LOCAL_KINDS, TASK_KINDS, TaskNode
 from ditron_inductor.task.rules import Given, rules_of
 
 
@@ -26,19 +27,27 @@ def task_calls(graph: fx.Graph) -> list[tuple[fx.Node, TaskNode]]:
     return [(call, schema.node_from_call(call.target, call.args)) for call in calls]
 
 
+def local_calls(graph: fx.Graph) -> list[tuple[fx.Node, Node]]:
+    """The calls of our ops that communicate nothing, each with the node that it stands for."""
+    targets = map(schema.overload, LOCAL_KINDS)
+    calls = [call for target in targets for call in graph.find_nodes(op="call_function", target=target)]
+    return [(call, schema.node_from_call(call.target, call.args)) for call in calls]
+
+
 def verify_graph(graph: fx.Graph) -> None:
-    """Checks all Task nodes of a graph. Raises `InvalidTaskNode` for a wrong field, and `GraphVerificationError` for a
+    """Checks all nodes of ours in a graph. Raises `InvalidTaskNode` for a wrong field, and `GraphVerificationError` for a
     wrong call or a wrong chain.
     """
     calls = task_calls(graph)
-    for call, task in calls:
-        task.verify()
+    for call, node in [*calls, *local_calls(graph)]:
+        node.verify()
         _require(not call.kwargs, call, "has keyword arguments")
         given = len(schema.operands_of(call))
-        _require(given == task.num_tensors, call, f"has {given} operands, and its node has {task.num_tensors}")
+        _require(given == node.num_tensors, call, f"has {given} operands, and its node has {node.num_tensors}")
+        _verify_operands(call, node)
+        _verify_outputs(call, node)
+    for call, task in calls:
         _require(bool(task.site), call, "has no site name")
-        _verify_operands(call, task)
-        _verify_outputs(call, task)
     sites = Counter((task.group_name, task.site) for _, task in calls)
     for call, task in calls:
         alone = sites[task.group_name, task.site] == 1
@@ -46,7 +55,7 @@ def verify_graph(graph: fx.Graph) -> None:
     _verify_tokens(calls)
 
 
-def _verify_operands(call: fx.Node, task: TaskNode) -> None:
+def _verify_operands(call: fx.Node, task: Node) -> None:
     """Shapes, dtypes and devices of the tensors, as far as they are known: unknown sizes are not an error."""
     given: Given = {
         name: [_value(call, element) for element in value] if isinstance(value, list) else _value(call, value)
@@ -57,9 +66,9 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(any(map(_possible, alternatives)), call, problem)
 
 
-def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
+def _verify_outputs(call: fx.Node, task: Node) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    count = len(task.outputs(schema.shapes_from_call(call))) + 1
+    count = len(task.outputs(schema.shapes_from_call(call))) + isinstance(task, TaskNode)
     values = call.meta.get("val")
     _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
     for user in call.users:

@@ -36,7 +36,7 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[
 """A function of (x, experts, weights, extra tensors)."""
 
 
-class ExpertSizes(NamedTuple):
+class Sizes(NamedTuple):
     """The numbers of tokens and of tiles of one expert, K, and, for each weight, the stride from expert to expert."""
 
     T: Any
@@ -45,7 +45,7 @@ class ExpertSizes(NamedTuple):
     strides_be: Any
 
 
-class Routing(NamedTuple):
+class How(NamedTuple):
     """How tokens take experts, known at compile time: TOP_K experts each, BY_TOKEN as in the node, and whether programs
     are of slots (BY_SLOT) or of experts. RANKS and SLOTS: powers of two of at least TOP_K and the number of slots.
     """
@@ -62,7 +62,7 @@ def expert_projections_kernel(
     x, experts, weights, extras, outs, sizes, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr,
     TILES: tl.constexpr, PAIR: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """See the module. The arguments are those of `projections_kernel`, ExpertSizes and the Routing."""
+    """See the module. The arguments are those of `projections_kernel`, Sizes and How."""
     TOP_K: tl.constexpr = HOW.TOP_K
     number = tl.program_id(0) // sizes.tiles
     tile = tl.program_id(0) % sizes.tiles
@@ -165,7 +165,7 @@ def _arguments(
     S, E = experts.shape[0], weights[0].shape[0]
     tile = tiles_of(x, config)
     tiles = sum(ceil_div(weights[first].shape[2], config.block_n) for first in arrangement.first_weights)
-    routing = Routing(
+    how = How(
         TOP_K=node.top_k,
         RANKS=triton.next_power_of_2(node.top_k),
         SLOTS=triton.next_power_of_2(S),
@@ -173,13 +173,13 @@ def _arguments(
         BY_SLOT=S <= E,
     )
     values: dict[str, Any] = {
-        "sizes": ExpertSizes(S // node.top_k, tiles, x.shape[1], tuple(weight.stride(0) for weight in weights)),
+        "sizes": Sizes(S // node.top_k, tiles, x.shape[1], tuple(weight.stride(0) for weight in weights)),
         "widths": widths_of([weight[0] for weight in weights]),
         "GROUPS": arrangement.packed_groups,
         "EPILOGUE": arrangement.function,
         "TILES": tile,
         "PAIR": pair_of(tile),
-        "HOW": routing,
+        "HOW": how,
         **config.options,
     }
     return Arguments(programs=tiles * min(S, E), values=values)

@@ -61,8 +61,8 @@ from ditron_inductor.task.epilogue import (
     products,
     walk,
 )
-from ditron_inductor.task.nodes import LOCAL_KINDS, WithEpilogue
-from ditron_inductor.task.verify import task_calls
+from ditron_inductor.task.nodes import WithEpilogue
+from ditron_inductor.task.verify import local_calls, task_calls
 
 aten = torch.ops.aten
 
@@ -373,9 +373,5 @@ def absorb_epilogues(graph: fx.Graph, *, options: Options) -> int:
 
 def _calls(graph: fx.Graph) -> list[tuple[fx.Node, WithEpilogue]]:
     """Everything that may have an epilogue."""
-    found: list[tuple[fx.Node, WithEpilogue]] = []
-    found += [(call, task) for call, task in task_calls(graph) if isinstance(task, WithEpilogue)]
-    for target in map(schema.overload, LOCAL_KINDS):
-        local = graph.find_nodes(op="call_function", target=target)
-        found += [(call, schema.node_from_call(call.target, call.args)) for call in local]
-    return found
+    calls = [*task_calls(graph), *local_calls(graph)]
+    return [(call, node) for call, node in calls if isinstance(node, WithEpilogue)]

@@ -19,6 +19,7 @@ from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_ke
 from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange
+from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections_kernel
 from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_all_to_all.tile import matmul_all_to_all_kernel
@@ -39,13 +40,13 @@ KERNELS: dict[str, Any] = {
     "scattered_columns": matmul_all_to_all_kernel,
     "scattered_rows": all_to_all_matmul_kernel,
 }
-LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
+LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel, "experts": expert_projections_kernel}
 """They send nothing: no waits, no signals."""
 CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
 """What a kernel reads that notes when it did what, and where."""
-OF_WEIGHTS = ("all_gather_matmul", "projections")
+OF_WEIGHTS = ("all_gather_matmul", "projections", "experts")
 """Kernels of several products that are not added up."""
-OF_FEW_ROWS = ("one_shot", "gathered_few", "projections")
+OF_FEW_ROWS = ("one_shot", "gathered_few", "projections", "experts")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -226,7 +227,12 @@ def compile_case(case: Case) -> Compiled:
         "NORMS": Norms(HAS_RESIDUAL.value | HAS_WEIGHT.value, 1e-6, 1e-6) if case.norm else None,
         **({} if case.norm else {"given": None, "norm_outs": None}),
         "TRACE": case.trace,
-                "COPY_COLUMNS": 128,
+        "COPY_COLUMNS": 128,
+        "TOP_K": 8,
+        "RANKS": 8,
+        "SLOTS": 64,
+        "BY_TOKEN": True,
+        "BY_SLOT": True,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
@@ -251,7 +257,7 @@ def compile_case(case: Case) -> Compiled:
     def member(name: str, path: tuple[int, ...]) -> Any:
         if name in ("terms", "widths"):
             return structure(name, path)
-        count = case.length if name in (*Terms._fields, *Widths._fields) else 0
+        count = case.length if name in (*Terms._fields, *Widths._fields, "strides_be") else 0
         places = [(*path, i) for i in range(count)] if count else [path]
         if name in one_of:
             known.update(dict.fromkeys(places, 1))
@@ -279,6 +285,8 @@ def compile_case(case: Case) -> Compiled:
                 attributes |= all_aligned(place, POINTERS)
         elif name == ("stride_bk" if k_major else "stride_bn"):
             signature[name], known[place,] = "constexpr", 1
+        elif name == "experts":
+            signature[name], attributes[place,] = "*i64", aligned
         elif name in ("given", "norm_outs"):
             signature[name] = (f"*{case.dtype}",) * len(EXTRAS if name == "given" else ("", "", *SAVED))
             attributes |= {(place, i): aligned for i in range(len(signature[name]))}

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
+from ditron_inductor.lowering import config
 from ditron_inductor.lowering.expert_projections import experts_kernel as lowering
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import ExpertProjections
+from tests.lowering.assembly import dialect_of, resources
+from tests.lowering.cross_compile import NUM_WEIGHTS, compile_case
+from tests.lowering.cross_compile import Case as Compilation
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -168,3 +172,15 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
         assert_near(out, value)
     outs = lowering.prepare(node, x[:0], experts[:0], weights, extras, "tile")(x[:0], experts[:0], weights, extras)
     assert [out.shape for out in outs] == [(0, 8), (0, 8)]
+
+
+@pytest.mark.parametrize("epilogue", ["", SWIGLU], ids=["plain", "epilogue"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_compiles_for_gpus(target: str, epilogue: str) -> None:
+    for tile in (config.PAIRED_EXPERTS[16], config.EXPERTS[64]):
+        compiled = compile_case(Compilation("experts", target, tile, "bf16", epilogue=epilogue))
+        assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
+        if target == "sm_90":
+            # Several steps of K under way at once, and nothing in memory of its own.
+            assert compiled.shared_bytes > 2 * tile.block_k * (tile.block_m + tile.block_n)
+            assert resources(compiled.assembly).spilled_bytes == 0

@@ -62,15 +62,15 @@ def run_model(ctx: RankContext, setup: Setup) -> dict[str, Counter[str]]:
     whole, part = (architecture.make(setup.num_layers, setup.sizes, ctx.device) for _ in range(2))
     model = architecture.cut(part, ctx, setup.form)
     with collect_sites() as sink, without_caches(), torch.set_grad_enabled(setup.train):
-        call = _compiled(setup, model)
+        call = compiled_model(setup, model)
         for index in range(3 if setup.dynamic else 2):
-            given = _inputs(ctx, setup, index)
+            given = inputs_of(ctx, setup, index)
             with torch._dynamo.config.patch(error_on_recompile=index > 0):
-                wanted, got = _step(setup, model, model, given), _step(setup, model, call, given)
+                wanted, got = step_of(setup, model, model, given), step_of(setup, model, call, given)
             if setup.sizes.dtype is not torch.float32:
                 exact = architecture.make(setup.num_layers, setup.sizes, ctx.device).float()
                 exact = architecture.cut(exact, ctx, setup.form)
-                _assert_as_near(got, wanted, _step(setup, exact, exact, given), setup.sizes.dtype)
+                _assert_as_near(got, wanted, step_of(setup, exact, exact, given), setup.sizes.dtype)
                 continue
             _assert_near(got, wanted, setup.sizes.dtype, "compiled against eager")
             if index == 0:
@@ -87,11 +87,11 @@ def count_sites(ctx: RankContext, setup: Setup) -> dict[str, Counter[str]]:
     model = architecture.cut(architecture.make(setup.num_layers, setup.sizes, ctx.device), ctx, setup.form)
     with collect_sites() as sink, without_caches(), torch.set_grad_enabled(setup.train):
         call = torch.compile(model, backend=interpreted({}, run_fused=False), fullgraph=True)
-        _step(setup, model, call, _inputs(ctx, setup, 0))
+        step_of(setup, model, call, inputs_of(ctx, setup, 0))
     return _site_counts(sink.graphs)
 
 
-def _compiled(setup: Setup, model: Any) -> Callable[..., Any]:
+def compiled_model(setup: Setup, model: Any) -> Callable[..., Any]:
     options = {"ditron.strategy": setup.strategy}
     dynamic = True if setup.dynamic else None
     if setup.inductor:
@@ -99,7 +99,7 @@ def _compiled(setup: Setup, model: Any) -> Callable[..., Any]:
     return torch.compile(model, backend=interpreted(options), fullgraph=True, dynamic=dynamic)
 
 
-def _inputs(ctx: RankContext, setup: Setup, index: int) -> dict[str, Any]:
+def inputs_of(ctx: RankContext, setup: Setup, index: int) -> dict[str, Any]:
     """The arguments of call number `index`, the same on all ranks."""
     batch, seq_len = setup.batch, setup.seq_len
     if setup.dynamic:
@@ -118,7 +118,7 @@ def _inputs(ctx: RankContext, setup: Setup, index: int) -> dict[str, Any]:
     return given
 
 
-def _step(setup: Setup, model: Any, call: Callable[..., Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def step_of(setup: Setup, model: Any, call: Callable[..., Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What one call computes: the logits, in training the loss and all gradients too."""
     out = call(**given)
     values = {"logits": out.logits.detach()}

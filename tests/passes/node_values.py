@@ -11,7 +11,7 @@ from ditron_inductor.task import flash_decode as attention
 from ditron_inductor.task import reference, reference_attention, schema
 from ditron_inductor.task.epilogue import Epilogue
 from ditron_inductor.task.epilogue_torch import evaluate
-from ditron_inductor.task.nodes import EXTRAS, NODES, SHARD_EXTRAS, Projections
+from ditron_inductor.task.nodes import EXTRAS, LOCAL_KINDS, NODES, SHARD_EXTRAS
 from ditron_inductor.task.reference import sum_of_products
 
 
@@ -37,7 +37,7 @@ def reduced(values: list[torch.Tensor], op: str) -> torch.Tensor:
 def evaluate_nodes(kind: str, arguments: list[Any]) -> list[Any]:
     """The results of the ranks. arguments: of the op, by rank."""
     results = _BY_KIND[kind]([Call(kind, one) for one in arguments])
-    if kind == Projections.kind:
+    if kind in LOCAL_KINDS:
         return results
     return [[*one, torch.empty(1)] for one in results]
 
@@ -58,6 +58,15 @@ def _all_gather_matmul(calls: list[Call]) -> list[Any]:
 
 def _projections(calls: list[Call]) -> list[Any]:
     return [_after_epilogue(call, [call.x @ weight for weight in call.weights]) for call in calls]
+
+
+def _expert_projections(calls: list[Call]) -> list[Any]:
+    results = []
+    for call in calls:
+        rows = call.x.repeat_interleave(call.node.top_k, 0) if call.node.by_token else call.x
+        products = [torch.einsum("sk,skn->sn", rows, weight[call.experts]) for weight in call.weights]
+        results.append(_after_epilogue(call, products))
+    return results
 
 
 def _after_epilogue(call: Call, products: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,53 @@
+"""Mixtures of experts whose weights are copied for each slot, as `transformers` decodes: fused, and equal to eager."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks.tolerances import MODEL_TOLERANCES
+from ditron_inductor.report.explain import without_caches
+from tests.models.hugging_face import ARCHITECTURES, Sizes
+from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, step_of
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+
+pytest.importorskip("transformers", reason="the models are those of the extra 'models'")
+COPIES = "batched_mm"
+KIND = "expert_projections"
+
+
+def _run(ctx: RankContext, setup: Setup) -> int:
+    """Compares the compiled model with eager, at two batches; returns the number of calls of all layers."""
+    torch._dynamo.reset()
+    counters.clear()
+    architecture = ARCHITECTURES[setup.name]
+    model = architecture.cut(architecture.make(setup.num_layers, setup.sizes, ctx.device), ctx, setup.form)
+    model.set_experts_implementation(COPIES)
+    with without_caches(), torch.no_grad():
+        call = compiled_model(setup, model)
+        for index in range(2):
+            given = inputs_of(ctx, setup, index)
+            wanted, got = (step_of(setup, model, fn, given)["logits"] for fn in (model, call))
+            error = float((got - wanted).float().norm() / wanted.float().norm())
+            assert error <= MODEL_TOLERANCES[setup.sizes.dtype], f"{setup}: {error:.1e}"
+    return counters["ditron"][KIND]
+
+
+SETUPS = (
+    Setup("mixtral", "hf", num_layers=2),
+    Setup("qwen3_moe", "hf", inductor=True),
+    Setup("deepseek_v3", "hf"),
+    Setup("qwen3_moe", "hf", sizes=replace(Sizes(), dtype=torch.bfloat16), inductor=True, batch=1, seq_len=1),
+)
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> None:
+    found = rank_pools.get("cpu", 2).run(_run, setup, timeout=200)
+    # Gate and up in one call, down in another.
+    assert found == [2 * setup.num_layers] * 2
