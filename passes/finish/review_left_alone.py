@@ -3,6 +3,7 @@
     gather bf16 -> to fp8 -> _scaled_mm     no_matmul, cast_between    -> fp8_matmul
     gather int8 -> dequantize -> mm         no_matmul, cast_between    -> quantized_matmul
     _int_mm -> * scale -> reduce_scatter    pointwise_between          -> quantized_matmul
+    _grouped_mm -> index -> sum -> reduce   no_matmul, cast_between    -> grouped_matmul
     all_reduce(amax(x), "max")              reduce_op                  -> no_matmul
     fused product -> relu -> all_reduce     pointwise_between          -> already_fused
     keys -> all_to_all -> part -> attention unequal_splits, no_matmul  -> attention_parts
@@ -10,7 +11,8 @@
 A fusion looks only for the matmuls that it takes. If a chain ends in a matmul of another kind, the reason that the
 fusion gives is not the real one. So the chain is followed here: from a reduction upwards through casts, views and
 scales, and from a gather downwards through ops that make or read quantised numbers. A gather that is scaled more than
-once on the way down (a norm) does not count as next to the matmul.
+once on the way down (a norm) does not count as next to the matmul. A grouped matmul, as that of routed experts, counts
+also behind the ops that bring the slots of a token together, or the rows of an expert: they are a part of it.
 
 A reason of the collective itself, such as its reduce op, counts only if a matmul is next to it. Otherwise there is
 nothing to fuse, whatever the collective.
@@ -58,6 +60,20 @@ OWN = frozenset(
 # They move elements, cut them apart and put them together, and change none.
 MOVES: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES | {aten.cat.default, aten.view.dtype, WAIT}
 SCALES: frozenset[object] = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+ROUTES: frozenset[object] = frozenset(
+    {
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.gather.default,
+        aten.index_put.default,
+        aten.index_add.default,
+        aten.scatter_add.default,
+        aten.sum.dim_IntList,
+        aten.add.Tensor,
+        aten.where.self,
+    }
+)
+"""They bring the slots of a token together, or the rows of an expert."""
 CLAMPS: frozenset[object] = frozenset(
     {
         aten.clamp.default,
@@ -79,11 +95,16 @@ def find_other_matmul(collective: fx.Node) -> Refusal | None:
     below = None if _reduces(collective) else _below(collective)
     if below is not None:
         return below
-    for node in _upwards(collective, MOVES | proofs.CASTS | SCALES):
+    quiet = MOVES | proofs.CASTS | SCALES
+    for node in _upwards(collective, quiet):
         code = other_matmul(node)
         if code is not None:
             return code.at(node)
-    return None
+    # From a gather the routing leads down, from a reduction up.
+    near = _upwards if _reduces(collective) else _downwards
+    routed = near(collective, quiet | ROUTES)
+    found = next((node for node in routed if other_matmul(node) is ReasonCode.GROUPED_MATMUL), None)
+    return None if found is None else ReasonCode.GROUPED_MATMUL.at(found)
 
 
 def _reduces(collective: fx.Node) -> bool:

@@ -284,7 +284,7 @@ _TEXTS: dict[ReasonCode, str] = {
         "in the place of the score or without, are fused"
     ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
-    ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",
+    ReasonCode.GROUPED_MATMUL: "the grouped matmuls of routed experts are not fused with it yet; nothing to change",
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
     ReasonCode.INTERMEDIATE_USED: (
         "a tensor between it and the matmul is used elsewhere too; use the collective's result there instead"

@@ -85,6 +85,26 @@ def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return aten._grouped_mm(all_gather(x.bfloat16()), torch.stack([w, w]).bfloat16(), offsets)
 
 
+def routed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The product of each slot, of which every row of x has two, sorted by expert."""
+    S = 2 * x.shape[0]
+    order = torch.arange(S - 1, -1, -1, device=x.device)
+    ends = torch.arange(1, 3, device=x.device, dtype=torch.int32) * (S // 2)
+    return aten._grouped_mm(x.bfloat16()[order // 2], torch.stack([w, w]).bfloat16(), ends) * 0.5
+
+
+def summed_by_inverse(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = routed(x, w)
+    inverse = torch.arange(out.shape[0] - 1, -1, -1, device=x.device)
+    return out[inverse].view(-1, 2, out.shape[1]).float().sum(1).bfloat16()
+
+
+def summed_by_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = routed(x, w)
+    rows = torch.arange(out.shape[0] - 1, -1, -1, device=x.device) // 2
+    return out.new_zeros(x.shape[0], out.shape[1]).scatter_add(0, rows[:, None].expand_as(out), out)
+
+
 def to_all(x: torch.Tensor) -> torch.Tensor:
     sizes = [x.shape[0] // WORLD_SIZE] * WORLD_SIZE
     return c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, group_name()))
@@ -107,6 +127,15 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] 
     "dequantised": (dequantized, (X, W), "quantized_matmul", "dequantize_per_tensor"),
     "dequantised by hand": (dequantized_by_hand, (X, W, ONE), "quantized_matmul", "_to_copy"),
     "grouped": (grouped, (X, W), "grouped_matmul", "_grouped_mm"),
+    "gather, then routed": (lambda x, w: routed(all_gather(x), w), (X, W), "grouped_matmul", "_grouped_mm"),
+    "routed, by inverse": (lambda a, w: all_reduce(summed_by_inverse(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
+    "routed, scattered": (lambda a, w: reduce_scatter(summed_by_scatter(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
+    "a sum of fp8": (
+        lambda a, w: all_reduce(fp8(a.to(FP8), column_major(w)).float().sum(1)),
+        (A, W),
+        "no_matmul",
+        "",
+    ),
     "max of a matmul": (lambda a, w: all_reduce(a @ w, "max"), (A, W), "reduce_op", "all_reduce"),
     "max of a maximum": (lambda a, w: all_reduce((a @ w).amax(), "max"), (A, W), "no_matmul", ""),
     "max, then a matmul": (lambda a, w: all_reduce(a.exp(), "max") @ w, (A, W), "no_matmul", ""),
