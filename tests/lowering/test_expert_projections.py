@@ -177,7 +177,7 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
 @pytest.mark.parametrize("epilogue", ["", SWIGLU], ids=["plain", "epilogue"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_compiles_for_gpus(target: str, epilogue: str) -> None:
-    for tile in (config.PAIRED_EXPERTS[16], config.EXPERTS[64]):
+    for tile in (config.PAIRED_EXPERTS if epilogue else config.EXPERTS).values():
         compiled = compile_case(Compilation("experts", target, tile, "bf16", epilogue=epilogue))
         assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
         if target == "sm_90":
