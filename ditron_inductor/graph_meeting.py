@@ -129,6 +129,7 @@ class GraphMeeting:
         options = Options.of_shared(self.facts.options)
         sites = [shared_site(launch.site) for group in self.facts.groups for launch in group.after if launch.site]
         if sites and options.strict == STRICT_RUN and options.strategy != "library":
+            meetings.stopped(self.facts)
             raise DitronRunsUnfused(site=", ".join(sites), reason=reason)
 
     def _count(self, plain: str) -> None:

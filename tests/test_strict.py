@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,24 @@ def test_graphs_of_ranks_that_differ_are_such_an_obstacle(rank_pools: RankPools)
     for message in rank_pools.get("cpu", 2).run(_broken_on_one_rank, timeout=250.0):
         assert "/0:matmul_all_reduce" in message and "can run only by the library" in message
         assert "the graphs of the ranks have" in message
+
+
+def _fused_after_it(ctx: RankContext) -> tuple[str, str]:
+    def fused(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x.cos() @ w, "sum", ctx.group_name)
+
+    refused = _broken_on_one_rank(ctx)
+    if ctx.rank == 1:
+        # Rank 0 looks for its peer's entry before that is there.
+        time.sleep(1.0)
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    options = {"ditron.strict": "run", "ditron.strategy": "tile"}
+    return refused, _message(lambda: torch.compile(fused, backend="ditron", options=options)(x, w))
+
+
+def test_a_graph_that_raised_is_left_behind_by_all_ranks(rank_pools: RankPools) -> None:
+    for refused, after in rank_pools.get("cpu", 2).run(_fused_after_it, timeout=250.0):
+        assert "can run only by the library" in refused and after == ""
 
 
 def test_each_compilation_raises_and_no_other(rank_pools: RankPools) -> None:

@@ -92,6 +92,10 @@ class GroupLog:
         """Notes that up to a position the peer is in a graph whose collectives are all the library's."""
         self._inside[peer] = max(self._inside[peer], position)
 
+    def stopped(self, position: int) -> None:
+        """Notes that no peer is in a graph that goes on behind a position."""
+        self._inside = [min(inside, position) for inside in self._inside]
+
     def _look(self, peer: int) -> LogEntry | None:
         key = self._place(peer, self._read[peer])
         if not self.store.check([key]):

@@ -42,6 +42,8 @@ from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogE
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
 
 CLOSED = "closed"
+CLOSED_FOR_GOOD = "closed for good"
+"""What a register holds if its rank, or one that waited for it, runs plain: this time, or at all later calls too."""
 FIRST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
 GAVE_UP = "a peer gave up waiting"
@@ -122,6 +124,12 @@ class Meetings:
             log = self._log(group.name)
             for peer, count in agreement.counts.get(group.name, {}).items():
                 log.runs_plain(peer, position_of(log.group, group) + count)
+
+    def stopped(self, facts: GraphFacts) -> None:
+        """Notes that a graph ends before its first collective on all ranks, as an option of all of them asks for."""
+        for group in facts.groups:
+            log = self._log(group.name)
+            log.stopped(position_of(log.group, group))
 
     def forget(self, process_group: dist.ProcessGroup, life: str) -> None:
         """Forgets what was decided in a group, so that its ranks meet anew for all graphs. They have come together in a
@@ -269,13 +277,16 @@ class _Meeting:
                     return entry
                 if entry is None:
                     continue
-                closed = entry.uid != NOBODY and self._read(entry.uid) == CLOSED
+                said = None if entry.uid == NOBODY else self._read(entry.uid)
+                closed = said in (CLOSED, CLOSED_FOR_GOOD)
                 if closed and program_of(entry.facts) != program_of(own.facts):
                     # The entry is that of an earlier graph, behind which only fused calls have run.
                     continue
                 seen[peer] = entry
                 if closed:
-                    return Elsewhere(f"{ranks_text([peer])} gave up waiting at this point", False)
+                    # A peer that does not come again is not waited for again.
+                    gave_up = f"{ranks_text([peer])} gave up waiting at this point"
+                    return Elsewhere(gave_up, said == CLOSED_FOR_GOOD)
         return None
 
     def _conclude(self, own: Mapping[str, Any], verdicts: Sequence[Verdict]) -> Agreement | Decision:
@@ -287,8 +298,8 @@ class _Meeting:
             if uid in said:
                 continue
             text = self._wait_for(uid)
-            if text == CLOSED:
-                return Decision(plain=GAVE_UP, final=False)
+            if text in (CLOSED, CLOSED_FOR_GOOD):
+                return Decision(plain=GAVE_UP, final=text == CLOSED_FOR_GOOD)
             said[uid] = json.loads(text)
             for uids in said[uid]["seen"].values():
                 open_ones += [other for other in uids if other not in said and other != NOBODY]
@@ -324,8 +335,8 @@ class _Meeting:
         return f"{', '.join(missing)} did not bring a compiled graph within {self.limit_s:g} s" if missing else ""
 
     def _close(self, why: Elsewhere) -> Decision:
-        self._write(self.uid, CLOSED)
-        return Decision(plain=why.reason, final=why.for_good)
+        held = self._write(self.uid, CLOSED_FOR_GOOD if why.for_good else CLOSED)
+        return Decision(plain=why.reason, final=held == CLOSED_FOR_GOOD)
 
     def _wait_for(self, uid: str) -> str:
         """Waits for a register and returns what it holds in the end: "closed" if its owner does not write into it in
