@@ -12,6 +12,8 @@ from torch.distributed import _functional_collectives as funcol
 
 import ditron_inductor
 import ditron_inductor.backend  # the name, where the package is not installed
+from ditron_inductor.device import groups
+from ditron_inductor.device.meetings import meetings
 from tests.ranks import RankContext, RankPools
 
 # The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.
@@ -105,6 +107,34 @@ def _fused_after_it(ctx: RankContext) -> tuple[str, str]:
 def test_a_graph_that_raised_is_left_behind_by_all_ranks(rank_pools: RankPools) -> None:
     for refused, after in rank_pools.get("cpu", 2).run(_fused_after_it, timeout=250.0):
         assert "can run only by the library" in refused and after == ""
+
+
+def _gives_up_for_good(ctx: RankContext) -> list[int]:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x.tanh() @ w, "sum", ctx.group_name)
+
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    log = meetings._log(ctx.group_name)
+    if ctx.rank == 0:
+        # As after an exception in the middle of a graph: the peer is not there any more.
+        log.runs_plain(1, 1 << 20)
+    else:
+        time.sleep(1.0)
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="ditron", options={"ditron.strategy": "tile"})
+        assert torch.equal(compiled(x, w), fn(x, w))
+        found.append(log._written)
+    log.stopped(0)
+    meetings.forget(groups.find(ctx.group_name), f"{ctx.seed}")
+    return found
+
+
+def test_a_rank_that_gives_up_for_good_tells_its_peers(rank_pools: RankPools) -> None:
+    for first, second in rank_pools.get("cpu", 2).run(_gives_up_for_good, timeout=250.0):
+        # What is compiled again meets nobody again.
+        assert first == second
 
 
 def test_each_compilation_raises_and_no_other(rank_pools: RankPools) -> None:
