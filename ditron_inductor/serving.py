@@ -52,8 +52,8 @@ def options(cudagraphs: bool | None = None, **more: Any) -> dict[str, Any]:
     """Options of ``torch.compile(..., backend="ditron")`` for steps of a model that nobody changes between two steps.
 
     They leave out the checks of the model's modules and parameters, and capture the step in CUDA graphs: by default
-    where there is a GPU. Without these checks Dynamo cannot tell two models of one class apart: serve one of a class in
-    a process, and call `torch.compiler.reset` before another one. Further options go beside them:
+    where there is a GPU. Several models of one class in a process are not tested, and failed once with a KeyError: serve
+    one of a class, and call `torch.compiler.reset` before another one. Further options go beside them:
     ``options(**{"ditron.strategy": "tile"})``.
     """
     found: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
