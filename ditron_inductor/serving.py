@@ -52,7 +52,7 @@ def options(cudagraphs: bool | None = None, **more: Any) -> dict[str, Any]:
     """Options of ``torch.compile(..., backend="ditron")`` for steps of a model that nobody changes between two steps.
 
     They leave out the checks of the model's modules and parameters, and capture the step in CUDA graphs: by default
-    where there is a GPU. Several models of one class in a process are not tested, and failed once with a KeyError: serve
+    where there is a GPU. Several models of one class in a process are not tested, and failed once by KeyError. Serve
     one of a class, and call `torch.compiler.reset` before another one. Further options go beside them:
     ``options(**{"ditron.strategy": "tile"})``.
     """
