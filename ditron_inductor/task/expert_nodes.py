@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, SharedOperand
+from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, LocalProducts
 from ditron_inductor.task.node import Output, Shapes, Sizes, Slots
-from ditron_inductor.task.policy import STRATEGIES, check
+from ditron_inductor.task.policy import check
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ExpertProjections(SharedOperand):
+class ExpertProjections(LocalProducts):
     """out_i[s] = x[row of s] @ weight_i[experts[s]] for every slot s and every weight i, or what an epilogue makes of
     that. A slot is a token's use of one expert; each of the T tokens has `top_k` of them. No site.
 
@@ -32,9 +32,8 @@ class ExpertProjections(SharedOperand):
     strategy: str = "auto"
 
     def verify(self) -> None:
-        self.verify_epilogue()
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
-        check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+        super().verify()
 
     def slots(self) -> Slots:
         return (("x", None), ("experts", None), ("weights", self.num_weights), *self.extra_slots())

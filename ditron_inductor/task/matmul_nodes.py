@@ -216,8 +216,18 @@ class ReducedSum(WithEpilogue, SummedMatmul):
         super().verify()
 
 
+class LocalProducts(SharedOperand):
+    """A node that multiplies one tensor by several weights and communicates nothing: no site."""
+
+    strategy: str
+
+    def verify(self) -> None:
+        self.verify_epilogue()
+        check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+
+
 @dataclass(frozen=True)
-class Projections(SharedOperand):
+class Projections(LocalProducts):
     """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site.
 
     x is [M, K], each out_i [M, N_i].
@@ -228,10 +238,6 @@ class Projections(SharedOperand):
     num_extras: int = 0
     epilogue: str = ""
     strategy: str = "auto"
-
-    def verify(self) -> None:
-        self.verify_epilogue()
-        check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
     def slots(self) -> Slots:
         return (("x", None), ("weights", self.num_weights), *self.extra_slots())

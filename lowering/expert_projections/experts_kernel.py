@@ -24,11 +24,11 @@ import triton.language as tl
 from ditron_inductor.core.matmul import Rows
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import EXPERTS, PAIRED_EXPERTS, Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, extras_or
+from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
-from ditron_inductor.lowering.projections.projections_kernel import pair_of, store_projections, tiles_of
+from ditron_inductor.lowering.projections.projections_kernel import pair_of, store_projections, tensors_of, tiles_of
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -122,14 +122,8 @@ def prepare(
     def run(
         x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        outs = arrangement.new_outputs(x, experts.shape[0], weights)
-        tensors = {
-            "x": x,
-            "experts": experts,
-            "weights": tuple(weights[index] for index in arrangement.weights),
-            "extras": extras_or(x, extras),
-            "outs": tuple(outs[index] for index in arrangement.outputs),
-        }
+        outs, tensors = tensors_of(arrangement, experts.shape[0], x, weights, extras)
+        tensors["experts"] = experts
         launcher(handle_for(x), lambda: arguments, (), (), tensors)
         return outs
 

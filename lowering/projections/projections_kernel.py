@@ -114,17 +114,29 @@ def prepare(
     arguments = _arguments(x, [weights[index] for index in arrangement.weights], arrangement, config)
 
     def run(x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outs = arrangement.new_outputs(x, M, weights)
-        tensors = {
-            "x": x,
-            "weights": tuple(weights[index] for index in arrangement.weights),
-            "extras": extras_or(x, extras),
-            "outs": tuple(outs[index] for index in arrangement.outputs),
-        }
+        outs, tensors = tensors_of(arrangement, M, x, weights, extras)
         launcher(handle_for(x), lambda: arguments, (), (), tensors)
         return outs
 
     return run
+
+
+def tensors_of(
+    arrangement: Arrangement,
+    rows: int,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Returns the new outputs of a call, with so many rows, and the tensors that the kernel takes by name."""
+    outs = arrangement.new_outputs(x, rows, weights)
+    tensors = {
+        "x": x,
+        "weights": tuple(weights[index] for index in arrangement.weights),
+        "extras": extras_or(x, extras),
+        "outs": tuple(outs[index] for index in arrangement.outputs),
+    }
+    return outs, tensors
 
 
 def by_library(node: Projections, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Runner:

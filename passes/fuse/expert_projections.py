@@ -23,6 +23,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
   of them exist;
 * the number of tokens is dynamic, or more than `MOST_EXPERT_TOKENS`;
 * the copied weights have another reader, or the product is not used as [S, N];
+* something writes into x, the experts or the weight;
 * the contracted dimension of the weight is not contiguous, as in the plans that store experts as [E, K, N];
 * the dtype is none of bfloat16, float16 and float32.
 """
@@ -38,6 +39,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
@@ -95,11 +97,12 @@ def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> M
     if result is None:
         return None
     views = proofs.views_up(rows)
-    x = _repeated(views[-1], S // top_k, top_k)
-    if x is not None:
-        return Match(bmm, x, experts, weight, result, swapped, True, top_k)
-    of_slots = _of_shape(views, (S, value.shape[contracted])) or rows
-    return Match(bmm, of_slots, experts, weight, result, swapped, False, top_k)
+    of_tokens = _repeated(views[-1], S // top_k, top_k)
+    x = of_tokens or _of_shape(views, (S, value.shape[contracted])) or rows
+    if written((x, experts, weight)) is not None:
+        # The call would read it later than the copy does.
+        return None
+    return Match(bmm, x, experts, weight, result, swapped, of_tokens is not None, top_k)
 
 
 def _slots_of_a_token(experts: fx.Node, num_experts: Any) -> int | None:

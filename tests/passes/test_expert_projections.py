@@ -162,6 +162,16 @@ def test_copies_with_another_reader_stay() -> None:
     assert calls(traced(fn, X, SCORES, GATE_UP, NORM)) == 0
 
 
+def test_weights_that_are_written_to_stay() -> None:
+    module = traced(chosen_by(by_topk), X, SCORES, GATE_UP, NORM)
+    (weight,) = [node for node in module.graph.nodes if node.op == "placeholder" and "weight" in node.name]
+    (bmm,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+    with module.graph.inserting_before(bmm):
+        zero = module.graph.call_function(torch.ops.aten.zero_.default, (weight,))
+    zero.meta["val"] = weight.meta["val"]
+    assert calls(module) == 0
+
+
 @pytest.mark.parametrize("tokens", [MOST_EXPERT_TOKENS, MOST_EXPERT_TOKENS + 1])
 def test_few_tokens_only(tokens: int) -> None:
     module = traced(chosen_by(by_topk), torch.empty(tokens, D), torch.empty(tokens, E), GATE_UP, NORM)
