@@ -187,7 +187,7 @@ DECLARED: tuple[Option, ...] = (
         meaning="Work between all-reduces is divided among the ranks: where it pays, wherever it is possible, never.",
     ),
     Option(
-        "trials", False, _switch, _switch_of_text, values="True or False",
+        "trials", True, _switch, _switch_of_text, values="True or False",
         meaning="The first calls of a site try several strategies, and the fastest is kept.",
     ),
     Option(

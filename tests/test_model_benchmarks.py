@@ -202,7 +202,8 @@ def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], lis
 
     import torch
 
-    from benchmarks.models.run import TRIAL_STEPS, Run
+    from benchmarks.models.run import Run
+    from ditron_inductor.task import trial
     from tests.models.interpreted import interpreted
 
     def ditron(model: Any) -> Callable[..., Any]:
@@ -223,15 +224,16 @@ def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], lis
     def trying(model: Any) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             steps.append(len(steps))
-            return model(*given)
+            return compiled(*given)
 
+        compiled = ditron(model)
         return call
 
-    compilers = {"eager": lambda model: model, "ditron": ditron, "inductor": wrong, "async_tp": broken}
-    compilers["ditron+trials"] = trying
+    compilers = {"eager": lambda model: model, "ditron": trying, "inductor": wrong, "async_tp": broken}
+    compilers["ditron:planned"] = lambda model: model
     run = Run(request, ctx.device, time.monotonic(), compilers)
     run.run()
-    assert len(steps) > TRIAL_STEPS * len(request.cells), "trials end before anything is timed"
+    assert len(steps) > trial.ALL_CALLS * (len(request.cells) - 1), "trials end before anything is timed"
     again = Run(replace(request, missing=True, limit=False), ctx.device, time.monotonic(), compilers)
     again.run()
     # What has no limit yet is missing where that is wanted.
@@ -246,7 +248,7 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     architectures = {name: one.like(TINY) for name, one in MODELS.items()}
     barred = tuple(Barred(number, name, "the ranks ended in it") for number, name in ((1, "ditron"), (0, "limit")))
     out = str(tmp_path / "models.csv")
-    names = ("eager", "inductor", "async_tp", "ditron", "ditron+trials")
+    names = ("eager", "inductor", "async_tp", "ditron", "ditron:planned")
     request = Request(chosen, "cpu", architectures, names, rounds=2, out=out, barred=barred, limit=True)
     rows, facts, again, present = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
     assert again == [], "cells that the results have were measured again"
@@ -260,7 +262,7 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     of_limit = {op: why for (op, contestant), why in reasons.items() if contestant == "limit"}
     assert of_limit == {chosen[0].phase: "the ranks ended in it"}, reasons
     right = {(fact.op, fact.contestant) for fact in facts if not fact.why}
-    always = {(op, name) for op in PHASES for name in ("eager", "ditron+trials")}
+    always = {(op, name) for op in PHASES for name in ("eager", "ditron:planned")}
     assert right == always | {("prefill", "ditron"), ("decode", "ditron")}, reasons
     assert {(row.op, row.contestant) for row in rows if row.p50_us} == right
     for phase in ("prefill", "training"):

@@ -65,8 +65,8 @@ def _ditron(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, backend=ditron, fullgraph=True, dynamic=False)
 
 
-def _ditron_with_trials(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, backend=ditron, fullgraph=True, dynamic=False, options={"ditron.trials": True})
+def _ditron_planned(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend=ditron, fullgraph=True, dynamic=False, options={"ditron.trials": False})
 
 
 COMPILERS: Mapping[str, Compiler] = {
@@ -80,7 +80,7 @@ COMPILERS: Mapping[str, Compiler] = {
     "one_shot_norm": _one_shot_norm,
     "async_tp": _async_tp,
     "ditron": _ditron,
-    "ditron+trials": _ditron_with_trials,
+    "ditron:planned": _ditron_planned,
 }
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from benchmarks.models.architecture import Architecture
 from benchmarks.models.zoo import Cell
 
-OURS: tuple[str, ...] = ("ditron", "ditron+trials")
-"""Ditron by default, and with the option `ditron.trials`."""
+OURS: tuple[str, ...] = ("ditron", "ditron:planned")
+"""Ditron by default, and without the option `ditron.trials`."""
 ALL_REDUCES: tuple[str, ...] = ("auto_select", "symm_mem", "one_shot_norm")
 """Contestants that differ from Inductor in their all-reduces alone."""
 CONTESTANTS: tuple[str, ...] = (
@@ -41,7 +41,7 @@ TITLES = {
     "one_shot_norm": "one-shot + norm",
     "async_tp": "Inductor + async TP",
     "ditron": "Ditron",
-    "ditron+trials": "Ditron + trials",
+    "ditron:planned": "Ditron, no trials",
     LIMIT: "limit",
 }
 

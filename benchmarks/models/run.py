@@ -46,9 +46,7 @@ STEPS = 4
 """Of a sample outside CUDA graphs, at least, one after the other as where a model trains or serves: the host may be
 ahead by more than a kernel.
 """
-TRYING = "ditron+trials"
-TRIAL_STEPS = 1 + trial.CALLS * 3
-"""After which every trial of a step has ended: so many calls by each of three strategies, and the one that decides."""
+TRYING = "ditron"
 TIMING = "timing"
 TIMING_SHARE = 0.5
 """Of a cell's limit, at most, for its rounds."""
@@ -365,7 +363,7 @@ class Run(Session):
         peak: float | None = None
         if not problem and name == TRYING:
             # A capture takes what was decided before it, and no trial is to be timed.
-            _, problem = self.attempt("trials", lambda: [step() for _ in range(TRIAL_STEPS)])
+            _, problem = self.attempt("trials", lambda: [step() for _ in range(trial.ALL_CALLS)])
         if not problem:
             peak, problem = self.peak_mib(step)
         if self.captures(cell) and not problem:

@@ -37,7 +37,7 @@ class Capabilities:
     `arch` is "sm_90", "gfx942", "interpreter" or "cpu". `num_sms` is the smallest of the ranks' devices. `peer_access`:
     every rank can load and store the memory of every other. `tile_available`: the `tile` kernels can run, which needs
     peer access. A reason is a sentence without a full stop, empty if the flag beside it is True. `in_band`: kernels may
-    send in band. `launch_us`: the microseconds of a launch on the slowest rank's host (see host_speed.py).
+    send in band.
     """
 
     device_type: str
@@ -50,7 +50,6 @@ class Capabilities:
     tile_available: bool
     tile_reason: str
     in_band: bool = False
-    launch_us: float = 0.0
 
     def without_peer_access(self, reason: str) -> Capabilities:
         """Returns the same capabilities without peer access, because mapping each other's memory failed for `reason`.
@@ -65,7 +64,7 @@ class RankFacts:
     `host` is equal for processes that can hand each other memory: one machine, one container. `device_id` is the UUID
     of a GPU, or "cpu". `peers` maps the other devices that this process sees to whether it can access their memory.
     `tile_problem` says why this rank alone could not run a `tile` kernel, or is empty. `in_band`: kernels of this rank
-    may send in band. `launch_us`: microseconds of the host for a launch, 0 if nobody has measured.
+    may send in band.
     """
 
     host: str
@@ -77,7 +76,6 @@ class RankFacts:
     peers: dict[str, bool]
     tile_problem: str
     in_band: bool = False
-    launch_us: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -194,7 +192,6 @@ def combine(ranks: Sequence[RankFacts]) -> Capabilities:
         tile_available=not (tile_reason or peer_reason),
         tile_reason=tile_reason or peer_reason,
         in_band=all(facts.in_band for facts in ranks),
-        launch_us=max(facts.launch_us for facts in ranks),
     )
 
 

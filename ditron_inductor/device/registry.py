@@ -6,7 +6,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from ditron_inductor.device import groups
 from ditron_inductor.device.calibrate import PollRates
 from ditron_inductor.device.capabilities import probe
 from ditron_inductor.device.handshake import AgreedOptions, agree_options, shake_hands
-from ditron_inductor.device.host_speed import launch_us
 from ditron_inductor.device.session import meet
 from ditron_inductor.device.watchdog import Watchdog
 from ditron_inductor.device.workspace import SharedWorkspace, Workspace
@@ -126,8 +124,7 @@ class Registry:
             first_s = max(timeout_s, self.first_timeout_s)
             session = meet(group, f"open/{device.type}", "begin to use the group", first_s)
             table = self._table() if callable(self._table) else self._table
-            facts = replace(probe(device), launch_us=launch_us(device))
-            agreement = shake_hands(session, options, facts, table, first_s)
+            agreement = shake_hands(session, options, probe(device), table, first_s)
             shared = SharedWorkspace(session, device, agreement, self._rates, timeout_s)
             self._offers[shared] = table
             if agreement.capabilities.tile_available:

@@ -36,14 +36,8 @@ if only a shape close to it was.
 SLOW_HOST = 3.0
 """In eager mode the time of a strategy is at least the time that its launches take on the host. That is `Node.host_us`,
 measured with one op that is called again and again, times this factor: in the middle of a model, on hosts that share
-their cores, launches took 3 to 4 times as long.
+their cores, launches took 3 to 4 times as long. What they take on the very host is found by a trial.
 """
-SLOWEST_HOST = 12.0
-"""The largest value of the factor SLOW_HOST, for a group whose slowest host was measured."""
-HOST_SPREAD = 1.5
-"""In the middle of a model, launches take this much longer than back to back."""
-LAUNCH_US = 11.0
-"""The time of an eager torch.mm on the hosts where `Node.host_us` was measured."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,6 @@ class PlanRequest:
         workspace_limit: the bytes of symmetric memory that the site may use.
         device_type, device_name: `cuda` or `cpu`, and the name that the driver gives the GPU.
         tile, chunked: what these strategies require; NOTHING for a strategy that the kind lacks.
-        launch_us: microseconds of a launch on the slowest host of the group, 0 if unknown.
         strict: whether an obstacle that leaves only the library is an error.
     """
 
@@ -69,7 +62,6 @@ class PlanRequest:
     device_name: str
     tile: Requirement = NOTHING
     chunked: Requirement = NOTHING
-    launch_us: float = 0.0
     strict: bool = False
 
     def wants(self, strategy: str) -> Requirement:
@@ -134,7 +126,6 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
         best, reason, exact = _best_measured(request, known, able)
         if best:
-            reason += _of_the_host(request)
             settled = exact and source == "your table"
             return Choice(best, f"measured ({source}): {reason}", predicted, "table", settled=settled)
     if predicted is None:
@@ -142,7 +133,6 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
         return _hindered(request, reason, predicted)
     best = _best(request, predicted, {strategy: cost.least_gain(problem, strategy) for strategy in able})
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
-    times += _of_the_host(request)
     return Choice(best, f"predicted: {times}", predicted, "model")
 
 
@@ -202,27 +192,9 @@ def _best(request: PlanRequest, us: Mapping[str, float], gains: Mapping[str, flo
     """
     problem = request.problem
     if request.device_type != "cpu" and not problem.captured:
-        slow = slow_host(request.launch_us)
-        us = {strategy: max(time, slow * cost.host_us(problem, strategy)) for strategy, time in us.items()}
+        us = {strategy: max(time, SLOW_HOST * cost.host_us(problem, strategy)) for strategy, time in us.items()}
     better = [strategy for strategy, gain in gains.items() if strategy in us and us[strategy] <= gain * us["library"]]
     return min(better, key=lambda strategy: us[strategy], default="library")
-
-
-def _of_the_host(request: PlanRequest) -> str:
-    """Returns the end of a reason if the host counts as slower than usual, and otherwise ''."""
-    if request.problem.captured or slow_host(request.launch_us) == SLOW_HOST:
-        return ""
-    return f"; a launch takes the slowest host {request.launch_us:.0f} us, so many launches count"
-
-
-def slow_host(launch_us: float) -> float:
-    """Returns the factor for `Node.host_us`, which is SLOW_HOST, twice or four times as much. It grows in large steps,
-    so that a choice seldom changes from run to run. launch_us: see PlanRequest.
-    """
-    slow = SLOW_HOST
-    while slow < SLOWEST_HOST and HOST_SPREAD * launch_us > slow * LAUNCH_US:
-        slow *= 2
-    return slow
 
 
 def _predicted(request: PlanRequest, problem: Problem) -> Mapping[str, float] | None:

@@ -19,13 +19,18 @@ CALLS = 5
 """Calls of a site by each strategy."""
 UNTIMED = 2
 """The first of these calls, which compile kernels and make memory, and are not timed."""
+ALL_CALLS = 3 * CALLS + 1
+"""After so many calls of a site its trial has ended: those by each of three strategies, and the one that decides."""
 HOPELESS = 2.0
 """A strategy that is predicted to take so many times as long as the best one is not tried."""
-GAIN = 0.02
-"""The part of the time that a strategy has to save to replace the one that was planned."""
+GAIN, LEAST_GAIN_US = 0.02, 1.0
+"""The part of the time, and the microseconds, that a strategy has to save to replace the one that was planned. Two
+events around the same kernel differ by nearly a microsecond."""
+HEAD_START_US = 800.0
+"""What a timed call waits for on the device before it begins, so that the host is ahead of the device."""
 HOST_BOUND = 0.8
-"""Where the host takes this part of the device's time or more, the device may have waited for it, and the device's
-time says nothing about a CUDA graph, in which the host does not count."""
+"""Where the host takes more than its head start and this part of the device's time, the device may have waited for it,
+and the device's time says nothing about a CUDA graph, in which the host does not count."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Times:
     @property
     def is_of_device(self) -> bool:
         """Whether the device's time is its own, and holds inside a CUDA graph too."""
-        return self.host_us < HOST_BOUND * self.device_us
+        return self.host_us < HEAD_START_US + HOST_BOUND * self.device_us
 
 
 def candidates(request: PlanRequest, planned: Choice) -> tuple[str, ...]:
@@ -65,11 +70,13 @@ def strategy_of_call(tried: Sequence[str], calls: int) -> tuple[str, bool] | Non
 
 
 def fastest(planned: str, us: Mapping[str, float]) -> str:
-    """The strategy of the least time, or the planned one where none saves `GAIN` of its time, or it has no time."""
+    """The strategy of the least time, or the planned one where it has no time, or none saves `GAIN` of its time and
+    `LEAST_GAIN_US`.
+    """
     if planned not in us:
         return planned
     best = min(us, key=lambda strategy: us[strategy])
-    return best if us[best] < (1.0 - GAIN) * us[planned] else planned
+    return best if us[planned] - us[best] > max(GAIN * us[planned], LEAST_GAIN_US) else planned
 
 
 def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, str]:

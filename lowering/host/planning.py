@@ -54,6 +54,5 @@ def plan_request(
         device_name=capabilities.device_name,
         tile=tile,
         chunked=chunked,
-        launch_us=capabilities.launch_us,
         strict=node.policy.strict,
     )

@@ -5,14 +5,17 @@ ranks make the same calls of the same sites in the same order, so each counts wh
 same strategy in it. When the first site has made its calls, the ranks compare their times, once. A call inside a CUDA
 graph is not part of a trial. It runs by what was decided before, or else by the plan.
 
-Calls are timed by two events on their stream and by the host's clock, and no call waits for that. Only the decision
-waits for the last event, which has usually passed long before. Nothing is tried on the CPU device.
+Calls are timed by two events on their stream and by the host's clock. In front of a timed call the GPUs of the group
+meet in a collective of one element, and then wait for `trial.HEAD_START_US` with nothing to do: so that all ranks begin
+together, and none of the events measures a host that is late. The host waits for none of that. Only the decision waits
+for the last event, which has usually passed long before. Nothing is tried on the CPU device.
 
 A reset of the group drops its trials, and so does a growth of the workspace that changes which strategies can run.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from ditron_inductor.device import Workspace
 from ditron_inductor.device.workspace import SharedWorkspace
@@ -31,24 +35,31 @@ from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.trial import Times
 from ditron_inductor.task.watch import watch
 
+logger = logging.getLogger(__name__)
 MOST_TRIALS = 128
 """The most trials of a workspace. Further problems run as planned."""
 UNKNOWN_NS = 1 << 60
 """The time that a rank reports of a strategy that it could not time. Such a strategy is never chosen for its time."""
+HEAD_START_CYCLES = 2500 * int(trial.HEAD_START_US)
+"""No GPU that we know of has a clock above 2.5 GHz, so this takes `trial.HEAD_START_US` or longer."""
 
 
 class Sample:
-    """The time of one call on the host and, on a GPU, between two events."""
+    """The time of one call of a group's ranks on the host and, on a GPU, between two events."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         self.host_ns = 0
+        self._group = workspace.group
+        self._device = workspace.device
         self._events = None
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def take(self, run: Runner, operands: Sequence[Any]) -> Any:
-        """Runs a call and times it."""
+        """Runs a call and times it. Collective on a GPU."""
         if self._events is not None:
+            dist.all_reduce(torch.ones(1, device=self._device), group=self._group.process_group())
+            torch.cuda._sleep(HEAD_START_CYCLES)
             self._events[0].record()
         begun = time.perf_counter_ns()
         result = run(*operands)
@@ -92,11 +103,11 @@ class Trial:
         self._calls[site] = calls + 1
         return trial.strategy_of_call(self.tried, calls)
 
-    def timed(self, strategy: str, run: Runner, device: torch.device, scale: float) -> Runner:
+    def timed(self, strategy: str, run: Runner, workspace: Workspace, scale: float) -> Runner:
         """Returns `run` with time measurement. scale: the work of the trial's problem relative to that of this call."""
 
         def call(*operands: Any) -> Any:
-            sample = Sample(device)
+            sample = Sample(workspace)
             result = sample.take(run, operands)
             self._samples[strategy].append((sample, scale))
             return result
@@ -120,6 +131,8 @@ class Trial:
                 times[strategy] = Times(largest[0] / 1e3, largest[1] / 1e3)
         self.times = times
         self._samples.clear()
+        shown = ", ".join(f"{strategy} {time.device_us:.0f}/{time.host_us:.0f}" for strategy, time in times.items())
+        logger.info("%s: us on the device / on the host: %s", self.name, shown)
 
 
 def _median(values: Sequence[int]) -> int:
@@ -160,7 +173,7 @@ class SiteTrial:
         strategy, is_timed = step
         run = self._runners[strategy]
         if is_timed and watch.observer is None:
-            run = self._trial.timed(strategy, run, self._workspace.device, self._scale)
+            run = self._trial.timed(strategy, run, self._workspace, self._scale)
         return Chosen(run, (group_name, request, trial.running(planned, strategy, self._trial.tried)))
 
 

@@ -166,9 +166,3 @@ def growth_leaves_graphs_alone(ctx: RankContext) -> tuple[str, str]:
     graph.replay()
     assert [out.tolist() for out in outs] == [expected(workspace, 1)] * 2
     return error
-
-
-def slowest_launch(ctx: RankContext) -> float:
-    """What the group knows of its hosts."""
-    _, workspace = opened(ctx)
-    return workspace.capabilities.launch_us

@@ -10,7 +10,6 @@ import torch
 
 from ditron_inductor.device import capabilities, slot_layout
 from ditron_inductor.device.capabilities import RankFacts, combine, probe
-from ditron_inductor.device.host_speed import launch_us
 
 
 def gpu(index: int, **changes: Any) -> RankFacts:
@@ -37,12 +36,6 @@ def test_equal_gpus_of_one_host() -> None:
 def test_all_ranks_send_in_band_or_none() -> None:
     assert combine([gpu(0, in_band=True), gpu(1, in_band=True)]).in_band
     assert not combine([gpu(0, in_band=True), gpu(1)]).in_band
-
-
-def test_the_slowest_host_counts() -> None:
-    for by_rank in ((9.5, 31.0, 12.0), (31.0, 9.5, 12.0)):
-        assert combine([gpu(rank, launch_us=us) for rank, us in enumerate(by_rank)]).launch_us == 31.0
-    assert combine([gpu(0), gpu(1)]).launch_us == 0.0
 
 
 def test_the_smallest_device_counts() -> None:
@@ -116,7 +109,3 @@ def test_the_cpu_needs_the_interpreter(
     facts = probe(torch.device("cpu"))
     assert facts.tile_problem == reason
     assert facts.arch == ("cpu" if reason else "interpreter")
-
-
-def test_the_cpu_device_launches_nothing() -> None:
-    assert launch_us(torch.device("cpu")) == 0.0

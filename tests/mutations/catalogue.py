@@ -141,13 +141,6 @@ DEVICE: tuple[Mutation, ...] = (
         f"{POINTS}::test_the_largest_of_uneven_shards_is_known_to_all",
     ),
     Mutation(
-        "the last rank's launch time instead of the slowest one's",
-        CAPABILITIES,
-        "launch_us=max(facts.launch_us for facts in ranks),",
-        "launch_us=ranks[-1].launch_us,",
-        "tests/device/test_capabilities.py::test_the_slowest_host_counts",
-    ),
-    Mutation(
         "the most SMs of a rank instead of the fewest",
         CAPABILITIES,
         "num_sms=min(facts.num_sms for facts in ranks),",

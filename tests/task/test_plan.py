@@ -15,7 +15,7 @@ from ditron_inductor.task.attention_masks import Mask, attention_sizes
 from ditron_inductor.task.dtypes import PRECISIONS, precision
 from ditron_inductor.task.model_error import problem_of
 from ditron_inductor.task.nodes import KINDS, NODES, ULYSSES_KINDS
-from ditron_inductor.task.plan import SIZES_KEPT, Choice, Decisions, PlanRequest, choose, slow_host
+from ditron_inductor.task.plan import SIZES_KEPT, Choice, Decisions, PlanRequest, choose
 from ditron_inductor.task.problem import Problem, Requirement
 from ditron_inductor.task.table import Entry, Table, shipped
 from ditron_inductor.task.torch_dtypes import precision_of
@@ -372,23 +372,6 @@ def test_an_epilogue_of_two_products_costs_tile_too() -> None:
     table = Table((row(m=4096, n=14336, k=4096, graph=1, library_us=817.0, chunked_us=743.0, tile_us=735.0),)).text()
     assert choose(plain, table).strategy == "tile"
     assert choose(changed(plain, epilogue_bytes=nbytes, pair_bytes=nbytes), table).strategy == "chunked"
-
-
-@pytest.mark.parametrize(
-    ("launch_us", "slow"), [(0.0, 3.0), (11.0, 3.0), (22.0, 3.0), (22.5, 6.0), (44.0, 6.0), (45.0, 12.0), (900.0, 12.0)]
-)
-def test_a_slow_host_counts_as_such(launch_us: float, slow: float) -> None:
-    assert slow_host(launch_us) == slow
-
-
-def test_on_a_slow_host_eager_calls_have_few_launches() -> None:
-    """Gate and up of Qwen3 32B over two ranks: 0.83 ms on the GPU by `chunked`, which a slow host takes as long to
-    launch."""
-    eager = replaced(m=2048, n=25600, k=5120, world_size=2)
-    choices = [choose(changed(eager, launch_us=us, captured=one)) for us in (11.0, 60.0) for one in (False, True)]
-    assert [choice.strategy for choice in choices] == ["chunked", "chunked", "tile", "chunked"]
-    said = [choice.reason.partition("; ")[2] for choice in choices]
-    assert said == ["", "", "a launch takes the slowest host 60 us, so many launches count", ""]
 
 
 def test_a_bias_is_cut_only_where_that_pays() -> None:

@@ -50,7 +50,9 @@ def test_every_strategy_has_its_calls_and_the_first_ones_are_not_timed() -> None
 def test_the_host_counts_in_eager_mode_alone() -> None:
     times = {"library": Times(100.0, 20.0), "chunked": Times(80.0, 10.0), "tile": Times(90.0, 5.0)}
     assert trial.decide("library", "library", times) == ("chunked", "chunked")
-    times["chunked"] = Times(80.0, 120.0)
+    times["chunked"] = Times(80.0, trial.HEAD_START_US)
+    assert trial.decide("library", "library", times) == ("tile", "chunked"), "the device did not wait for the host"
+    times["chunked"] = Times(80.0, trial.HEAD_START_US + 120.0)
     assert trial.decide("library", "chunked", times) == ("tile", "chunked"), "it has no time of its own in a graph"
     assert trial.decide("library", "library", times) == ("tile", "tile")
 
@@ -79,9 +81,9 @@ def test_what_the_own_table_has_is_not_tried_again() -> None:
 
 
 def test_a_table_gets_the_times_of_the_products_alone() -> None:
-    times = {"library": Times(100.0, 20.0), "chunked": Times(80.0, 120.0), "tile": Times(90.0, 5.0)}
+    times = {"library": Times(100.0, 20.0), "chunked": Times(80.0, 1200.0), "tile": Times(90.0, 5.0)}
     eager, graph = trial.measured_alone(REQUEST, times)
-    assert eager == {"library": 100.0, "chunked": 120.0, "tile": 90.0}
+    assert eager == {"library": 100.0, "chunked": 1200.0, "tile": 90.0}
     assert graph == {"library": 100.0, "tile": 90.0}, "the host may have held the others up"
     # As the table adds it again: an epilogue that is a kernel of its own, but for `tile`.
     with_epilogue = replace(REQUEST, problem=replace(PROBLEM, epilogue_bytes=1 << 24))
@@ -98,3 +100,9 @@ def test_a_table_gets_the_times_of_the_products_alone() -> None:
 def test_a_bucket_is_near(size: int) -> None:
     assert size <= trial.bucket(size) <= size * 9 / 8 + 1
     assert trial.bucket(trial.bucket(size)) == trial.bucket(size)
+
+
+def test_a_gain_of_less_than_events_can_tell_changes_nothing() -> None:
+    """Two events differ by nearly a microsecond around one and the same kernel."""
+    assert trial.decide("library", "library", {"library": Times(14.0, 1.0), "tile": Times(13.2, 1.0)}) == ("library",) * 2
+    assert trial.decide("library", "library", {"library": Times(14.0, 1.0), "tile": Times(12.8, 1.0)}) == ("tile",) * 2
