@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rank_process import rarely_collect
 from tests.ranks import RankPool, RankPools
 
 HERE = Path(__file__).parent
@@ -144,6 +145,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPUs, {num_gpus} here"))
     config.hook.pytest_deselected(items=dropped)
     items[:] = [item for item in items if item not in set(dropped)]
+
+
+def pytest_collection_finish() -> None:
+    rarely_collect()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -104,6 +105,13 @@ def _join(setup: RankSetup) -> RankContext:
     return RankContext(setup.rank, setup.world_size, device, seed=0)
 
 
+def rarely_collect() -> None:
+    """Let Python look for cycles less often: compilers make many objects, and what tests make is soon gone."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 def _fail_early() -> None:
     """Let first calls give up as early as later ones: tests wait for what they make fail, and no rank is late for long
     that they do not stop.
@@ -142,6 +150,7 @@ def rank_main(setup: RankSetup, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     from ditron_inductor.core.quick_interpreter import make_quick
 
+    rarely_collect()
     try:
         make_quick()
         ctx = _join(setup)

@@ -36,8 +36,15 @@ START_LIMIT_S = 180.0
 # After one rank failed, its peers may still come to an end by themselves; longer than this they are waiting for it.
 GRACE_S = 15.0
 CONTINUE_EVERY_S = 0.2
-# What ranks need before their first launch has ended.
-PRELOADED = ["tests.rank_process", "torch.distributed", "ditron_inductor.lowering.register", "triton.compiler"]
+# What ranks need before their first launch, or their first compilation, has ended.
+PRELOADED = [
+    "tests.rank_process",
+    "torch.distributed",
+    "torch._inductor.compile_fx",
+    "ditron_inductor.lowering.register",
+    "ditron_inductor.backend",
+    "triton.compiler",
+]
 LOG_TAIL = 6000
 
 

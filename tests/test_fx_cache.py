@@ -63,10 +63,17 @@ def run_layers(
 
 
 @pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankPool, RankPool]]:
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of ranks that keep compiled graphs in a folder. What the compiler can do for this machine's vectors is not tried
+    out again for that folder.
+    """
+    on = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), **on}
+
+
+@pytest.fixture(scope="module")
+def pools(env: dict[str, str]) -> Iterator[tuple[RankPool, RankPool]]:
     """Ranks that keep compiled graphs in a folder, and ranks that look for them there."""
-    on = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), **on}
     first, second = RankPool(2, env=env), RankPool(2, env=env)
     yield first, second
     first.close()
@@ -154,3 +161,31 @@ def test_the_summary_is_logged_for_graphs_from_the_cache(pools: tuple[RankPool, 
         ],
         [],
     ]
+
+
+def reduced(ctx: RankContext, *cases: tuple[str, str]) -> list[float]:
+    """By each (strategy, op), what becomes of ones on all ranks, through a product."""
+    torch._dynamo.reset()
+    ones = torch.ones(4, 4)
+    found = []
+    for strategy, reduce_op in cases:
+
+        def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return functional.all_reduce(x @ w, reduce_op, dist.group.WORLD)  # noqa: B023
+
+        compiled = torch.compile(program, backend="ditron", options={"ditron.strategy": strategy})
+        found.append(float(compiled(ones, ones / 4)[0, 0]))
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_a_cached_graph_is_not_run_by_another_number_of_ranks(
+    pools: tuple[RankPool, RankPool], env: dict[str, str]
+) -> None:
+    three = RankPool(3, env=env)
+    try:
+        for world_size, pool in ((2, pools[0]), (3, three)):
+            for found in pool.run(reduced, ("auto", "avg"), ("tile", "sum")):
+                assert found == [1.0, float(world_size)]
+    finally:
+        three.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -90,10 +91,15 @@ def by_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window:
     return out
 
 
-def build(mask: str, window: int, form: str | None) -> Llama:
+def layers_of(form: str) -> int:
+    """How many layers the model of a form has: what Inductor generates for each of them takes its time."""
+    return 1 if form == "generated" else CONFIG.num_layers
+
+
+def build(mask: str, window: int, form: str | None, num_layers: int) -> Llama:
     """The same weights everywhere."""
     torch.manual_seed(1)
-    model = Llama(CONFIG)
+    model = Llama(replace(CONFIG, num_layers=num_layers))
     for layer in model.layers:
         layer.attention = SequenceAttention(layer.attention, mask, window, form)
     return model
@@ -125,10 +131,10 @@ def check(ctx: RankContext, mask: str, window: int, form: str, strategy: str, ba
     torch._dynamo.reset()
     torch.manual_seed(2)
     x, gradient = torch.randn(batch, length, CONFIG.dim), torch.randn(batch, length, CONFIG.dim)
-    whole = build(mask, window, None)
+    whole = build(mask, window, None, layers_of(form))
     wanted = step(whole, whole, x, gradient)
     mine = positions(mask, length, ctx.rank, ctx.world_size)
-    model = build(mask, window, form)
+    model = build(mask, window, form, layers_of(form))
     model.cos, model.sin = model.cos[mine], model.sin[mine]
     options = {"ditron.strategy": strategy}
     # Torch has FlexAttention's backward on CPUs, in plain operations, behind this check.

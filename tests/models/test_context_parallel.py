@@ -1,4 +1,4 @@
-"""A small Llama with context parallelism through `backend="ditron"`: two layers, forward and training."""
+"""A small Llama with context parallelism through `backend="ditron"`: forward and training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from ditron_inductor.task.nodes import ATTENTION_KINDS
-from tests.models.context_parallel import ALIBI, CONFIG, check
+from tests.models.context_parallel import ALIBI, check, layers_of
 from tests.ranks import RankPools
 
 FORWARD, BACKWARD = ATTENTION_KINDS
@@ -36,6 +36,6 @@ def test_a_sharded_llama_is_the_whole_one(
     rank_pools: RankPools, mask: str, window: int, form: str, strategy: str, batch: int
 ) -> None:
     # A graph without gradients too, where that costs little.
-    forwards = 1 if form == "generated" else 2
+    forwards, layers = 1 if form == "generated" else 2, layers_of(form)
     for fused in rank_pools.get("cpu", 2).run(check, mask, window, form, strategy, batch, 24, timeout=280):
-        assert fused == Counter({FORWARD: forwards * CONFIG.num_layers, BACKWARD: CONFIG.num_layers})
+        assert fused == Counter({FORWARD: forwards * layers, BACKWARD: layers})

@@ -387,7 +387,7 @@ def run_mesh(ctx: RankContext) -> None:
 
 @pytest.mark.timeout(100)
 def test_groups_of_a_mesh(rank_pools: RankPools) -> None:
-    rank_pools.get("cpu", 4).run(run_mesh, timeout=90)
+    rank_pools.get("cpu", 4, label="mesh").run(run_mesh, timeout=90)
 
 
 def run_options(ctx: RankContext) -> None:

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 import ditron_inductor
+from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPools
 
 pytestmark = pytest.mark.skipif(
@@ -88,10 +89,11 @@ def train(ctx: RankContext, folder: str) -> tuple[list[float], list[float], Coun
         wanted = losses(ctx, folder, compiled=False)
         counters.clear()
         stack.enter_context(inductor_config.patch(ditron_inductor.passes_for_inductor()))
+        stack.enter_context(without_generated_code())
         return wanted, losses(ctx, folder, compiled=True), Counter(counters["ditron"])
 
 
 def test_training(rank_pools: RankPools, tmp_path: Any) -> None:
-    for wanted, got, fused in rank_pools.get("cpu", 2, label="trainer").run(train, str(tmp_path), timeout=200.0):
+    for wanted, got, fused in rank_pools.get("cpu", 2, label="accelerate").run(train, str(tmp_path), timeout=200.0):
         assert len(wanted) == STEPS and got == pytest.approx(wanted, rel=1e-3)
         assert fused["matmul_all_reduce"] >= 4, "two in the forward, and those of the backward"
