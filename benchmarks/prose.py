@@ -70,8 +70,8 @@ def span(values: Iterable[float | None], digits: int = 2) -> tuple[str, str]:
 
 
 def _is(one: Contest, *, world: int | None = None, phase: str = "prefill", **sizes: object) -> bool:
-    """Whether a cell was measured on H200s, of which the prose speaks, and has all of these sizes, by the names that they
-    have in `shape`.
+    """Whether a cell was measured on H200s, of which the prose speaks, and has all of these sizes, by the names that
+    they have in `shape`.
     """
     same = all(one.sizes.get(name) == str(value) for name, value in sizes.items())
     return same and "H200" in one.where[0] and one.phase == phase and world in (None, one.where[1])
