@@ -150,8 +150,10 @@ class Watchdog:
         with self._lock:
             self._watched.add(health)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ditron-watchdog", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="ditron-watchdog", daemon=True)
+                # It may raise, and then the next call has to try again.
+                thread.start()
+                self._thread = thread
                 atexit.register(self.close)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -116,5 +117,20 @@ def test_the_thread_logs_a_failure_once_and_again_after_a_reset(caplog: pytest.L
                 time.sleep(0.3)
                 assert [record.getMessage()[:14] for record in caplog.records] == ["DitronTimeout:"] * failures
                 health.clear()
+    finally:
+        watchdog.close()
+
+
+def test_a_thread_that_did_not_start_is_started_by_the_next_call() -> None:
+    health, _ = make_health()
+    watchdog = Watchdog()
+    with (
+        mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")),
+        pytest.raises(RuntimeError, match="new thread"),
+    ):
+        watchdog.watch(health)
+    watchdog.watch(health)
+    try:
+        assert watchdog._thread is not None and watchdog._thread.is_alive()
     finally:
         watchdog.close()
