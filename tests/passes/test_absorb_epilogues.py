@@ -81,7 +81,7 @@ arg1_1 [24, 16]
 arg2_1 [24, 16]
 permute [16, 24] = aten.permute(arg1_1, [1, 0])
 permute_1 [16, 24] = aten.permute(arg2_1, [1, 0])
-all_gather_matmul_1 = ditron.all_gather_matmul([arg0_1, permute, permute_1], "gather_dim=1 world_size=4 group_name=0 site='' num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
+all_gather_matmul_1 = ditron.all_gather_matmul([arg0_1, permute, permute_1], "gather_dim=1 world_size=4 group_name=0 site='' trials num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
 getitem_6 [64, 24] = all_gather_matmul_1[0]
 reshape_default [2, 32, 24] = aten.reshape(getitem_6, [2, 32, 24])
 return (reshape_default,)
@@ -101,7 +101,7 @@ primals_2 [24, 16]
 primals_3 [24, 16]
 permute [16, 24] = aten.permute(primals_2, [1, 0])
 permute_1 [16, 24] = aten.permute(primals_3, [1, 0])
-all_gather_matmul_1 = ditron.all_gather_matmul([primals_1, permute, permute_1], "gather_dim=1 world_size=4 group_name=0 return_gathered site='' num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1; mm0; mm1'", None)
+all_gather_matmul_1 = ditron.all_gather_matmul([primals_1, permute, permute_1], "gather_dim=1 world_size=4 group_name=0 return_gathered site='' trials num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1; mm0; mm1'", None)
 getitem_7 [64, 24] = all_gather_matmul_1[0]
 getitem_8 [64, 24] = all_gather_matmul_1[1]
 getitem_9 [64, 24] = all_gather_matmul_1[2]
@@ -125,7 +125,7 @@ x_1 [2, 8, 16]
 w_1 [24, 16]
 b_1 [24]
 t [16, 24] = aten.t(w_1)
-all_gather_matmul_1 = ditron.all_gather_matmul([x_1, t, b_1], "gather_dim=1 world_size=4 group_name=0 site='' num_weights=1 num_extras=1 epilogue='mm0 + row(x0)'", None)
+all_gather_matmul_1 = ditron.all_gather_matmul([x_1, t, b_1], "gather_dim=1 world_size=4 group_name=0 site='' trials num_weights=1 num_extras=1 epilogue='mm0 + row(x0)'", None)
 getitem_5 [64, 24] = all_gather_matmul_1[0]
 view_1 [2, 32, 24] = aten.view(getitem_5, [2, 32, 24])
 return view_1

@@ -115,7 +115,7 @@ arg2_1 [2, 8, 16]
 arg3_1 [16]
 arg4_1 [24, 16]
 permute [12, 16] = aten.permute(arg1_1, [1, 0])
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([arg0_1, permute], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' strategy=chunked", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([arg0_1, permute], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' strategy=chunked trials", None)
 getitem_9 [2, 8, 16] = matmul_reduce_scatter[0]
 add [2, 8, 16] = aten.add.Tensor(arg2_1, getitem_9)
 convert_element_type_2 [2, 8, 16] = prims.convert_element_type(add, torch.float32)
@@ -127,7 +127,7 @@ mul [2, 8, 16] = aten.mul.Tensor(convert_element_type_2, rsqrt)
 convert_element_type_3 [2, 8, 16] = prims.convert_element_type(mul, torch.bfloat16)
 mul_1 [2, 8, 16] = aten.mul.Tensor(arg3_1, convert_element_type_3)
 permute_1 [16, 24] = aten.permute(arg4_1, [1, 0])
-all_gather_matmul = ditron.all_gather_matmul([mul_1, permute_1], "gather_dim=1 world_size=4 group_name=0 site='' strategy=chunked num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([mul_1, permute_1], "gather_dim=1 world_size=4 group_name=0 site='' strategy=chunked trials num_weights=1", None)
 getitem_8 [64, 24] = all_gather_matmul[0]
 view_3 [2, 32, 24] = aten.reshape(getitem_8, [2, 32, 24])
 return (view_3, add)
@@ -143,10 +143,10 @@ arg2_1 [2, 8, 16]
 arg3_1 [16]
 arg4_1 [24, 16]
 permute [12, 16] = aten.permute(arg1_1, [1, 0])
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([arg0_1, permute], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' strategy=chunked", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([arg0_1, permute], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' strategy=chunked trials", None)
 getitem_9 [2, 8, 16] = matmul_reduce_scatter[0]
 permute_1 [16, 24] = aten.permute(arg4_1, [1, 0])
-all_gather_matmul_1 = ditron.all_gather_matmul([arg2_1, permute_1, getitem_9, arg3_1], "gather_dim=1 world_size=4 group_name=0 site='' strategy=chunked num_weights=1 prologue=(norm=(round_first) extras=residual+weight)", None)
+all_gather_matmul_1 = ditron.all_gather_matmul([arg2_1, permute_1, getitem_9, arg3_1], "gather_dim=1 world_size=4 group_name=0 site='' strategy=chunked trials num_weights=1 prologue=(norm=(round_first) extras=residual+weight)", None)
 getitem_10 [64, 24] = all_gather_matmul_1[0]
 getitem_11 [2, 8, 16] = all_gather_matmul_1[1]
 view_3 [2, 32, 24] = aten.reshape(getitem_10, [2, 32, 24])
@@ -173,10 +173,10 @@ primals_4 [16]
 primals_5 [24, 16]
 permute [12, 16] = aten.permute(primals_2, [1, 0])
 view [64, 12] = aten.reshape(primals_1, [64, 12])
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([primals_1, permute], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' strategy=chunked", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([primals_1, permute], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' strategy=chunked trials", None)
 getitem_10 [2, 8, 16] = matmul_reduce_scatter[0]
 permute_1 [16, 24] = aten.permute(primals_5, [1, 0])
-all_gather_matmul_1 = ditron.all_gather_matmul([primals_3, permute_1, getitem_10, primals_4], "gather_dim=1 world_size=4 group_name=0 return_gathered site='' strategy=chunked num_weights=1 prologue=(norm=(round_first) extras=residual+weight saved=rstd)", None)
+all_gather_matmul_1 = ditron.all_gather_matmul([primals_3, permute_1, getitem_10, primals_4], "gather_dim=1 world_size=4 group_name=0 return_gathered site='' strategy=chunked trials num_weights=1 prologue=(norm=(round_first) extras=residual+weight saved=rstd)", None)
 getitem_11 [64, 24] = all_gather_matmul_1[0]
 getitem_12 [2, 32, 16] = all_gather_matmul_1[1]
 getitem_13 [2, 8, 16] = all_gather_matmul_1[2]

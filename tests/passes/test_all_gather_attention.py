@@ -174,7 +174,7 @@ arg2_1 [1, 8, 4, 16]
 permute_2 [1, 4, 8, 16] = aten.permute(arg2_1, [0, 2, 1, 3])
 permute_default [1, 2, 8, 16] = aten.permute(arg0_1, [0, 2, 1, 3])
 permute_default_1 [1, 2, 8, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention([permute_2, permute_default, permute_default_1], "mask=(kind=full) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=''", None)
+all_gather_attention = ditron.all_gather_attention([permute_2, permute_default, permute_default_1], "mask=(kind=full) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem_9 [1, 4, 8, 16] = all_gather_attention[0]
 permute_3 [1, 8, 4, 16] = aten.permute(getitem_9, [0, 2, 1, 3])
 view [1, 8, 64] = aten.reshape(permute_3, [1, 8, 64])
@@ -195,7 +195,7 @@ primals_3 [1, 8, 2, 16]
 permute [1, 4, 8, 16] = aten.permute(primals_1, [0, 2, 1, 3])
 permute_default [1, 2, 8, 16] = aten.permute(primals_2, [0, 2, 1, 3])
 permute_default_1 [1, 2, 8, 16] = aten.permute(primals_3, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention([permute, permute_default, permute_default_1], "mask=(kind=causal) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' return_gathered", None)
+all_gather_attention = ditron.all_gather_attention([permute, permute_default, permute_default_1], "mask=(kind=causal) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials return_gathered", None)
 getitem_10 [1, 4, 8, 16] = all_gather_attention[0]
 getitem_11 [1, 4, 8] = all_gather_attention[1]
 getitem_12 [1, 2, 32, 16] = all_gather_attention[2]
@@ -212,7 +212,7 @@ permute_2 [1, 2, 32, 16]
 getitem_8 [1, 4, 8, 16]
 getitem_9 [1, 4, 8]
 tangents_1 [1, 4, 8, 16]
-attention_reduce_scatter = ditron.attention_reduce_scatter([tangents_1, permute, permute_1, permute_2, getitem_8, getitem_9], "mask=(kind=causal) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=''", None)
+attention_reduce_scatter = ditron.attention_reduce_scatter([tangents_1, permute, permute_1, permute_2, getitem_8, getitem_9], "mask=(kind=causal) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem [1, 4, 8, 16] = attention_reduce_scatter[0]
 getitem_13 [1, 2, 8, 16] = attention_reduce_scatter[1]
 permute_default [1, 8, 2, 16] = aten.permute(getitem_13, [0, 2, 1, 3])

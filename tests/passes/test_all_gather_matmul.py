@@ -56,7 +56,7 @@ def test_golden_dim_0() -> None:
         """\
 x_1 [8, 16]
 w_1 [16, 24]
-all_gather_matmul = ditron.all_gather_matmul([x_1, w_1], "gather_dim=0 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([x_1, w_1], "gather_dim=0 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem [32, 24] = all_gather_matmul[0]
 return getitem
 """,
@@ -73,7 +73,7 @@ x_1 [2, 8, 16]
 w_1 [16, 24]
 v_1 [40, 16]
 t [16, 40] = aten.t(v_1)
-all_gather_matmul = ditron.all_gather_matmul([x_1, w_1, t], "gather_dim=1 world_size=4 group_name=0 return_gathered site='' num_weights=2", None)
+all_gather_matmul = ditron.all_gather_matmul([x_1, w_1, t], "gather_dim=1 world_size=4 group_name=0 return_gathered site='' trials num_weights=2", None)
 getitem_4 [64, 24] = all_gather_matmul[0]
 getitem_5 [64, 40] = all_gather_matmul[1]
 getitem_6 [2, 32, 16] = all_gather_matmul[2]

@@ -172,7 +172,7 @@ arg2_1 [2, 4, 32]
 arg3_1 [32]
 arg4_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1], "reduce_op=sum norm=(round_first) extras=residual+weight world_size=4 group_name=0 site=''", None)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1], "reduce_op=sum norm=(round_first) extras=residual+weight world_size=4 group_name=0 site='' trials", None)
 getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[1]
 rows_1 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
@@ -204,7 +204,7 @@ arg2_1 [2, 4, 32]
 arg3_1 [32]
 arg4_1 [32]
 arg5_1 [32, 8]
-all_reduce_rms_norm = ditron.all_reduce_rms_norm([arg0_1, arg1_1, arg2_1, arg3_1, arg4_1], "reduce_op=avg norm=(form=layer eps=1e-05) extras=bias+residual+weight+shift world_size=4 group_name=0 site=''", None)
+all_reduce_rms_norm = ditron.all_reduce_rms_norm([arg0_1, arg1_1, arg2_1, arg3_1, arg4_1], "reduce_op=avg norm=(form=layer eps=1e-05) extras=bias+residual+weight+shift world_size=4 group_name=0 site='' trials", None)
 getitem_2 [8, 32] = all_reduce_rms_norm[0]
 getitem_3 [8, 32] = all_reduce_rms_norm[1]
 rows_2 [2, 4, 32] = aten.reshape(getitem_3, [2, 4, 32])
@@ -238,7 +238,7 @@ arg2_1 [2, 4, 32]
 arg3_1 [32]
 arg4_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1], 'reduce_op=sum norm=() extras=residual+weight world_size=4 group_name=0 site=82de0bd8/0:matmul_all_reduce_rms_norm', None)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1], 'reduce_op=sum norm=() extras=residual+weight world_size=4 group_name=0 site=82de0bd8/0:matmul_all_reduce_rms_norm trials', None)
 getitem_6 [1] = matmul_all_reduce_rms_norm[2]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_3 [8, 32] = matmul_all_reduce_rms_norm[1]
@@ -247,7 +247,7 @@ rows [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
 view_2 [8, 32] = aten.reshape(rows, [8, 32])
 mm_1 [8, 8] = aten.mm(view_2, arg4_1)
 permute [8, 32] = aten.permute(arg4_1, [1, 0])
-matmul_all_reduce_rms_norm_1 = ditron.matmul_all_reduce_rms_norm([mm_1, permute, rows_1, arg3_1], 'reduce_op=sum norm=() extras=residual+weight world_size=4 group_name=0 site=82de0bd8/1:matmul_all_reduce_rms_norm', getitem_6)
+matmul_all_reduce_rms_norm_1 = ditron.matmul_all_reduce_rms_norm([mm_1, permute, rows_1, arg3_1], 'reduce_op=sum norm=() extras=residual+weight world_size=4 group_name=0 site=82de0bd8/1:matmul_all_reduce_rms_norm trials', getitem_6)
 getitem_4 [8, 32] = matmul_all_reduce_rms_norm_1[0]
 getitem_5 [8, 32] = matmul_all_reduce_rms_norm_1[1]
 rows_3 [2, 4, 32] = aten.reshape(getitem_5, [2, 4, 32])
@@ -347,7 +347,7 @@ arg3_1 [2, 4, 32]
 arg4_1 [32]
 arg5_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1, arg4_1], "reduce_op=sum norm=(round_first) extras=post_weight+residual+weight world_size=4 group_name=0 site='' post=(plus_one)", None)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1, arg4_1], "reduce_op=sum norm=(round_first) extras=post_weight+residual+weight world_size=4 group_name=0 site='' trials post=(plus_one)", None)
 getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[1]
 convert_element_type_3 [32] = prims.convert_element_type(arg2_1, torch.float32)
@@ -417,7 +417,7 @@ primals_3 [2, 4, 32]
 primals_4 [32]
 primals_5 [32, 8]
 view [8, 16] = aten.reshape(primals_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, primals_2, primals_3, primals_4], "reduce_op=sum norm=(round_first) extras=residual+weight world_size=4 group_name=0 site='' saved=rstd", None)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, primals_2, primals_3, primals_4], "reduce_op=sum norm=(round_first) extras=residual+weight world_size=4 group_name=0 site='' trials saved=rstd", None)
 getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[1]
 getitem_3 [8, 1] = matmul_all_reduce_rms_norm[2]

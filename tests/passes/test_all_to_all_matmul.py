@@ -62,7 +62,7 @@ x_1 [2, 12, 2, 5]
 w_1 [40, 16]
 view [2, 4, 3, 2, 5] = aten.reshape(x_1, [2, 4, 3, 2, 5])
 reshape_default [2, 12, 10] = aten.reshape(view, [2, -1, 10])
-all_to_all_matmul = ditron.all_to_all_matmul([reshape_default, w_1], "scatter_dim=1 parts=1 world_size=4 group_name=0 site=''", None)
+all_to_all_matmul = ditron.all_to_all_matmul([reshape_default, w_1], "scatter_dim=1 parts=1 world_size=4 group_name=0 site='' trials", None)
 getitem [6, 16] = all_to_all_matmul[0]
 _unsafe_view [2, 3, 16] = aten._unsafe_view(getitem, [2, 3, 16])
 return _unsafe_view
@@ -89,7 +89,7 @@ view [2, 4, 3, 2, 5] = aten.reshape(x_1, [2, 4, 3, 2, 5])
 transpose [4, 2, 3, 2, 5] = aten.transpose.int(view, 0, 1)
 clone [4, 2, 3, 2, 5] = aten.clone(transpose, memory_format=torch.contiguous_format)
 reshape_default [24, 10] = aten.reshape(clone, [-1, 10])
-all_to_all_matmul = ditron.all_to_all_matmul([reshape_default, w_1], "scatter_dim=0 parts=1 return_received world_size=4 group_name=0 site=''", None)
+all_to_all_matmul = ditron.all_to_all_matmul([reshape_default, w_1], "scatter_dim=0 parts=1 return_received world_size=4 group_name=0 site='' trials", None)
 getitem [6, 16] = all_to_all_matmul[0]
 getitem_1 [6, 40] = all_to_all_matmul[1]
 biased [6, 16] = aten.add.Tensor(getitem, b_1)
@@ -116,7 +116,7 @@ x_1 [24, 3, 2, 5]
 w_1 [120, 16]
 view [4, 6, 3, 2, 5] = aten.reshape(x_1, [4, 6, 3, 2, 5])
 reshape_default [24, 30] = aten.reshape(view, [-1, 30])
-all_to_all_matmul = ditron.all_to_all_matmul([reshape_default, w_1], "scatter_dim=0 parts=3 world_size=4 group_name=0 site=''", None)
+all_to_all_matmul = ditron.all_to_all_matmul([reshape_default, w_1], "scatter_dim=0 parts=3 world_size=4 group_name=0 site='' trials", None)
 getitem [6, 16] = all_to_all_matmul[0]
 return getitem
 """,

@@ -184,7 +184,7 @@ full_default_1 [] = aten.full([], 0.0, dtype=torch.float32, layout=torch.strided
 where [2, 1, 1, 32] = aten.where.self(unsqueeze_1, full_default_1, full_default)
 permute_default [2, 2, 8, 16] = aten.permute(primals_2, [0, 2, 1, 3])
 permute_default_1 [2, 2, 8, 16] = aten.permute(primals_3, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention([permute, permute_default, permute_default_1, where], "mask=(kind=given) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' return_gathered", None)
+all_gather_attention = ditron.all_gather_attention([permute, permute_default, permute_default_1, where], "mask=(kind=given) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials return_gathered", None)
 getitem_10 [2, 4, 8, 16] = all_gather_attention[0]
 getitem_11 [2, 4, 8] = all_gather_attention[1]
 eq_scalar [2, 4, 8] = aten.eq.Scalar(getitem_11, -inf)
@@ -205,7 +205,7 @@ where [2, 1, 1, 32]
 getitem_8 [2, 4, 8, 16]
 getitem_9 [2, 4, 8]
 tangents_1 [2, 4, 8, 16]
-attention_reduce_scatter = ditron.attention_reduce_scatter([tangents_1, permute, permute_1, permute_2, getitem_8, getitem_9, where], "mask=(kind=given) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=''", None)
+attention_reduce_scatter = ditron.attention_reduce_scatter([tangents_1, permute, permute_1, permute_2, getitem_8, getitem_9, where], "mask=(kind=given) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem [2, 4, 8, 16] = attention_reduce_scatter[0]
 getitem_13 [2, 2, 8, 16] = attention_reduce_scatter[1]
 permute_default [2, 8, 2, 16] = aten.permute(getitem_13, [0, 2, 1, 3])

@@ -204,7 +204,7 @@ reshape_default [2, 6, 16] = aten.reshape(arg0_1, [2, 6, 16])
 permute_default [2, 40, 2, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
 permute_default_1 [2, 40, 2, 16] = aten.permute(arg2_1, [0, 2, 1, 3])
 full_default [2] = aten.full([2], 40, dtype=torch.int32, device=device(type='cpu'), pin_memory=False)
-flash_decode = ditron.flash_decode([reshape_default, permute_default, permute_default_1, full_default], "scale=0.25 softcap=0.0 world_size=4 group_name=0 site=''", None)
+flash_decode = ditron.flash_decode([reshape_default, permute_default, permute_default_1, full_default], "scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem_2 [2, 6, 16] = flash_decode[0]
 reshape_default_1 [2, 6, 16] = aten.reshape(getitem_2, [2, 6, 16])
 return (reshape_default_1,)
@@ -250,7 +250,7 @@ aten.reshape(q_1, [2, 6, 64])
 aten.permute(k_1, [0, 2, 1, 3])
 aten.permute(v_1, [0, 2, 1, 3])
 aten.full([2], 40, dtype=torch.int32, device=device(type='cpu'), pin_memory=False)
-ditron.flash_decode([reshape_default, permute_default, permute_default_1, full_default], "scale=0.3 softcap=0.0 world_size=4 group_name=0 site=''", None)""",
+ditron.flash_decode([reshape_default, permute_default, permute_default_1, full_default], "scale=0.3 softcap=0.0 world_size=4 group_name=0 site='' trials", None)""",
     )
 
 

@@ -132,7 +132,7 @@ arg0_1 [2]
 arg1_1 [2, 6, 16]
 arg2_1 [2, 40, 2, 16]
 arg3_1 [2, 40, 2, 16]
-flash_decode = ditron.flash_decode([arg1_1, arg2_1, arg3_1, arg0_1], "scale=0.25 softcap=0.0 world_size=4 group_name=0 site=''", None)
+flash_decode = ditron.flash_decode([arg1_1, arg2_1, arg3_1, arg0_1], "scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem [2, 6, 16] = flash_decode[0]
 reshape_default [2, 2, 3, 16] = aten.reshape(getitem, [2, 2, 3, 16])
 convert_element_type_default [2, 2, 3, 16] = prims.convert_element_type(reshape_default, torch.float32)
@@ -159,7 +159,7 @@ reshape_default [2, 6, 16] = aten.reshape(view, [2, 6, 16])
 permute_default [2, 40, 2, 16] = aten.permute(permute, [0, 2, 1, 3])
 permute_default_1 [2, 40, 2, 16] = aten.permute(permute_1, [0, 2, 1, 3])
 full_default_1 [2] = aten.full([2], 40, dtype=torch.int32, device=device(type='cpu'), pin_memory=False)
-flash_decode = ditron.flash_decode([reshape_default, permute_default, permute_default_1, full_default_1], "scale=0.3 softcap=0.0 world_size=4 group_name=0 site=''", None)
+flash_decode = ditron.flash_decode([reshape_default, permute_default, permute_default_1, full_default_1], "scale=0.3 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem_2 [2, 6, 16] = flash_decode[0]
 reshape_default_1 [2, 2, 3, 16] = aten.reshape(getitem_2, [2, 2, 3, 16])
 view_3 [2, 6, 16] = aten.reshape(reshape_default_1, [2, 6, 16])
@@ -183,7 +183,7 @@ permute_default [2, 40, 2, 16] = aten.permute(arg0_1, [0, 2, 1, 3])
 permute_default_1 [2, 40, 2, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
 add_tensor [2] = aten.add.Tensor(arg3_1, 1)
 convert_element_type_default [2] = prims.convert_element_type(add_tensor, torch.int32)
-flash_decode = ditron.flash_decode([mul, permute_default, permute_default_1, convert_element_type_default], "scale=1.0 softcap=0.0 world_size=4 group_name=0 site=''", None)
+flash_decode = ditron.flash_decode([mul, permute_default, permute_default_1, convert_element_type_default], "scale=1.0 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem_1 [2, 6, 16] = flash_decode[0]
 reshape_default [2, 6, 1, 16] = aten.reshape(getitem_1, [2, 6, 1, 16])
 view_10 [2, 6, 16] = aten.reshape(reshape_default, [2, 6, 16])

@@ -115,7 +115,7 @@ primals_3 [1, 32, 2, 16]
 permute [1, 4, 32, 16] = aten.permute(primals_1, [0, 2, 1, 3])
 permute_default [1, 2, 32, 16] = aten.permute(primals_2, [0, 2, 1, 3])
 permute_default_1 [1, 2, 32, 16] = aten.permute(primals_3, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention([permute, permute_default, permute_default_1], "mask=(kind=causal window=40 offset=64) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' return_gathered", None)
+all_gather_attention = ditron.all_gather_attention([permute, permute_default, permute_default_1], "mask=(kind=causal window=40 offset=64) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials return_gathered", None)
 getitem_18 [1, 4, 32, 16] = all_gather_attention[0]
 getitem_19 [1, 4, 32] = all_gather_attention[1]
 mul_tensor [1, 4, 32] = aten.mul.Tensor(getitem_19, 1.4426950408889634)
@@ -134,7 +134,7 @@ getitem_16 [1, 4, 32, 16]
 getitem_17 [1, 4, 32]
 tangents_1 [1, 4, 32, 16]
 mul_tensor [1, 4, 32] = aten.mul.Tensor(getitem_17, 0.6931471805599453)
-attention_reduce_scatter = ditron.attention_reduce_scatter([tangents_1, permute, permute_1, permute_2, getitem_16, mul_tensor], "mask=(kind=causal window=40 offset=64) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=''", None)
+attention_reduce_scatter = ditron.attention_reduce_scatter([tangents_1, permute, permute_1, permute_2, getitem_16, mul_tensor], "mask=(kind=causal window=40 offset=64) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem [1, 4, 32, 16] = attention_reduce_scatter[0]
 getitem_22 [1, 2, 32, 16] = attention_reduce_scatter[1]
 permute_default [1, 32, 2, 16] = aten.permute(getitem_22, [0, 2, 1, 3])

@@ -67,7 +67,7 @@ return bmm
         """\
 x_1 [2, 8, 16]
 w_1 [16, 24]
-all_gather_matmul = ditron.all_gather_matmul([x_1, w_1], "gather_dim=1 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([x_1, w_1], "gather_dim=1 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem_4 [64, 24] = all_gather_matmul[0]
 reshape_default_1 [2, 32, 24] = aten.reshape(getitem_4, [2, 32, 24])
 return reshape_default_1
@@ -119,7 +119,7 @@ permute_1 [1, 1, 24, 16] = aten.permute(unsqueeze_2, [2, 3, 1, 0])
 permute_3 [16, 24, 1, 1] = aten.permute(permute_1, [3, 2, 0, 1])
 view_1 [1, 16, 24] = aten.view(permute_3, [1, 16, 24])
 squeeze_dim [16, 24] = aten.squeeze.dim(view_1, 0)
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, squeeze_dim], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, squeeze_dim], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem_4 [2, 2, 24] = matmul_reduce_scatter[0]
 return getitem_4
 """,

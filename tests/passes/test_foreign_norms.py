@@ -126,7 +126,7 @@ residual_1 [2, 4, 32]
 out_1 [32, 8]
 weight_1 [32]
 view [8, 16] = aten.view(a_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, b_1, residual_1, weight_1], "reduce_op=sum norm=(eps=1e-05 round_first unrounded) extras=residual+weight world_size=4 group_name=0 site=''", None)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, b_1, residual_1, weight_1], "reduce_op=sum norm=(eps=1e-05 round_first unrounded) extras=residual+weight world_size=4 group_name=0 site='' trials", None)
 getitem_3 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_4 [8, 32] = matmul_all_reduce_rms_norm[1]
 rows_1 [2, 4, 32] = aten.reshape(getitem_4, [2, 4, 32])

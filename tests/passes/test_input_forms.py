@@ -141,12 +141,12 @@ arg1_1 [16, 24]
 arg2_1 [24, 16]
 empty [32, 16] = aten.empty.memory_format([32, 16], device=device(type='cpu'), pin_memory=False)
 empty_1 [8, 16] = aten.empty.memory_format([8, 16], device=device(type='cpu'), pin_memory=False)
-all_gather_matmul = ditron.all_gather_matmul([arg0_1, arg1_1], "gather_dim=0 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([arg0_1, arg1_1], "gather_dim=0 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem [32, 24] = all_gather_matmul[0]
 relu [32, 24] = aten.relu(getitem)
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([relu, arg2_1], "scatter_dim=0 reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([relu, arg2_1], "scatter_dim=0 reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem_1 [8, 16] = matmul_reduce_scatter[0]
-matmul_all_reduce = ditron.matmul_all_reduce([getitem_1, arg1_1], "reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([getitem_1, arg1_1], "reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem_2 [8, 24] = matmul_all_reduce[0]
 return (getitem_2,)
 """,

@@ -67,7 +67,7 @@ def test_golden_last_dim() -> None:
         """\
 x_1 [2, 3, 16]
 w_1 [16, 8]
-matmul_all_gather = ditron.matmul_all_gather([x_1, w_1], "gather_dim=2 world_size=4 group_name=0 site=''", None)
+matmul_all_gather = ditron.matmul_all_gather([x_1, w_1], "gather_dim=2 world_size=4 group_name=0 site='' trials", None)
 getitem_4 [2, 3, 32] = matmul_all_gather[0]
 return getitem_4
 """,
@@ -83,7 +83,7 @@ def test_golden_permute_and_bias() -> None:
 x_1 [6, 16]
 w_1 [16, 8]
 b_1 [8]
-matmul_all_gather = ditron.matmul_all_gather([x_1, w_1, b_1], "gather_dim=1 world_size=4 group_name=0 site='' has_bias", None)
+matmul_all_gather = ditron.matmul_all_gather([x_1, w_1, b_1], "gather_dim=1 world_size=4 group_name=0 site='' trials has_bias", None)
 getitem [6, 32] = matmul_all_gather[0]
 reshape_default [6, 4, 8] = aten.reshape(getitem, [6, 4, 8])
 clone [6, 4, 8] = aten.clone(reshape_default, memory_format=torch.contiguous_format)
@@ -103,7 +103,7 @@ def test_golden_one_row() -> None:
 x_1 [1, 16]
 w_1 [16, 8]
 rows [1, 1, 16] = aten.reshape(x_1, [1, 1, 16])
-matmul_all_gather = ditron.matmul_all_gather([rows, w_1], "gather_dim=0 world_size=4 group_name=0 site=''", None)
+matmul_all_gather = ditron.matmul_all_gather([rows, w_1], "gather_dim=0 world_size=4 group_name=0 site='' trials", None)
 getitem [4, 1, 8] = matmul_all_gather[0]
 view_1 [1, 1, 32] = aten.reshape(getitem, [1, 1, 32])
 relu [1, 1, 32] = aten.relu(view_1)

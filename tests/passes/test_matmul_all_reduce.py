@@ -50,7 +50,7 @@ def test_golden_two_dimensions() -> None:
         """\
 a_1 [32, 16]
 b_1 [16, 24]
-matmul_all_reduce = ditron.matmul_all_reduce([a_1, b_1], "reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([a_1, b_1], "reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem [32, 24] = matmul_all_reduce[0]
 return getitem
 """,
@@ -69,7 +69,7 @@ def test_golden_views_are_kept_behind_the_call() -> None:
 a_1 [2, 32, 16]
 b_1 [16, 24]
 view [64, 16] = aten.view(a_1, [64, 16])
-matmul_all_reduce = ditron.matmul_all_reduce([view, b_1], "reduce_op=avg world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([view, b_1], "reduce_op=avg world_size=4 group_name=0 site='' trials", None)
 getitem [64, 24] = matmul_all_reduce[0]
 _unsafe_view [2, 32, 24] = aten.reshape(getitem, [2, 32, 24])
 view_1 [2, 32, 4, 6] = aten.reshape(_unsafe_view, [2, 32, 4, 6])

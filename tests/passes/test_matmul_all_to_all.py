@@ -54,7 +54,7 @@ def test_golden_sequence_first() -> None:
         """\
 x_1 [2, 3, 16]
 w_1 [16, 40]
-matmul_all_to_all = ditron.matmul_all_to_all([x_1, w_1], "gather_dim=1 parts=1 world_size=4 group_name=0 site=''", None)
+matmul_all_to_all = ditron.matmul_all_to_all([x_1, w_1], "gather_dim=1 parts=1 world_size=4 group_name=0 site='' trials", None)
 getitem [2, 12, 10] = matmul_all_to_all[0]
 reshape_default [2, 12, 2, 5] = aten.reshape(getitem, [2, 12, 2, 5])
 return reshape_default
@@ -77,7 +77,7 @@ def test_golden_parts() -> None:
 x_1 [6, 16]
 w_1 [16, 120]
 b_1 [120]
-matmul_all_to_all = ditron.matmul_all_to_all([x_1, w_1, b_1], "gather_dim=0 parts=3 world_size=4 group_name=0 site='' has_bias", None)
+matmul_all_to_all = ditron.matmul_all_to_all([x_1, w_1, b_1], "gather_dim=0 parts=3 world_size=4 group_name=0 site='' trials has_bias", None)
 getitem [24, 30] = matmul_all_to_all[0]
 reshape_default [24, 3, 2, 5] = aten.reshape(getitem, [24, 3, 2, 5])
 return reshape_default

@@ -55,7 +55,7 @@ def test_golden_dim_0() -> None:
         """\
 a_1 [32, 16]
 b_1 [16, 24]
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1, b_1], "scatter_dim=0 reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1, b_1], "scatter_dim=0 reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem [8, 24] = matmul_reduce_scatter[0]
 return getitem
 """,
@@ -72,7 +72,7 @@ a_1 [2, 32, 16]
 b_1 [24, 16]
 relu [2, 32, 16] = aten.relu(a_1)
 t [16, 24] = aten.t(b_1)
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([relu, t], "scatter_dim=1 reduce_op=avg world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([relu, t], "scatter_dim=1 reduce_op=avg world_size=4 group_name=0 site='' trials", None)
 getitem_4 [2, 8, 24] = matmul_reduce_scatter[0]
 add [2, 8, 24] = aten.add.Tensor(getitem_4, 1)
 return add

@@ -72,7 +72,7 @@ def test_golden_factor_and_transpose() -> None:
 x_1 [2, 8, 16]
 w_1 [16, 24]
 view [16, 16] = aten.view(x_1, [16, 16])
-matmul_all_reduce = ditron.matmul_all_reduce([view, w_1], "reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([view, w_1], "reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem [16, 24] = matmul_all_reduce[0]
 _unsafe_view [2, 8, 24] = aten._unsafe_view(getitem, [2, 8, 24])
 mul [2, 8, 24] = aten.mul.Tensor(_unsafe_view, 0.3)
@@ -92,7 +92,7 @@ def test_golden_factor_before_a_scatter() -> None:
         """\
 x_1 [2, 8, 16]
 w_1 [16, 24]
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, w_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, w_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem_4 [2, 2, 24] = matmul_reduce_scatter[0]
 neg_default [2, 2, 24] = aten.neg(getitem_4)
 div_tensor [2, 2, 24] = aten.div.Tensor(neg_default, 4)

@@ -66,7 +66,7 @@ return _unsafe_view
 x_1 [2, 8, 16]
 w_1 [16, 24]
 _to_copy_default [2, 8, 16] = aten._to_copy(x_1, dtype=torch.bfloat16)
-all_gather_matmul = ditron.all_gather_matmul([_to_copy_default, w_1], "gather_dim=1 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([_to_copy_default, w_1], "gather_dim=1 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem_4 [64, 24] = all_gather_matmul[0]
 _unsafe_view [2, 32, 24] = aten._unsafe_view(getitem_4, [2, 32, 24])
 return _unsafe_view

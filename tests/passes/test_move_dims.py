@@ -44,7 +44,7 @@ def test_golden() -> None:
         """\
 x_1 [2, 8, 16]
 w_1 [16, 24]
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, w_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, w_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem_4 [2, 2, 24] = matmul_reduce_scatter[0]
 add [2, 2, 24] = aten.add.Tensor(getitem_4, 1)
 return add
@@ -61,7 +61,7 @@ def test_golden_result_used_as_it_was_scattered() -> None:
         """\
 x_1 [2, 8, 16]
 w_1 [16, 24]
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, w_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, w_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem_4 [2, 2, 24] = matmul_reduce_scatter[0]
 permute_default [2, 2, 24] = aten.permute(getitem_4, [1, 0, 2])
 clone_default [2, 2, 24] = aten.clone(permute_default, memory_format=torch.contiguous_format)

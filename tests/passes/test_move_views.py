@@ -87,7 +87,7 @@ permute_3 [5, 4, 24, 1, 1] = aten.permute(permute_1, [3, 4, 2, 0, 1])
 clone_1 [5, 4, 24, 1, 1] = aten.clone(permute_3, memory_format=torch.contiguous_format)
 _unsafe_view_1 [1, 20, 24] = aten._unsafe_view(clone_1, [1, 20, 24])
 squeeze_dim [20, 24] = aten.squeeze.dim(_unsafe_view_1, 0)
-all_gather_matmul = ditron.all_gather_matmul([reshape_default_2, squeeze_dim], "gather_dim=1 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([reshape_default_2, squeeze_dim], "gather_dim=1 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem_8 [64, 24] = all_gather_matmul[0]
 reshape_default_1 [1, 64, 24] = aten.reshape(getitem_8, [1, 64, 24])
 view [2, 32, 1, 1, 24] = aten.view(reshape_default_1, [2, 32, 1, 1, 24])

@@ -306,7 +306,7 @@ constant_pad_nd_default [32, 24] = aten.constant_pad_nd(relu, [0, 7, 0, 0])
 permute_default [19, 17] = aten.permute(t, [1, 0])
 constant_pad_nd_default_1 [19, 24] = aten.constant_pad_nd(permute_default, [0, 7, 0, 0])
 permute_default_1 [24, 19] = aten.permute(constant_pad_nd_default_1, [1, 0])
-matmul_all_reduce = ditron.matmul_all_reduce([constant_pad_nd_default, permute_default_1], "reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([constant_pad_nd_default, permute_default_1], "reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem [32, 19] = matmul_all_reduce[0]
 return getitem
 """,

@@ -54,7 +54,7 @@ arg2_1 [32]
 arg3_1 [2, 4, 32]
 arg4_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1], "reduce_op=sum norm=(form=none eps=0.0) extras=post_weight+residual world_size=4 group_name=0 site='' post=()", None)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1], "reduce_op=sum norm=(form=none eps=0.0) extras=post_weight+residual world_size=4 group_name=0 site='' trials post=()", None)
 getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
 rows [2, 4, 32] = aten.reshape(getitem_1, [2, 4, 32])
 view_2 [8, 32] = aten.reshape(rows, [8, 32])
@@ -105,7 +105,7 @@ def test_golden_two_norms_of_one_sum_in_training() -> None:
         behind,
         """\
 [8, 16] = aten.reshape(primals, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, primals, primals, primals, primals, primals, primals], "reduce_op=sum norm=(form=layer eps=1e-05) extras=residual+weight+shift+other_weight+other_shift world_size=4 group_name=0 site='' saved=mean+rstd+other", None)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, primals, primals, primals, primals, primals, primals], "reduce_op=sum norm=(form=layer eps=1e-05) extras=residual+weight+shift+other_weight+other_shift world_size=4 group_name=0 site='' trials saved=mean+rstd+other", None)
 getitem_3 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_4 [8, 32] = matmul_all_reduce_rms_norm[1]
 getitem_5 [8, 1] = matmul_all_reduce_rms_norm[2]

@@ -44,7 +44,7 @@ x_1 [2, 32, 16]
 w_1 [16, 24]
 p_1 [2, 32]
 unsqueeze [2, 32, 1] = aten.unsqueeze(p_1, 2)
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, w_1, unsqueeze], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' num_extras=1 epilogue='pre: mm0 * column(x0); mm0'", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([x_1, w_1, unsqueeze], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' trials num_extras=1 epilogue='pre: mm0 * column(x0); mm0'", None)
 getitem_4 [2, 8, 24] = matmul_reduce_scatter[0]
 return getitem_4
 """,
@@ -62,7 +62,7 @@ w_1 [16, 24]
 m_1 [2, 32, 1]
 view [64, 16] = aten.view(x_1, [64, 16])
 _to_copy [2, 32, 1] = aten._to_copy(m_1, dtype=torch.bfloat16)
-matmul_all_reduce = ditron.matmul_all_reduce([view, w_1, _to_copy], "reduce_op=sum world_size=4 group_name=0 site='' num_extras=1 epilogue='pre: mm0 * column(x0); mm0'", None)
+matmul_all_reduce = ditron.matmul_all_reduce([view, w_1, _to_copy], "reduce_op=sum world_size=4 group_name=0 site='' trials num_extras=1 epilogue='pre: mm0 * column(x0); mm0'", None)
 getitem [64, 24] = matmul_all_reduce[0]
 _unsafe_view [2, 32, 24] = aten._unsafe_view(getitem, [2, 32, 24])
 return _unsafe_view

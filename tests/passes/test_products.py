@@ -59,7 +59,7 @@ def test_golden_backward_of_queries_keys_and_values() -> None:
     (call,) = [line for line in lines if "ditron." in line]
     expecttest.assert_expected_inline(
         call,
-        """matmul_reduce_scatter = ditron.matmul_reduce_scatter([bmm_2, clone_1, view_19, permute_11, permute_15, permute_19], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' num_products=3", None)""",
+        """matmul_reduce_scatter = ditron.matmul_reduce_scatter([bmm_2, clone_1, view_19, permute_11, permute_15, permute_19], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' trials num_products=3", None)""",
     )
 
 
@@ -78,7 +78,7 @@ b_1 [16, 24]
 c_1 [2, 32, 5]
 d_1 [5, 24]
 row_1 [24]
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1, c_1, b_1, d_1, row_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' num_products=2 has_bias", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1, c_1, b_1, d_1, row_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' trials num_products=2 has_bias", None)
 getitem_4 [2, 8, 24] = matmul_reduce_scatter[0]
 return getitem_4
 """,
@@ -102,7 +102,7 @@ d_1 [5, 24]
 row_1 [24]
 view [1, 24] = aten.view(row_1, [1, 24])
 row [24] = aten.reshape(view, [-1])
-matmul_all_reduce = ditron.matmul_all_reduce([c_1, a_1, d_1, b_1, row], "reduce_op=avg world_size=4 group_name=0 site='' num_products=2 has_bias", None)
+matmul_all_reduce = ditron.matmul_all_reduce([c_1, a_1, d_1, b_1, row], "reduce_op=avg world_size=4 group_name=0 site='' trials num_products=2 has_bias", None)
 getitem [64, 24] = matmul_all_reduce[0]
 view_1 [2, 32, 24] = aten.view(getitem, [2, 32, 24])
 view_3 [2, 32, 4, 6] = aten.reshape(view_1, [2, 32, 4, 6])

@@ -67,7 +67,7 @@ cat [2, 1, 32] = aten.cat([_unsafe_view_1, _unsafe_view_2], -1)
 add [2, 1, 32] = aten.add.Tensor(_unsafe_view, cat)
 t_3 [32, 32] = aten.t(wo_1)
 view_3 [2, 32] = aten.view(add, [2, 32])
-matmul_all_reduce = ditron.matmul_all_reduce([view_3, t_3], "reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([view_3, t_3], "reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem [2, 32] = matmul_all_reduce[0]
 _unsafe_view_3 [2, 1, 32] = aten.reshape(getitem, [2, 1, 32])
 return _unsafe_view_3
@@ -114,7 +114,7 @@ getitem_3 [2, 32] = projections_1[0]
 reshape_default [2, 1, 32] = aten.reshape(getitem_3, [2, 1, 32])
 view_4 [2, 32] = aten.reshape(reshape_default, [2, 32])
 permute_2 [32, 32] = aten.permute(arg3_1, [1, 0])
-matmul_all_reduce = ditron.matmul_all_reduce([view_4, permute_2], "reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([view_4, permute_2], "reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem [2, 32] = matmul_all_reduce[0]
 view_5 [2, 1, 32] = aten.reshape(getitem, [2, 1, 32])
 return (view_5,)
@@ -147,7 +147,7 @@ getitem_2 [2, 16] = projections[1]
 biased [2, 32] = aten.add.Tensor(getitem_1, bq_1)
 cat [2, 48] = aten.cat([biased, getitem_2], -1)
 t_2 [48, 32] = aten.t(wo_1)
-matmul_all_reduce = ditron.matmul_all_reduce([cat, t_2], "reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([cat, t_2], "reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem [2, 32] = matmul_all_reduce[0]
 return getitem
 """,

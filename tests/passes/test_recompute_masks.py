@@ -28,7 +28,7 @@ def test_the_backward_knows_its_mask() -> None:
         module.graph.eliminate_dead_code()
     assert_expected_inline(
         next(line for line in text(after[1].graph).splitlines() if "ditron" in line),
-        """attention_reduce_scatter = ditron.attention_reduce_scatter([permute_4, permute_2, permute, permute_1, getitem_8, getitem_9], "mask=(kind=causal window=11 offset=16) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=''", None)""",
+        """attention_reduce_scatter = ditron.attention_reduce_scatter([permute_4, permute_2, permute, permute_1, getitem_8, getitem_9], "mask=(kind=causal window=11 offset=16) scale=0.25 softcap=0.0 world_size=4 group_name=0 site='' trials", None)""",
     )
     for old, new in zip(before, after, strict=True):
         inputs = of_all_ranks(tuple(node.meta["val"] for node in new.graph.nodes if node.op == "placeholder"))

@@ -38,7 +38,7 @@ def test_golden_residual_behind_a_reduce_scatter() -> None:
 x_1 [2, 32, 16]
 w_1 [16, 24]
 r_1 [2, 8, 24]
-matmul_reduce_scatter_1 = ditron.matmul_reduce_scatter([x_1, w_1, r_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' num_extras=1 epilogue='full(x0) + mm0'", None)
+matmul_reduce_scatter_1 = ditron.matmul_reduce_scatter([x_1, w_1, r_1], "scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site='' trials num_extras=1 epilogue='full(x0) + mm0'", None)
 getitem_5 [2, 8, 24] = matmul_reduce_scatter_1[0]
 return getitem_5
 """,
@@ -55,7 +55,7 @@ x_1 [2, 32, 16]
 w_1 [16, 24]
 b_1 [24]
 view [64, 16] = aten.view(x_1, [64, 16])
-matmul_all_reduce_1 = ditron.matmul_all_reduce([view, w_1, b_1], "reduce_op=sum world_size=4 group_name=0 site='' num_extras=1 epilogue='mm0 + row(x0); silu(cast(mm0 + row(x0), bf16))'", None)
+matmul_all_reduce_1 = ditron.matmul_all_reduce([view, w_1, b_1], "reduce_op=sum world_size=4 group_name=0 site='' trials num_extras=1 epilogue='mm0 + row(x0); silu(cast(mm0 + row(x0), bf16))'", None)
 getitem_1 [64, 24] = matmul_all_reduce_1[0]
 getitem_2 [64, 24] = matmul_all_reduce_1[1]
 reshape_default [2, 32, 24] = aten.reshape(getitem_1, [2, 32, 24])

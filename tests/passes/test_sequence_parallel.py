@@ -125,7 +125,7 @@ v_1 [6, 16]
 w_1 [16, 12]
 g_1 [16]
 replicated_default [16] = ditron.replicated(g_1, [x_1, g_1], '0', 'sequence_parallel/d66f9998', '\\n', '59966e96\\npow.Tensor_Scalar(_, 2)\\nmean.dim(_, [-1], True)\\nadd.Tensor(_, 1e-05)')
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1, v_1], "scatter_dim=0 reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1, v_1], "scatter_dim=0 reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem_1 [2, 16] = matmul_reduce_scatter[0]
 own_chunk_default [2, 16] = ditron.own_chunk(x_1, 0, 4, '0')
 add [2, 16] = aten.add.Tensor(own_chunk_default, getitem_1)
@@ -135,7 +135,7 @@ add_1 [2, 1] = aten.add.Tensor(mean, 1e-05)
 rsqrt [2, 1] = aten.rsqrt(add_1)
 mul [2, 16] = aten.mul.Tensor(add, rsqrt)
 mul_1 [2, 16] = aten.mul.Tensor(mul, replicated_default)
-all_gather_matmul = ditron.all_gather_matmul([mul_1, w_1], "gather_dim=0 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([mul_1, w_1], "gather_dim=0 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem [8, 12] = all_gather_matmul[0]
 return getitem
 """,

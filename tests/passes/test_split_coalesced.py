@@ -78,7 +78,7 @@ x_1 [8, 16]
 w_1 [16, 24]
 y_1 [12, 5]
 add [12, 5] = aten.add.Tensor(y_1, 1)
-matmul_all_reduce = ditron.matmul_all_reduce([x_1, w_1], "reduce_op=sum world_size=4 group_name=0 site=''", None)
+matmul_all_reduce = ditron.matmul_all_reduce([x_1, w_1], "reduce_op=sum world_size=4 group_name=0 site='' trials", None)
 getitem_3 [8, 24] = matmul_all_reduce[0]
 all_reduce_coalesced = _c10d_functional.all_reduce_coalesced([add, y_1], 'sum', '0')
 getitem [12, 5] = all_reduce_coalesced[0]
@@ -101,7 +101,7 @@ w_1 [16, 24]
 y_1 [12, 5]
 all_gather_into_tensor_default_1 [48, 5] = _c10d_functional.all_gather_into_tensor(y_1, 4, '0')
 wait_tensor_1 [48, 5] = _c10d_functional.wait_tensor(all_gather_into_tensor_default_1)
-all_gather_matmul = ditron.all_gather_matmul([x_1, w_1], "gather_dim=0 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([x_1, w_1], "gather_dim=0 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem_2 [32, 24] = all_gather_matmul[0]
 sum_1 [] = aten.sum(wait_tensor_1)
 add [32, 24] = aten.add.Tensor(getitem_2, sum_1)

@@ -75,7 +75,7 @@ arg1_1 [48, 16]
 permute [16, 48] = aten.permute(arg1_1, [1, 0])
 columns [16, 24] = aten.slice.Tensor(permute, 1, 0, 24)
 columns_1 [16, 24] = aten.slice.Tensor(permute, 1, 24, 48)
-all_gather_matmul_2 = ditron.all_gather_matmul([arg0_1, columns, columns_1], "gather_dim=1 world_size=4 group_name=0 site=be5e4ea9/0:all_gather_matmul num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
+all_gather_matmul_2 = ditron.all_gather_matmul([arg0_1, columns, columns_1], "gather_dim=1 world_size=4 group_name=0 site=be5e4ea9/0:all_gather_matmul trials num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
 getitem_9 [64, 24] = all_gather_matmul_2[0]
 reshape_default_2 [2, 32, 24] = aten.reshape(getitem_9, [2, 32, 24])
 return (reshape_default_2,)
@@ -100,7 +100,7 @@ projections_1 = ditron.projections([view, columns, columns_1], "num_weights=2 ep
 getitem_3 [2, 24] = projections_1[0]
 reshape_default_2 [2, 1, 24] = aten.reshape(getitem_3, [2, 1, 24])
 view_1 [2, 24] = aten.view(reshape_default_2, [2, 24])
-matmul_all_reduce = ditron.matmul_all_reduce([view_1, o_1], 'reduce_op=sum world_size=4 group_name=0 site=016bcfc6/0:matmul_all_reduce', None)
+matmul_all_reduce = ditron.matmul_all_reduce([view_1, o_1], 'reduce_op=sum world_size=4 group_name=0 site=016bcfc6/0:matmul_all_reduce trials', None)
 getitem [2, 16] = matmul_all_reduce[0]
 _unsafe_view_1 [2, 1, 16] = aten.reshape(getitem, [2, 1, 16])
 return _unsafe_view_1
@@ -122,7 +122,7 @@ columns [16, 24] = aten.slice.Tensor(permute, 1, 0, 24)
 columns_1 [16, 24] = aten.slice.Tensor(permute, 1, 24, 48)
 columns_2 [24] = aten.slice.Tensor(arg2_1, 0, 0, 24)
 columns_3 [24] = aten.slice.Tensor(arg2_1, 0, 24, 48)
-all_gather_matmul_2 = ditron.all_gather_matmul([arg0_1, columns, columns_1, columns_2, columns_3], "gather_dim=1 world_size=4 group_name=0 site=be5e4ea9/0:all_gather_matmul num_weights=2 num_extras=2 epilogue='cast(silu(cast(mm0 + row(x0), bf16)), bf16) * cast(mm1 + row(x1), bf16)'", None)
+all_gather_matmul_2 = ditron.all_gather_matmul([arg0_1, columns, columns_1, columns_2, columns_3], "gather_dim=1 world_size=4 group_name=0 site=be5e4ea9/0:all_gather_matmul trials num_weights=2 num_extras=2 epilogue='cast(silu(cast(mm0 + row(x0), bf16)), bf16) * cast(mm1 + row(x1), bf16)'", None)
 getitem_9 [64, 24] = all_gather_matmul_2[0]
 reshape_default_2 [2, 32, 24] = aten.reshape(getitem_9, [2, 32, 24])
 return (reshape_default_2,)

@@ -48,7 +48,7 @@ w_1 [8, 16]
 x_1 [2, 5, 16]
 view [10, 16] = aten.view(x_1, [10, 16])
 transposed [16, 10] = aten.permute(view, [1, 0])
-all_gather_matmul = ditron.all_gather_matmul([w_1, transposed], "gather_dim=0 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([w_1, transposed], "gather_dim=0 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem [32, 10] = all_gather_matmul[0]
 transposed_1 [10, 32] = aten.permute(getitem, [1, 0])
 _unsafe_view [2, 5, 32] = aten.reshape(transposed_1, [2, 5, 32])
@@ -68,7 +68,7 @@ w_1 [16, 8]
 x_1 [5, 16]
 transposed [8, 16] = aten.permute(w_1, [1, 0])
 transposed_1 [16, 5] = aten.permute(x_1, [1, 0])
-all_gather_matmul = ditron.all_gather_matmul([transposed, transposed_1], "gather_dim=0 world_size=4 group_name=0 site='' num_weights=1", None)
+all_gather_matmul = ditron.all_gather_matmul([transposed, transposed_1], "gather_dim=0 world_size=4 group_name=0 site='' trials num_weights=1", None)
 getitem_4 [32, 5] = all_gather_matmul[0]
 transposed_2 [5, 32] = aten.permute(getitem_4, [1, 0])
 return transposed_2
@@ -86,7 +86,7 @@ a_1 [2, 5, 16]
 b_1 [24, 16]
 view [10, 16] = aten.view(a_1, [10, 16])
 transposed [16, 10] = aten.permute(view, [1, 0])
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([b_1, transposed], "scatter_dim=0 reduce_op=avg world_size=4 group_name=0 site=''", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([b_1, transposed], "scatter_dim=0 reduce_op=avg world_size=4 group_name=0 site='' trials", None)
 getitem_4 [6, 10] = matmul_reduce_scatter[0]
 transposed_1 [10, 6] = aten.permute(getitem_4, [1, 0])
 rows [2, 5, 6] = aten.reshape(transposed_1, [2, 5, 6])
@@ -246,7 +246,7 @@ x_1 [5, 16]
 b_1 [32]
 transposed [16, 5] = aten.permute(x_1, [1, 0])
 column [32, 1] = aten.unsqueeze(b_1, 1)
-all_gather_matmul_1 = ditron.all_gather_matmul([w_1, transposed, column], "gather_dim=0 world_size=4 group_name=0 site='' num_weights=1 num_extras=1 epilogue='mm0 + column(x0)'", None)
+all_gather_matmul_1 = ditron.all_gather_matmul([w_1, transposed, column], "gather_dim=0 world_size=4 group_name=0 site='' trials num_weights=1 num_extras=1 epilogue='mm0 + column(x0)'", None)
 getitem_1 [32, 5] = all_gather_matmul_1[0]
 transposed_1 [5, 32] = aten.permute(getitem_1, [1, 0])
 return transposed_1
@@ -271,7 +271,7 @@ c_1 [24]
 transposed [24, 16] = aten.permute(b_1, [1, 0])
 transposed_1 [16, 5] = aten.permute(a_1, [1, 0])
 column [24, 1] = aten.unsqueeze(c_1, 1)
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([transposed, transposed_1, column], "scatter_dim=0 reduce_op=sum world_size=4 group_name=0 site='' has_bias", None)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([transposed, transposed_1, column], "scatter_dim=0 reduce_op=sum world_size=4 group_name=0 site='' trials has_bias", None)
 getitem_4 [6, 5] = matmul_reduce_scatter[0]
 transposed_2 [5, 6] = aten.permute(getitem_4, [1, 0])
 return transposed_2

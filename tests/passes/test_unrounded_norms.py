@@ -118,7 +118,7 @@ arg2_1 [2, 4, 32]
 arg3_1 [32]
 arg4_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1], "reduce_op=sum norm=(round_first unrounded) extras=residual+weight world_size=4 group_name=0 site=''", None)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view, arg1_1, arg2_1, arg3_1], "reduce_op=sum norm=(round_first unrounded) extras=residual+weight world_size=4 group_name=0 site='' trials", None)
 getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[1]
 rows_1 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])

@@ -245,7 +245,7 @@ arg2_1 [2, 8, 4, 16]
 permute_2 [2, 4, 8, 16] = aten.permute(arg2_1, [0, 2, 1, 3])
 permute_default [2, 2, 8, 16] = aten.permute(arg0_1, [0, 2, 1, 3])
 permute_default_1 [2, 2, 8, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention([permute_2, permute_default, permute_default_1], "mask=(kind=causal window=11 offset=16) scale=0.25 softcap=0.5 world_size=4 group_name=0 site=''", None)
+all_gather_attention = ditron.all_gather_attention([permute_2, permute_default, permute_default_1], "mask=(kind=causal window=11 offset=16) scale=0.25 softcap=0.5 world_size=4 group_name=0 site='' trials", None)
 getitem_8 [2, 4, 8, 16] = all_gather_attention[0]
 permute_default_2 [2, 8, 4, 16] = aten.permute(getitem_8, [0, 2, 1, 3])
 clone_4 [2, 8, 4, 16] = aten.clone(permute_default_2, memory_format=torch.contiguous_format)
@@ -264,7 +264,7 @@ arg2_1 [1, 8, 4, 16]
 permute_default [1, 4, 8, 16] = aten.permute(arg2_1, [0, 2, 1, 3])
 permute_default_3 [1, 2, 8, 16] = aten.permute(arg0_1, [0, 2, 1, 3])
 permute_default_4 [1, 2, 8, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention([permute_default, permute_default_3, permute_default_4], "mask=(kind=causal offset=8) scale=0.25 softcap=0.5 world_size=4 group_name=0 site=''", None)
+all_gather_attention = ditron.all_gather_attention([permute_default, permute_default_3, permute_default_4], "mask=(kind=causal offset=8) scale=0.25 softcap=0.5 world_size=4 group_name=0 site='' trials", None)
 getitem_8 [1, 4, 8, 16] = all_gather_attention[0]
 reshape_default [2, 2, 8, 16] = aten.reshape(getitem_8, [2, 2, 8, 16])
 permute_default_5 [8, 2, 2, 16] = aten.permute(reshape_default, [2, 0, 1, 3])

@@ -55,10 +55,10 @@ def test_the_graphs_of_all_ranks_have_one_call() -> None:
     assert_expected_inline(
         re.sub(r"\w+/0:", "", "\n".join(lines)),
         """\
-"mask=(kind=zigzag_keys jumps='4+24') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention", None)
-"mask=(kind=zigzag_keys offset=4 jumps='4+16') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention", None)
-"mask=(kind=zigzag_keys offset=8 jumps='4+8') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention", None)
-'mask=(kind=zigzag_keys offset=12) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention', None)""",
+"mask=(kind=zigzag_keys jumps='4+24') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention trials", None)
+"mask=(kind=zigzag_keys offset=4 jumps='4+16') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention trials", None)
+"mask=(kind=zigzag_keys offset=8 jumps='4+8') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention trials", None)
+'mask=(kind=zigzag_keys offset=12) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention trials', None)""",
     )
 
 
