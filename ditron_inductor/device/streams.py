@@ -34,6 +34,13 @@ from ditron_inductor.device import driver
 from ditron_inductor.errors import DitronCaptureError
 
 NO_STREAM = -1
+CYCLES_PER_US = 2500
+"""No GPU that we know of has a faster clock, so a delay of this many cycles per microsecond is never too short."""
+
+
+def delay(us: float) -> None:
+    """Lets the current CUDA stream wait so many microseconds or longer, while the host goes on."""
+    torch.cuda._sleep(int(us * CYCLES_PER_US))
 
 
 class CallOrder(Protocol):

@@ -56,8 +56,6 @@ GRAPHS = "triton.cudagraphs"
 CPU_ROUNDS = 2
 PROBED_ROUNDS = 7
 COPIED_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
-CYCLES_PER_US = 2000.0
-"""No GPU has a faster clock, so a delay of this many cycles per microsecond is never too short."""
 LONGEST_DELAY_US = 200e3
 FEWEST_STEPS, MOST_STEPS = 3, 8
 """The fewest and the most steps that run in front of a step that is looked at."""
@@ -193,7 +191,8 @@ class _Profile:
             with collect_sites() as sink:
                 call(0)
             # A trial that still runs would be timed.
-            for _ in range(trial.ALL_CALLS if name == FUSED and torch.cuda.is_available() else 1):
+            tries = name == FUSED and self.parsed.trials and torch.cuda.is_available()
+            for _ in range(trial.ALL_CALLS if tries else 1):
                 call(0)
             calls[name] = call
             # Read this now, because a site of the same name in another contestant is noted in the same place.
@@ -292,6 +291,7 @@ def _probed(
     import torch
     import torch.distributed as dist
 
+    from ditron_inductor.device import streams
     from ditron_inductor.task.watch import watch
     from ditron_inductor.taxes.probe import Probe, largest, mark_us
 
@@ -304,7 +304,7 @@ def _probed(
             dist.all_reduce(torch.zeros(1, device=clock.device), group=clock.group)
             if on_gpu:
                 # The host issues the step in this time, so the device is timed, and not its waiting for the host.
-                torch.cuda._sleep(int(leads[name].delay_us * CYCLES_PER_US))
+                streams.delay(leads[name].delay_us)
             for _ in range(leads[name].steps):
                 call(0)
             with watch.by(probe):

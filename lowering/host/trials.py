@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ditron_inductor.device import Workspace
+from ditron_inductor.device import Workspace, streams
 from ditron_inductor.device.workspace import SharedWorkspace
 from ditron_inductor.lowering.host.chosen import Chosen, Runner
 from ditron_inductor.task import trial
@@ -40,8 +40,6 @@ MOST_TRIALS = 128
 """The most trials of a workspace. Further problems run as planned."""
 UNKNOWN_NS = 1 << 60
 """The time that a rank reports of a strategy that it could not time. Such a strategy is never chosen for its time."""
-HEAD_START_CYCLES = 2500 * int(trial.HEAD_START_US)
-"""No GPU that we know of has a clock above 2.5 GHz, so this takes `trial.HEAD_START_US` or longer."""
 
 
 class Sample:
@@ -49,17 +47,16 @@ class Sample:
 
     def __init__(self, workspace: Workspace) -> None:
         self.host_ns = 0
-        self._group = workspace.group
-        self._device = workspace.device
+        self._workspace = workspace
         self._events = None
-        if self._device.type == "cuda":
+        if workspace.device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def take(self, run: Runner, operands: Sequence[Any]) -> Any:
         """Runs a call and times it. Collective on a GPU."""
         if self._events is not None:
-            dist.all_reduce(torch.ones(1, device=self._device), group=self._group.process_group())
-            torch.cuda._sleep(HEAD_START_CYCLES)
+            dist.all_reduce(torch.zeros(1, device=self._workspace.device), group=self._workspace.group.process_group())
+            streams.delay(trial.HEAD_START_US)
             self._events[0].record()
         begun = time.perf_counter_ns()
         result = run(*operands)
