@@ -54,7 +54,7 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """The environment variable of the option."""
         return VARIABLE_PREFIX + self.name.upper()
 
     def of_environment(self, environment: Mapping[str, str]) -> Any:
@@ -198,7 +198,7 @@ DECLARED: tuple[Option, ...] = (
 )  # fmt: skip
 """All options, in the order in which they are shown."""
 OPTIONS: dict[str, Option] = {option.name: option for option in DECLARED}
-"""The same by name, without the prefix."""
+"""All options by name, without the prefix."""
 
 
 def keys_text() -> str:

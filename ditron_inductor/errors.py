@@ -58,9 +58,7 @@ class DitronNotFused(DitronError, ValueError):
 
 
 class DitronOptionsMismatch(DitronError, ValueError):
-    """The ranks of a group have different options. ``differences`` names each option with the ranks that hold each
-    value.
-    """
+    """The ranks of a group have different options. ``differences`` names each option, its values and their ranks."""
 
     message = (
         "the ranks of group '{group_name}' run Ditron with different settings: {differences}. Give all of them the same"

@@ -139,9 +139,7 @@ class GraphMeeting:
             self._first_run = summary.begin(self.facts, self.left_alone, plain)
 
     def _captured(self) -> Decision | None:
-        """Returns the decision for a graph that is captured before anything was decided; None if nobody waits for this
-        rank.
-        """
+        """Returns the decision for a graph that is captured undecided; None if nobody waits for this rank."""
         if self.facts.is_bare:
             return None
         if self._attempts:

@@ -106,7 +106,7 @@ def _text(
 
 
 def _named(group: dist.ProcessGroup | str | None) -> tuple[str, int]:
-    """(the name of a group, its size)."""
+    """Returns (the name of a group, its size)."""
     if isinstance(group, str):
         return group, dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
     found: dist.ProcessGroup | None = dist.group.WORLD if group is None else group

@@ -299,9 +299,7 @@ def declare_calls() -> None:
 
 
 def mark_calls(graph: fx.Graph) -> None:
-    """Marks our ops in a graph as calls by site: the code of the graph is cached under a key that depends on our
-    sources.
-    """
+    """Marks our ops in a graph as calls by site: its code is cached under a key that depends on our sources."""
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "namespace", "") == NAMESPACE:
             node.meta[COMPILED_BY_US] = True

@@ -25,13 +25,11 @@ logger = logging.getLogger(__name__)
 Run = Callable[[list[Any]], Sequence[Any]]
 
 MOST_COMPILED = 8
-"""The most forms of inputs for which a graph is compiled. For further forms it is interpreted, one op after the other.
-"""
+"""The most forms of inputs for which a graph is compiled; for further forms it is interpreted, op by op."""
 
 
 def dump(graph: fx.Graph) -> str:
-    """Returns the graph's module as text, without its nodes' metadata; empty, with a warning, if it cannot be written.
-    """
+    """Returns the module of the graph as text, without metadata; empty, with a warning, if it cannot be written."""
     module = graph.owning_module
     if module is None:
         return ""
@@ -59,9 +57,7 @@ def load(text: str) -> fx.GraphModule:
 
 
 class PlainGraph:
-    """Runs a dumped graph. text: the result of `dump`, not empty. rewrite: a function that Inductor calls on the graph
-    first.
-    """
+    """Runs a dumped graph. text: the result of `dump`, not empty. rewrite: what Inductor calls on the graph first."""
 
     def __init__(self, text: str, rewrite: CustomGraphPass | None = None) -> None:
         self._text = text

@@ -26,8 +26,7 @@ WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
 
 
 class SiteKernel(ir.FallbackKernel):
-    """The call of one site. call_name: the name of its SiteCall in the generated code, empty if the code calls the op.
-    """
+    """The call of one site. call_name: its SiteCall in the generated code, empty if the code calls the op."""
 
     call_name: str = ""
     inputs: Sequence[Any]
@@ -49,9 +48,7 @@ class SiteKernel(ir.FallbackKernel):
         return name
 
     def codegen_args(self) -> list[str]:
-        """Returns the arguments of the call: all tensors but the token. The token orders calls in the graph, and is not
-        needed any more.
-        """
+        """Returns the arguments: all tensors but the token, which orders calls in the graph and is done with here."""
         if not self.call_name:
             arguments: list[str] = super().codegen_args()
             return arguments

@@ -54,9 +54,7 @@ class How(NamedTuple):
 
 @triton.jit
 def softcapped(s, SOFTCAP: tl.constexpr):
-    """Returns SOFTCAP * tanh(x / SOFTCAP) for x = s / log2(e), in the unit of s. It is computed by exp2, which the GPUs
-    of all makers have.
-    """
+    """Returns SOFTCAP * tanh(x / SOFTCAP) for x = s / log2(e), in the unit of s, by exp2, which all GPUs have."""
     # tanh(y) = 1 - 2 / (1 + exp(2 y)): near 0 it is off by a rounding of 1, and scores count by their differences.
     return (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 / SOFTCAP)))) * (SOFTCAP * LOG2_E)
 

@@ -142,9 +142,7 @@ def heaps_of_peers(words, WORLD: tl.constexpr):
 
 @triton.jit
 def encode(words):
-    """Returns the words as uint32 that are not zero, for `decode`. One NaN becomes another NaN, of two halves or of a
-    whole word.
-    """
+    """Returns the words as nonzero uint32, for `decode`. One NaN becomes another, of two halves or of a whole word."""
     flipped = words ^ 0xFFFFFFFF
     return tl.where(flipped == 0, 0x80000000, flipped)
 
@@ -168,8 +166,7 @@ def decode(words, dtype: tl.constexpr):
 
 @triton.jit
 def sign(use, number, WORLD: tl.constexpr):
-    """Tells every peer the site of what this rank sends in use `number`. Nothing is ordered: the data may arrive first.
-    """
+    """Tells every peer the site of what this rank sends in use `number`, in no order: data may arrive first."""
     targets = tl.arange(0, MAX_WORLD)
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(use.site, number & EPOCH_MASK)
     signs = all_heaps(use, WORLD) + IN_BAND_SITES + (number & (IN_BAND_AREAS - 1)) * MAX_WORLD + use.rank

@@ -18,9 +18,7 @@ from __future__ import annotations
 import triton.language as tl
 
 NUM_SLOTS = tl.constexpr(2)
-"""The number of equal data slots of a workspace. A call takes the next slot, so its credits have nearly always come
-back already.
-"""
+"""The number of equal data slots of a workspace. Calls take turns, so credits have nearly always come back."""
 
 MAX_WORLD = tl.constexpr(16)
 """The columns of a flag row. 16 words are 128 bytes, so no two rows share a cache line."""
@@ -76,8 +74,7 @@ RECORD = tl.constexpr(2)
 """Address of the failure record, in memory that both the device and the host can read."""
 
 DUE = tl.constexpr(3)
-"""The use that ended last, as (slot + 1) << EPOCH_BITS | epoch. The next launch gives its credits. 0 if there is none.
-"""
+"""The use that ended last, as (slot + 1) << EPOCH_BITS | epoch, or 0. The next launch gives its credits."""
 
 TRACE_BUFFER = tl.constexpr(4)
 """Address of the buffer of events while kernels are traced, else 0; see core/trace.py."""
@@ -101,9 +98,7 @@ DATA_OFFSET = tl.constexpr(1)
 """Bytes from the heap's base to the slot's data."""
 
 OPENED = tl.constexpr(2)
-"""The last epoch in which this rank was free to fill its slot. It is used if library products fill the slot, which
-cannot wait.
-"""
+"""The last epoch in which this rank was free to fill its slot, for library products, which cannot wait."""
 
 SEND_TICKET = tl.constexpr(16)
 TILE_TICKET = tl.constexpr(32)

@@ -103,9 +103,7 @@ class Carried(NamedTuple):
 
 @triton.jit
 def rows_descriptor(a, M, K, stride_am, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Returns a descriptor of A [M, K] with contiguous K, for blocks [BLOCK_M, BLOCK_K]. The address has to be a
-    multiple of 16 bytes.
-    """
+    """Returns a descriptor of A [M, K], K contiguous, for blocks [BLOCK_M, BLOCK_K]. A is aligned to 16 bytes."""
     return tl.make_tensor_descriptor(a, shape=[M, K], strides=[stride_am, 1], block_shape=[BLOCK_M, BLOCK_K])
 
 
@@ -113,9 +111,7 @@ def rows_descriptor(a, M, K, stride_am, BLOCK_M: tl.constexpr, BLOCK_K: tl.const
 def weight_descriptor(
     b, N, K, stride_bk, stride_bn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr
 ):
-    """Returns a descriptor of B [K, N]: of its transpose if K_MAJOR (K is contiguous, as in nn.Linear), and otherwise
-    of B itself.
-    """
+    """Returns a descriptor of B [K, N], or of its transpose if K_MAJOR (K is contiguous, as in nn.Linear)."""
     if K_MAJOR:
         return tl.make_tensor_descriptor(b, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K])
     else:
@@ -156,8 +152,7 @@ def zeros_of(TILES: tl.constexpr):
 
 @triton.jit
 def as_words(pointer):
-    """Returns the pointer as one to 32-bit words. Carried data is never unpacked, so a step does not wait for its load.
-    """
+    """Returns a pointer to 32-bit words. Carried data is not unpacked, so no step waits for its load."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
@@ -170,9 +165,7 @@ def load_piece(source, first, count, PIECE: tl.constexpr):
 
 @triton.jit
 def load_next_piece(source, piece, first, count, PIECE: tl.constexpr):
-    """Does what `load_piece` does, or returns `piece` unchanged if there is nothing to load. It uses no select, which
-    would wait for the load.
-    """
+    """Does what `load_piece` does if there is anything to load. It uses no select, which would wait for the load."""
     offsets = first + tl.arange(0, PIECE)
     return tl.load(as_words(source) + offsets, mask=offsets < count, other=piece)
 
@@ -256,9 +249,7 @@ def matmul_steps_by_descriptors(
 
 @triton.jit
 def matmul_run_by_descriptors(acc, a, b, row, a_first, column, b_first, K, TILES: tl.constexpr):
-    """Returns acc[m, n] plus sum_k A[row + m, a_first + k] * B[b_first + k, column + n] over k < K, a multiple of
-    BLOCK_K.
-    """
+    """Returns acc[m, n] + sum_k A[row + m, a_first + k] * B[b_first + k, column + n], k < K, a multiple of BLOCK_K."""
     for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
         a_tile = a.load([row, a_first + k * TILES.BLOCK_K])
         if TILES.K_MAJOR:
@@ -373,9 +364,7 @@ def plus_bias(acc, bias, column, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexp
 
 @triton.jit
 def plus_column(acc, bias, row, last, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Returns acc [BLOCK_M, BLOCK_N] plus the column bias[row + m], for rows up to `last`; acc itself unless HAS_BIAS
-    is 2.
-    """
+    """Returns acc [BLOCK_M, BLOCK_N], plus the column bias[row + m] for rows up to `last` if HAS_BIAS is 2."""
     if HAS_BIAS == 2:
         offs_m = row + tl.arange(0, BLOCK_M)
         acc += tl.load(bias + offs_m, mask=offs_m <= last, other=0.0).to(tl.float32)[:, None]

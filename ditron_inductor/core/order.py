@@ -8,9 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def gather_order(step, rank, WORLD: tl.constexpr):
-    """Returns the source rank of the `step`-th chunk when gathering: rank, rank + 1, ...; the rank's own chunk needs no
-    wait.
-    """
+    """Returns the source of the `step`-th chunk when gathering: rank, rank + 1, ..; the own chunk needs no wait."""
     return (rank + step) % WORLD
 
 
@@ -22,7 +20,7 @@ def scatter_order(step, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """(block row, block column) of the `tile`-th tile, column by column within groups of GROUP_M block rows.
+    """Returns (block row, block column) of the `tile`-th tile, column by column within groups of GROUP_M block rows.
 
     Tiles that run together then share operands in L2, and a group's rows finish together.
     """

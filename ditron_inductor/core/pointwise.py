@@ -1,5 +1,4 @@
-"""Elementwise functions in fp32 from which epilogues are generated. The formulas are those of torch, and NaN stays NaN.
-"""
+"""Elementwise functions in fp32 from which epilogues are generated, by torch's formulas; NaN stays NaN."""
 
 from __future__ import annotations
 

@@ -50,9 +50,7 @@ def without_overflow_checks(options: Any) -> Any:
 
 
 def patient(update: Callable[..., Any], acquire: object) -> Callable[..., Any]:
-    """Wraps `update`, an atomic operation of the builder: it sleeps before it acquires from the address of its last
-    acquire.
-    """
+    """Wraps `update`, an atomic operation of the builder, to sleep before it acquires from the same address again."""
     last = b""
 
     def update_patiently(self: Any, op: Any, pointer: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
@@ -99,8 +97,7 @@ def looked_up_once(look_up: Callable[[Any], Any], scalar_type: type) -> Callable
 
 
 def patched_once(patch: Callable[[Any], Any], make_scope: Callable[[], Any], tl: Any) -> Callable[[Any], Any]:
-    """Wraps `patch`: it does nothing if an open scope holds everything that it would replace, and searches only once.
-    """
+    """Wraps `patch` to do nothing if an open scope holds all that it would replace, and to search only once."""
     done: set[str] = set()
     # What `patch` replaced, and by what, for the modules that a function sees and those that were replaced before.
     known: dict[tuple[frozenset[str], frozenset[str]], list[tuple[Any, str, Any]]] = {}

@@ -52,15 +52,11 @@ POISON_PERIOD = tl.constexpr(256)
 """A wait checks once in so many polls whether another program has failed, because then nothing more will come."""
 
 FIRST_LOOK = tl.constexpr(4)
-"""The poll before which a wait for all checks this for the first time, so a short wait does not spend the time of a
-poll on it.
-"""
+"""The poll before which a wait for all checks this first, so a short wait does not take the time of a poll."""
 
 
 class Pointers(NamedTuple):
-    """What a kernel gets of a workspace: pointers to the heaps of all ranks, to the control words, and to local
-    counters.
-    """
+    """Pointers to a workspace: to the heaps of all ranks, to the control words, and to local counters."""
 
     table: Any
     ctl: Any
@@ -118,9 +114,7 @@ def word(site, epoch):
 
 @triton.jit
 def use_of(words):
-    """Returns the Use of a launch that has these Words. Its epoch is one more than the uses of the slot that have
-    ended.
-    """
+    """Returns the Use of a launch with these Words. Its epoch is one more than the ended uses of the slot."""
     epoch = tl.load(slot_ctl(words) + EPOCH) + 1
     return with_epoch(words, epoch & EPOCH_MASK)
 
@@ -201,8 +195,7 @@ def count_late(seen, others, epoch):
 
 @triton.jit
 def wait_all(use, row, WORLD: tl.constexpr):
-    """Does `wait` for every peer's word in flag `row` at once, in one round of polling instead of one for each source.
-    """
+    """Does `wait` for every peer's word in flag `row` in one round of polling, instead of one for each source."""
     return wait_for_words(use, row, WORLD, True, 1, False)
 
 
@@ -296,9 +289,7 @@ def publish_all(use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
 
 @triton.jit
 def all_heaps(use, WORLD: tl.constexpr):
-    """Returns the heaps of all ranks, for `publish_to`. If time is critical they are loaded long before, because the
-    release waits for them.
-    """
+    """Returns the heaps of all ranks, for `publish_to`. A release waits for this load, so load them early."""
     targets = tl.arange(0, MAX_WORLD)
     return tl.load(use.table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
 
@@ -402,17 +393,13 @@ def data(use, rank, dtype: tl.constexpr):
 
 @triton.jit
 def last_use(use):
-    """Returns the use that ended last, whose credits are due; 0 if there is none. It has to be read before this
-    program's `finish` or `leave`.
-    """
+    """Returns the use that ended last, whose credits are due, or 0. Call it before `finish` or `leave`."""
     return tl.load(use.ctl + DUE)
 
 
 @triton.jit
 def credits_due(use, alive):
-    """Returns `last_use` for `settle` if `alive`, and otherwise 0. After a failure the peers should stop too, and not
-    go on overwriting.
-    """
+    """Returns `last_use` for `settle` if `alive`, and otherwise 0, so that peers stop too after a failure."""
     return tl.where(alive != 0, last_use(use), 0)
 
 
@@ -430,8 +417,7 @@ def settle(due, use, WORLD: tl.constexpr):
 
 @triton.jit
 def finish(use):
-    """Ends a program. Every program calls this last, and the program that finishes last closes the use (see `close`).
-    """
+    """Ends a program, as its last call; the program that finishes last closes the use (see `close`)."""
     close(tl.atomic_add(slot_ctl(use) + DONE, 1, sem="relaxed", scope="gpu"), use)
 
 

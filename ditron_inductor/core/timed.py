@@ -38,8 +38,7 @@ def timed_credits(use, ticket, WORLD: tl.constexpr, TRACE: tl.constexpr):
 
 @triton.jit
 def first_credits(ok, alive, use, ticket, WORLD: tl.constexpr, TRACE: tl.constexpr):
-    """Returns `ok` or, if that is -1 because this program has not asked yet, whether it is `alive` and has its credits.
-    """
+    """Returns `ok`, or, if that is -1 as this program has not asked yet, whether it is `alive` and has its credits."""
     if ok < 0:
         ok = alive & timed_credits(use, ticket, WORLD, TRACE)
     return ok

@@ -52,8 +52,7 @@ class Capabilities:
     in_band: bool = False
 
     def without_peer_access(self, reason: str) -> Capabilities:
-        """Returns the same capabilities without peer access, because mapping each other's memory failed for `reason`.
-        """
+        """Returns these capabilities without peer access: mapping each other's memory failed for `reason`."""
         return replace(self, peer_access=False, peer_reason=reason, tile_available=False, tile_reason=reason)
 
 
@@ -82,9 +81,7 @@ class RankFacts:
 
 
 def probe(device: torch.device) -> RankFacts:
-    """Returns the facts of this process about `device`. It makes no collective call. For CUDA it initialises the
-    device.
-    """
+    """Returns the facts of this process about `device`, which it initialises for CUDA. No collective call."""
     return _probe_cuda(device) if device.type == "cuda" else _probe_cpu(device)
 
 
@@ -170,9 +167,7 @@ def _host() -> str:
 
 
 def combine(ranks: Sequence[RankFacts]) -> Capabilities:
-    """Returns the capabilities of a group from the facts of its ranks, by group rank. It is a pure function, so all
-    ranks agree.
-    """
+    """Returns the capabilities of a group from its ranks' facts, by group rank: a pure function, so all agree."""
     peer_reason = _peer_problem(ranks)
     tile_reason = next((f"{_on(rank, ranks)}{f.tile_problem}" for rank, f in enumerate(ranks) if f.tile_problem), "")
     names = sorted({facts.device_name for facts in ranks})

@@ -20,9 +20,7 @@ copy. The runs follow each other at the source, and begin a pitch apart in the t
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Returns the library of the driver. For HIP this is the one that torch has loaded, because its wheels bring their
-    own.
-    """
+    """Returns the library of the driver; for HIP the one that torch has loaded, as its wheels bring their own."""
     if torch.version.hip is None:
         return ctypes.CDLL("libcuda.so.1")
     with open("/proc/self/maps") as maps:
@@ -68,7 +66,7 @@ class _Copy2D(ctypes.Structure):
 CUDA_UNIFIED = 4
 """CU_MEMORYTYPE_UNIFIED: the driver finds out from an address where its memory is."""
 HIP_DEFAULT = 4
-"""hipMemcpyDefault, which means the same."""
+"""hipMemcpyDefault: HIP's name of CU_MEMORYTYPE_UNIFIED."""
 MOST_PITCH = (1 << 31) - 1
 """The largest pitch of a copy of runs on any GPU, in bytes."""
 

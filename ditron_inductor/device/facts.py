@@ -212,9 +212,7 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
 
 
 def differing(settings: Sequence[Mapping[str, str]]) -> str:
-    """Returns the names that do not have the same value on all ranks, as "x is a on rank 0, b on ranks 1, 2"; empty if
-    there are none.
-    """
+    """Returns the names whose values differ between ranks, as "x is a on rank 0, b on ranks 1, 2"; or ""."""
     names = dict.fromkeys(name for values in settings for name in values)
     found = []
     for name in names:

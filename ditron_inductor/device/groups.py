@@ -1,6 +1,4 @@
-"""Process groups by name: rank, size, store and timeout, and whether a group has been replaced by another of the same
-name.
-"""
+"""Process groups by name: rank, size, store, timeout, and whether another group has taken the name."""
 
 from __future__ import annotations
 
@@ -32,15 +30,12 @@ class Group:
     process_group: weakref.ref[dist.ProcessGroup]
 
     def is_current(self) -> bool:
-        """Returns whether the group's name still resolves to this group. Raises RuntimeError when it resolves to none.
-        """
+        """Returns whether the group's name still resolves to it. Raises RuntimeError when it resolves to none."""
         return distributed_c10d._resolve_process_group(self.name) is self.process_group()  # type: ignore[arg-type]
 
 
 def find(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns a process group, given the group, its name, or None for the default group. Raises RuntimeError or
-    ValueError.
-    """
+    """Returns a group by itself, by its name, or the default one for None. Raises RuntimeError or ValueError."""
     if group is None:
         return distributed_c10d._get_default_group()
     if isinstance(group, str):

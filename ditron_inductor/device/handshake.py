@@ -38,9 +38,7 @@ class AgreedOptions:
 
 @dataclass(frozen=True)
 class HandshakeResult:
-    """The result of a handshake: the group's capabilities, and the table of measured choices that the plan uses on all
-    ranks.
-    """
+    """The result of a handshake: the group's capabilities, and the table of choices that all ranks use."""
 
     capabilities: Capabilities
     table: str
@@ -57,9 +55,7 @@ def versions() -> dict[str, str]:
 def shake_hands(
     session: Session, options: AgreedOptions, facts: RankFacts, table: str, timeout_s: float
 ) -> HandshakeResult:
-    """Reaches an agreement of all ranks of a new group. Collective. Raises DitronOptionsMismatch and
-    DitronHandshakeError.
-    """
+    """Makes all ranks of a new group agree. Collective. Raises DitronOptionsMismatch and DitronHandshakeError."""
     digest = hashlib.blake2b(table.encode(), digest_size=8).hexdigest()
     offer: dict[str, Any] = {
         "settings": {**_settings(options), **{f"{name} version": value for name, value in versions().items()}},

@@ -36,13 +36,11 @@ class Heap(Protocol):
         ...
 
     def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
-        """Does everything that has to succeed on every rank before any of them joins. Raises OSError or RuntimeError.
-        """
+        """Does all that has to succeed on every rank before any of them joins. Raises OSError or RuntimeError."""
         ...
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
-        """Maps the heaps of all ranks from their `offers`, by group rank. Collective. Raises OSError or RuntimeError.
-        """
+        """Maps the heaps of all ranks from `offers`, by group rank. Collective. Raises OSError or RuntimeError."""
         ...
 
     def joined(self) -> None:

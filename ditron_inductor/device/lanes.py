@@ -32,8 +32,7 @@ from ditron_inductor.device import driver
 from ditron_inductor.device.streams import NO_STREAM, CallOrder, switch_to
 
 HIGH_PRIORITY = -1
-"""The priority of the side stream: its waiting kernels get the next free SM, before further blocks of a large product.
-"""
+"""The priority of the side stream: its waiting kernels get the next free SM, before blocks of a large product."""
 
 
 class Transfer(NamedTuple):
@@ -227,8 +226,7 @@ class StreamLane:
 
 
 class _Beside:
-    """Makes the second stream of a lane its main stream, and torch's current stream. One block after another uses it.
-    """
+    """Makes the second stream of a lane its main stream and torch's current one, for one block after another."""
 
     def __init__(self, lane: StreamLane, stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> None:
         self.stream = stream

@@ -50,8 +50,7 @@ GAVE_UP = "a peer gave up waiting"
 
 
 class Holder:
-    """Replaces the workspace of a call that has none. It is valid as long as the decisions of the ranks of the group.
-    """
+    """Stands for the workspace of a call that has none, valid as long as what the ranks of the group decided."""
 
     def __init__(self, meetings: Meetings, process_group: dist.ProcessGroup) -> None:
         self._meetings = meetings
@@ -339,9 +338,7 @@ class _Meeting:
         return Decision(plain=why.reason, final=held == CLOSED_FOR_GOOD)
 
     def _wait_for(self, uid: str) -> str:
-        """Waits for a register and returns what it holds in the end: "closed" if its owner does not write into it in
-        time.
-        """
+        """Waits for a register and returns what it ends with: "closed" if its owner does not write to it in time."""
         for _ in self._polls():
             text = self._read(uid)
             if text is not None:

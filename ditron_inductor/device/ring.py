@@ -25,9 +25,7 @@ FIRST_SLOT_BYTES = 1 << 19
 PAGE = 4096
 
 MOST_KEPT = 8192
-"""The most objects that callers keep with a ring. If there are more, all are forgotten. Only dynamic shapes make so
-many.
-"""
+"""The most objects that callers keep with a ring, which only dynamic shapes reach. Then all are forgotten."""
 
 
 @dataclass(eq=False)
@@ -106,8 +104,7 @@ def slot_size(nbytes: int, limit: int) -> int | None:
 
 
 def ring_bytes(nbytes: int) -> int:
-    """Returns the bytes of the smallest ring for calls of `nbytes`. A limit that is not below this allows a slot size.
-    """
+    """Returns the bytes of the smallest ring for calls of `nbytes`. A limit of at least this allows a slot size."""
     return slot_layout.heap_bytes(_pages(nbytes))
 
 

@@ -54,9 +54,7 @@ class SiteNames:
         raise AssertionError("64 site hashes in a row were taken")
 
     def text(self, number: int, timeout_s: float = LOOKUP_TIMEOUT_S) -> str:
-        """Returns the text of a site of this or another rank. It never fails: a number that no rank posted in time is
-        returned as a number.
-        """
+        """Returns the text of a site of any rank, and never fails: a number that no rank posted in time stays one."""
         deadline = time.monotonic() + timeout_s
         key = f"{self._prefix}/{number}"
         while number not in self._texts:

@@ -39,5 +39,5 @@ def slot_word(slot: int, word: int) -> int:
 
 
 def unpack(word: int) -> tuple[int, int]:
-    """(site hash, epoch) of a flag or credit word."""
+    """Returns (site hash, epoch) of a flag or credit word."""
     return word >> words.EPOCH_BITS.value & SITE_MASK, word & EPOCH_MASK

@@ -52,8 +52,7 @@ class CallOrder(Protocol):
     """Whether the stream is being captured."""
 
     def enter(self) -> bool:
-        """Orders what follows on the current stream after the last call. Returns whether the stream is being captured.
-        """
+        """Orders what follows on the current stream after the last call. Returns whether it is being captured."""
         ...
 
     def leave(self) -> None:
@@ -152,9 +151,7 @@ class StreamOrder:
 
 
 def current_handle(device_index: int) -> int:
-    """Returns the driver's handle of torch's current stream on a device. It costs a tenth of what the stream object
-    costs.
-    """
+    """Returns the driver's handle of torch's current stream on a device, at a tenth of the stream object's cost."""
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)
     return handle
 
@@ -183,9 +180,7 @@ def capture_id(stream: torch.cuda.Stream) -> int:
 
 
 def on_stream(handle: int, device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context in which the stream of a handle is the current one of `device`, for calls that do not take a
-    stream.
-    """
+    """Returns a context that makes the stream of a handle current on `device`, for calls that take no stream."""
     if device.type != "cuda" or handle == current_handle(device.index):
         return nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))

@@ -78,16 +78,12 @@ class Health:
             raise type(error)(**error.fields)
 
     def fail(self, cause: BaseException) -> None:
-        """Notes an exception, raised elsewhere, after which this rank's calls are out of step with those of the other
-        ranks.
-        """
+        """Notes an exception, raised elsewhere, that leaves this rank's calls out of step with the other ranks."""
         if not self._cause:
             self._cause = f"{type(cause).__name__}: {cause}"
 
     def error(self) -> DitronError | None:
-        """Returns what a kernel found, as an error, or None. The record is read once; names come from the group's
-        store.
-        """
+        """Returns what a kernel found, as an error, or None. It is read once; names come from the group's store."""
         with self._lock:
             if self._error is None and self._state.value != 0:
                 self._error = self._describe(self.record.tolist())

@@ -68,8 +68,7 @@ class Report:
         return report_text(self.sites, self.conclusion()) if self.sites else self.conclusion()
 
     def html(self) -> str:
-        """The same as a page of HTML, with a picture of the graph around each row's first site. It needs no other file.
-        """
+        """The report as one file of HTML, with a picture of the graph around each row's first site."""
         return report_page(self.sites, self.conclusion())
 
     def conclusion(self) -> str:

@@ -15,7 +15,7 @@ GAP_WIDTH, GAP_HEIGHT = 18, 34
 BEND, HEAD = 18, 7
 """How far an edge goes straight down before it bends, and the height of its head."""
 MOST_CHARACTERS = 30
-"""Of a line in a box: longer ones are cut."""
+"""The most characters of a line in a box: longer lines are cut."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ class Picture:
 
 
 def layout(near: Sequence[PictureRecord]) -> Picture:
-    """Puts every node below all that it reads, and near to that. Edges go around the boxes between. near: in the order
-    of the graph.
-    """
+    """Puts every node below and near to what it reads; edges go around boxes. near: in the order of the graph."""
     nodes = {record.node.name: record.node for record in near}
     rows, ways = _rows(near)
     above = {name: [way[-2] for way in ways if way[-1] == name] for name in nodes}
@@ -80,8 +78,8 @@ def layout(near: Sequence[PictureRecord]) -> Picture:
 
 
 def _rows(near: Sequence[PictureRecord]) -> tuple[list[list[str]], list[list[str]]]:
-    """(the names in each row, the way of each edge as names). A node is below all that it reads, and as near above its
-    first reader as that allows. Where an edge passes a row, that has a lane, which all edges from one node share.
+    """Returns (the names in each row, the way of each edge as names). A node is below all that it reads, and as near
+    above its first reader as that allows. A row has a lane for all edges from one node that pass it.
     """
     number: dict[str, int] = {}
     for record in near:

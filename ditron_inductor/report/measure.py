@@ -170,9 +170,7 @@ def attempt(act: Callable[[], Result], device: torch.device) -> tuple[Result | N
 
 
 def _settle(clock: Clock, name: str, problem: str, notes: list[str], group_name: str) -> bool:
-    """Returns whether no rank has a problem. Else one is noted, and after a failure half way the group made usable
-    again.
-    """
+    """Returns whether no rank has a problem. Otherwise notes one, and makes the group usable again."""
     problems = [text for text in clock.agree(problem) if text]
     if not problems:
         return True

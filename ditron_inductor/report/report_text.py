@@ -22,7 +22,7 @@ WIDTHS = {
 }
 """The columns of the table, and the most characters of a cell of each. With two blanks between them they are WIDTH."""
 WIDER = {"collective\npattern": 34, "operands\ndtype": 24}
-"""The same for a table without measured times."""
+"""The columns that are wider in a table without measured times."""
 
 
 def report_text(sites: Sequence[ExplainedSite], conclusion: str) -> str:

@@ -65,9 +65,7 @@ class Clock:
 
 
 def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
-    """Captures `calls` calls in one CUDA graph. Returns a call that replays it and returns the result for the 0-th
-    operands.
-    """
+    """Captures `calls` calls in one CUDA graph. Returns a call that replays it, with the 0-th operands' result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -99,8 +99,7 @@ RULE = Rule()
 
 
 def speed_of(dtype: torch.dtype) -> Speed:
-    """Returns the kind of arithmetic for operands of this dtype, by torch's settings, which are a part of cache keys.
-    """
+    """Returns the kind of arithmetic for operands of a dtype, by torch's settings, which are in cache keys."""
     allowed = torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
     return TENSOR_FLOAT_32 if dtype == torch.float32 and allowed else dtype
 

@@ -40,8 +40,7 @@ GIVEN = "given"
 UNPLACED: tuple[str, ...] = ("full", GIVEN)
 """The kinds of masks that show every row every key, so nothing is known of the positions of rows."""
 MAX_HEAD_DIM = 256
-"""The most elements of a head that our kernel and the library's fast kernels take. With more, all scores lie in memory.
-"""
+"""The most elements of a head for our kernel and the library's fast ones. With more, all scores lie in memory."""
 JUMP = re.compile(r"([1-9]\d*)([+-][1-9]\d*)")
 LONGEST_WINDOW = 2**63 - 1
 """The largest number that an op accepts. There are no positions beyond it, so a longer window makes no difference."""
@@ -184,8 +183,7 @@ def mask_problem(mask: Mask, queries: int, keys: int) -> str:
 
 
 def blocks(mask: Mask, rank: int, world_size: int, queries: int, keys: int) -> list[Block]:
-    """Returns what this rank's queries see, source by source: its own keys first, then those of rank - 1, rank - 2, ...
-    """
+    """Returns what this rank's queries see, source by source: its own keys, then those of rank - 1, rank - 2, .."""
     found = []
     for step in range(world_size):
         found += [block for block in _of_source(mask, rank, (rank - step) % world_size, world_size, queries, keys)]
@@ -228,9 +226,7 @@ def _between(source: int, rows: Segment, keys: Segment, window: int) -> Iterator
 def _behind(
     source: int, rows: Segment, keys: Segment, begin: int, end: int, count: int, window: int
 ) -> Iterator[Block]:
-    """Yields the blocks of rows begin .. end and the first `count` keys, which are all in front of them, as far as the
-    window reaches.
-    """
+    """Yields the blocks of rows begin .. end and the first `count` keys, all in front of them, within the window."""
     # The first key that row 0 sees.
     edge = rows.start - keys.start + 1 - window
     first = max(edge + begin, 0)
@@ -248,8 +244,7 @@ def _behind(
 
 
 def visible_part(mask: Mask, world_size: int, queries: int, keys: int) -> float:
-    """Returns the part of all pairs of a row and a key in which the row sees the key, on the rank with most such pairs.
-    """
+    """Returns the part of all pairs of a row and a key that is visible, on the rank with most such pairs."""
     everything = world_size * queries * keys
     if everything == 0:
         return 1.0

@@ -121,7 +121,7 @@ def _written(kind: Any, item: Any) -> str:
 
 
 def _read_fields(cls: Any, text: str, place: int) -> tuple[Any, int]:
-    """(the structure whose fields begin at a place, where they end)."""
+    """Returns (the structure whose fields begin at a place, where they end)."""
     declared = _declared(cls)
     given: dict[str, Any] = {}
     while (match := NAME.match(text, place)) is not None:
@@ -153,7 +153,7 @@ def _read_fields(cls: Any, text: str, place: int) -> tuple[Any, int]:
 
 
 def _read_value(kind: Any, text: str, place: int) -> tuple[Any, int]:
-    """(the value that begins at a place, where it ends)."""
+    """Returns (the value that begins at a place, where it ends)."""
     if kind is str:
         return _read_word(text, place)
     if kind is tuple:

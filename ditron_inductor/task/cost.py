@@ -56,7 +56,7 @@ MICRO = 1e6
 GAIN = 0.945
 """A strategy has to be predicted to take less than this fraction of `library`, to allow for the model's error."""
 SAME_KERNELS_GAIN = 0.983
-"""The same if both strategies call the same kernels, so that only the predicted transfer has an error."""
+"""This fraction holds instead if both strategies call the same kernels: only the predicted transfer has an error."""
 MEAN_ERROR_BOUND = 0.20
 """The largest mean error of the model on benchmarks/results that a test allows. `model_error` reports the error."""
 MIN_CHUNKS = 4
@@ -98,9 +98,7 @@ BIAS_PASSES = 5
 
 MIDDLE_ROWS = range(33, 1024)
 MIDDLE_EFFICIENCY = 0.5
-"""The speed of `tile` with this many rows relative to others: there are too few large tiles, and small tiles read the
-rows again.
-"""
+"""The speed of `tile` with this many rows relative to others: large tiles are too few, small ones reread rows."""
 SLICE_ROWS = 64
 """The rows of a small tile of the library's batched product. Not fitted: no batch was in the measurements."""
 FEW_ROWS = 64

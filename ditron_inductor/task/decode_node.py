@@ -41,7 +41,7 @@ class FlashDecode(TaskNode):
         return single(("q", "k", "v", "lengths", *("block_table",) * self.paged))
 
     def split(self, operands: Sequence[T]) -> tuple[T, T, T, T, T | None]:
-        """(query, keys, values, lengths, block table)."""
+        """Returns (query, keys, values, lengths, block table)."""
         q, k, v, lengths, *table = operands
         return q, k, v, lengths, table[0] if table else None
 

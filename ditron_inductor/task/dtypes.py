@@ -46,9 +46,7 @@ ACTIVATIONS: tuple[Dtype, ...] = tuple(dict.fromkeys(row.result for row in PRECI
 
 
 def precision(operand: str) -> Precision | None:
-    """Returns the row of the table for operands whose product has the same dtype, given the dtype's name in torch; None
-    if there is no such row.
-    """
+    """Returns the row of the table for operands whose product has their dtype, by its name in torch, or None."""
     for row in PRECISIONS:
         if row.operand.name == row.result.name == operand:
             return row

@@ -111,9 +111,7 @@ class OutputGroup:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """One expression for each output of a node. pre: the expression that is reduced, None if the product itself is
-    reduced.
-    """
+    """One expression for each output of a node. pre: the expression that is reduced, None for the product itself."""
 
     outputs: tuple[Expression, ...]
     pre: Expression | None = None
@@ -175,9 +173,7 @@ class Epilogue:
         return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
 
     def verify(self, num_weights: int, num_extras: int, *, reduces: bool = False) -> None:
-        """Raises `InvalidEpilogue` unless the epilogue fits a node with so many weights and extra tensors. reduces: the
-        node is a reduction.
-        """
+        """Raises `InvalidEpilogue` unless it fits a node with so many weights and extras. reduces: the node reduces."""
         if self.pre is not None:
             self._verify_pre(reduces)
         _check(bool(self.outputs), self.text(), "has no output")
@@ -246,9 +242,7 @@ def extras_of(expressions: Iterable[Expression]) -> Iterator[Extra]:
 
 
 def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tuple[int, int]]:
-    """Yields (product, row) for each sum of the two in an expression that is rounded to `dtype` at once. rounded: the
-    expression itself is.
-    """
+    """Yields (product, row) for each sum of the two that is rounded to `dtype` at once. rounded: so is the whole."""
     match expression:
         case Binary("+", ProductTerm(product), Extra("row", row)):
             if rounded or dtype == "fp32":

@@ -29,9 +29,7 @@ class Exchange:
     is_whole: bool = False
 
     def received_bytes(self, problem: Problem) -> int:
-        """Returns the bytes that one rank receives from its peers in one call. Parts are fp32, with a log-sum-exp for
-        each row.
-        """
+        """Returns the bytes that a rank receives in one call. Parts are fp32, with a log-sum-exp for each row."""
         m, n, k = problem.m, problem.n, problem.k
         if self.of == "operand":
             nbytes = m * k * problem.operand_bytes

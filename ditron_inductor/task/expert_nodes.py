@@ -46,7 +46,7 @@ class ExpertProjections(LocalProducts):
         return self.made([(shapes["experts"][0], shape[2]) for shape in shapes["weights"]])
 
     def split(self, operands: Sequence[T]) -> tuple[T, T, Sequence[T], Sequence[T]]:
-        """(x, experts, weights, extra tensors)."""
+        """Returns (x, experts, weights, extra tensors)."""
         end = 2 + self.num_weights
         return operands[0], operands[1], operands[2:end], operands[end:]
 

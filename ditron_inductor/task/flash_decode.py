@@ -92,9 +92,7 @@ def local_attention(
 
 
 def merge(os: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the attention [B, Hq, D] over the tokens of all parts, added up in their order; 0 where no part has
-    tokens.
-    """
+    """Returns the attention [B, Hq, D] over the tokens of all parts, added up in order; 0 without tokens."""
     most = torch.stack(list(lses)).amax(0)
     known = torch.where(most == -math.inf, 0.0, most)
     total = torch.zeros_like(most)

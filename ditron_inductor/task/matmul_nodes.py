@@ -126,7 +126,7 @@ class SummedMatmul(TaskNode):
     """
 
     plain_fields: ClassVar[Mapping[str, Any]] = {}
-    """Those of the simplest node that have no default, but for the fields that all kinds have."""
+    """The fields of the simplest node that have no default, but for the fields that all kinds have."""
     takes_column: ClassVar[bool] = False
     """Whether a bias of matrices may also be a column [M, 1]."""
     num_products: int
@@ -140,7 +140,7 @@ class SummedMatmul(TaskNode):
         return (*product_slots(self.num_products, self.has_bias), *self.extra_slots())
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """(first operands, second ones, bias), and the extra tensors where the node may have an epilogue."""
+        """Returns (first operands, second ones, bias), and the extra tensors where the node may have an epilogue."""
         return split_products(self.num_products, self.has_bias, operands)[:3]
 
     def verify(self) -> None:
@@ -169,7 +169,7 @@ class SummedMatmul(TaskNode):
         return self, shapes
 
     def sum_shape(self, shapes: Shapes) -> Shape:
-        """[.., N], the shape of the sum."""
+        """Returns [.., N], the shape of the sum."""
         return (*shapes["a"][0][:-1], shapes["b"][0][1])
 
     def contributed(self, shapes: Shapes) -> Shape | None:
@@ -250,7 +250,7 @@ class Projections(LocalProducts):
         return self.made([(shapes["x"][0], shape[1]) for shape in shapes["weights"]])
 
     def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T], Sequence[T]]:
-        """(x, weights, extra tensors)."""
+        """Returns (x, weights, extra tensors)."""
         end = 1 + self.num_weights
         return operands[0], operands[1:end], operands[end:]
 
@@ -533,7 +533,7 @@ class AllToAllMatmul(TaskNode):
         return single(("x", "weight"))
 
     def split(self, operands: Sequence[T]) -> tuple[T, T]:
-        """(x, weight)."""
+        """Returns (x, weight)."""
         return operands[0], operands[1]
 
     def verify(self) -> None:

@@ -44,9 +44,7 @@ def relative_error(entry: Entry, strategy: str, on: cost.Hardware) -> float:
 
 
 def model_error(entries: Iterable[Entry]) -> list[ModelError]:
-    """Returns one line per op and strategy that was measured on a GPU that the model knows, ops in their order (see
-    `cost`).
-    """
+    """Returns one line per op and strategy that was measured on a GPU that the model knows, in the ops' order."""
     known = [entry for entry in entries if precision(entry.dtype) and cost.hardware(entry.gpu) is not cost.UNKNOWN]
     rows = []
     for op in dict.fromkeys(entry.op for entry in known):

@@ -16,9 +16,7 @@ from ditron_inductor.task.policy import Policy
 
 T = TypeVar("T")
 Slots = tuple[tuple[str, int | None], ...]
-"""The names of the operands, in the order of a call. None stands for a single tensor, and a number for a list of so
-many tensors.
-"""
+"""The names of the operands, in the order of a call: None for a single tensor, a number for a list of so many."""
 Shape = Sequence[Any]
 """Sizes, numbers or symbols."""
 Shapes = Mapping[str, Any]
@@ -164,9 +162,7 @@ class TaskNode(Node):
         raise NotImplementedError
 
     def timed(self, shapes: Shapes) -> tuple[TaskNode, Shapes] | None:
-        """The call that is timed for this one, without what costs all strategies the same; None for a kind that is not
-        timed alone.
-        """
+        """The call that is timed for this one, without what costs all strategies the same, or None."""
         return None
 
     def contributed(self, shapes: Shapes) -> Shape | None:

@@ -71,16 +71,16 @@ DECLARED: tuple[type[Node], ...] = (
 """All declarations, in the order in which pages and tables have them."""
 NODES: Mapping[str, type[Node]] = {node.kind: node for node in DECLARED}
 TASKS: Mapping[str, type[TaskNode]] = {node.kind: node for node in DECLARED if issubclass(node, TaskNode)}
-"""Those that communicate."""
+"""The kinds that communicate."""
 TASK_KINDS: tuple[str, ...] = tuple(TASKS)
 LOCAL_KINDS: tuple[str, ...] = tuple(kind for kind in NODES if kind not in TASKS)
-"""Those that communicate nothing."""
+"""The kinds that communicate nothing."""
 FUSIONS: tuple[str, ...] = tuple(node.kind for node in DECLARED if not node.planned_as)
-"""Those that a user can ask for, or leave out."""
+"""The kinds that a user can ask for, or leave out."""
 PLANNED_KINDS: tuple[str, ...] = tuple(
     node.kind for node in TASKS.values() if not node.planned_as and node.computes in MEASURED_WORK
 )
-"""Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
+"""The kinds with times of their own in tables. With a matmul, a norm costs all strategies the same."""
 NORM_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if issubclass(node, ReductionWithNorm))
 ATTENTION_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if issubclass(node, AttentionNode))
 MATMULS: tuple[type[TaskNode], ...] = tuple(

@@ -134,7 +134,7 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
     # The norm costs all strategies the same.
     planned_as: ClassVar[str] = MatmulAllReduce.kind
     reduces: ClassVar[type[MatmulAllReduce]] = MatmulAllReduce
-    """Whose result it normalises."""
+    """The node whose result this one normalises."""
     num_products: int = 1
     has_bias: bool = False
     num_extras: int = 0

@@ -137,9 +137,7 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
 
 
 def _hindered(request: PlanRequest, reason: str, predicted: Mapping[str, float] | None) -> Choice:
-    """Returns the choice of the library because nothing else can run. Raises `DitronRunsUnfused` if the request is
-    strict.
-    """
+    """Returns the library as the only choice. Raises `DitronRunsUnfused` if the request is strict."""
     if request.strict:
         raise DitronRunsUnfused(site=shared_site(request.site), reason=reason)
     return Choice("library", reason, predicted, "obstacle")

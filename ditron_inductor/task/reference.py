@@ -27,9 +27,7 @@ Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor
 
 
 def all_gather(shard: torch.Tensor, *, gather_dim: int, world_size: int, group_name: str) -> torch.Tensor:
-    """The shards of all ranks, in rank order, concatenated along `gather_dim`: [.., S, ..] -> [.., W*S, ..],
-    contiguous.
-    """
+    """The shards of all ranks in rank order, concatenated: [.., S, ..] -> [.., W*S, ..], contiguous."""
     flat = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
     communicate(dist.all_gather_into_tensor, flat, shard.contiguous(), group=_group(group_name))
     leading = shard.shape[:gather_dim]
@@ -42,9 +40,7 @@ def all_gather(shard: torch.Tensor, *, gather_dim: int, world_size: int, group_n
 def reduce_scatter(
     x: torch.Tensor, *, scatter_dim: int, reduce_op: str, world_size: int, group_name: str
 ) -> torch.Tensor:
-    """Chunk `rank` of the reduction of x over the ranks: [.., W*S, ..] -> [.., S, ..]. The dimension must
-    divide by W.
-    """
+    """Chunk `rank` of the reduction of x: [.., W*S, ..] -> [.., S, ..]. The dimension must divide by W."""
     leading = x.shape[:scatter_dim]
     if all(size == 1 for size in leading):
         rest = x.shape[scatter_dim + 1 :]
@@ -71,7 +67,7 @@ def all_gather_matmul(
     return_gathered: bool,
     multiply: Multiply | None = None,
 ) -> list[torch.Tensor]:
-    """[gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See the
+    """Returns [gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See the
     declaration for shapes. multiply: what the outputs are made by, of the rows, where they are not the products.
     """
     gathered = all_gather(shard, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
@@ -150,9 +146,7 @@ def add_norm(
     saved: Sequence[str] = (),
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns (normed if there is a norm, total, what is saved) for rows that have been reduced. extras: see
-    `nodes.EXTRAS`.
-    """
+    """Returns (normed if there is a norm, total, what is saved) for reduced rows. extras: see `nodes.EXTRAS`."""
     given = dict(zip(EXTRAS, extras, strict=True))
     values = {"reduced": reduced}
     total = reduced
@@ -197,7 +191,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 def _normalised(
     x: torch.Tensor, norm: Norm, weight: torch.Tensor | None, shift: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(norm(x) in `dtype`, mean, rstd, scaled), the last three in fp32 or wider."""
+    """Returns (norm(x) in `dtype`, mean, rstd, scaled), the last three in fp32 or wider."""
     value = wide(x)
     mean = value.mean(-1, keepdim=True)
     if norm.form == "layer":
@@ -226,7 +220,7 @@ def all_reduce_rms_norm(
     saved: Sequence[str] = (),
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
-    """(normed, total, and what is saved) of all_reduce(x). See the declaration for shapes."""
+    """Returns (normed, total, and what is saved) of all_reduce(x). See the declaration for shapes."""
     own = x.clone(memory_format=torch.contiguous_format)
     reduced = all_reduce_(own, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
     return add_norm(reduced, extras, norm, post, saved, factor)
@@ -293,7 +287,7 @@ def all_to_all_matmul(
     group_name: str,
     return_received: bool,
 ) -> list[torch.Tensor]:
-    """[received @ weight], followed by what was received if asked for. See the declaration for shapes."""
+    """Returns [received @ weight], followed by what was received if asked for. See the declaration for shapes."""
     received = exchange_rows(x, scatter_dim=scatter_dim, parts=parts, world_size=world_size, group_name=group_name)
     outputs = [received.flatten(0, -2) @ weight]
     return [*outputs, received] if return_received else outputs

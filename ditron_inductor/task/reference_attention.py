@@ -18,8 +18,7 @@ def visible(
     device: torch.device,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Returns which keys every row sees, or each of `rows`, as bool [queries, W * keys]; None if all rows see all keys.
-    """
+    """Returns which keys all rows, or `rows`, see, as bool [queries, W * keys]; None if they see all."""
     if mask.kind in UNPLACED:
         return None
     row = torch.arange(queries, device=device) if rows is None else rows
@@ -67,8 +66,7 @@ def attend_backward(
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (grad_q, grad_k, grad_v) of `attend`. out and lse are those of all keys, of which k and v may be a part.
-    """
+    """Returns (grad_q, grad_k, grad_v) of `attend`. out, lse: of all keys, of which k and v may be a part."""
     p, capped, _, rows = _probabilities(q, k, lse, seen, scale, softcap, bias)
     grouped = p.shape[:-1]
     wide = p.dtype
@@ -98,7 +96,7 @@ def _probabilities(
     softcap: float,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Size]:
-    """(p [B, Hkv, Hq / Hkv, Sq, S], the tanh of a soft cap alike, lse [B, Hq, Sq], the shape of q)."""
+    """Returns (p [B, Hkv, Hq / Hkv, Sq, S], the tanh of a soft cap alike, lse [B, Hq, Sq], the shape of q)."""
     B, heads, queries, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).reshape(B, k.shape[1], heads // k.shape[1], queries, q.shape[-1])

@@ -153,9 +153,7 @@ def do_nothing(x: torch.Tensor, token: torch.Tensor) -> None:
 
 
 def meet_nobody(key: str) -> None:
-    """Implements `meet`, which does nothing: the meeting of a graph is in the code that Inductor writes (see
-    codegen/meeting_kernel.py).
-    """
+    """Implements `meet` by nothing: the code that Inductor writes has the meeting (codegen/meeting_kernel.py)."""
 
 
 def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,9 +170,7 @@ def values_of(operand: Any) -> Any:
 
 
 def memory(like: torch.Tensor, outputs: Sequence[Output]) -> list[torch.Tensor]:
-    """Returns new tensors for these outputs, on the device of the first operand. An output that names no dtype gets
-    that of the first operand.
-    """
+    """Returns new tensors for these outputs, by default of the first operand's dtype, on its device."""
     return [_empty(like, output, TORCH_DTYPES.get(output.dtype, like.dtype)) for output in outputs]
 
 

@@ -21,9 +21,7 @@ from ditron_inductor.task.nodes import matmul_of
 from ditron_inductor.task.problem import Problem
 
 GAIN = 0.98
-"""The sharded form is chosen if its predicted time, matmuls included, is below this part of the replicated form's on
-every known GPU.
-"""
+"""The sharded form is chosen below this part of the replicated form's predicted time on every known GPU."""
 NORM_LAUNCH = 0.7
 """The part of a launch that a norm in the kernel of its reduction saves over a norm behind it. 2.1 us of 3 us are
 measured (the median of `ditron:split` minus `ditron` in benchmarks/results/norm.csv, 12 shapes of up to 1 MB).
@@ -82,8 +80,7 @@ def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
 
 
 def pays(work: RegionWork) -> bool:
-    """Returns whether the sharded form is predicted to gain on every GPU that is known: all ranks come to one answer.
-    """
+    """Returns whether the sharded form is predicted to gain on every known GPU: all ranks come to one answer."""
     return all(sharded <= GAIN * replicated for replicated, sharded in (predict(work, on) for on in cost.KNOWN))
 
 

@@ -37,9 +37,7 @@ INTERPOLATED_BUCKETS = 4
 BRIDGED_BUCKETS = 8
 OUTER_BUCKETS = 2
 LEAST_US, MOST_US = 0.01, 1e12
-"""The smallest and the largest time that a table can hold. Times are written with two decimals, and their ratios have
-to be finite.
-"""
+"""The bounds of the times in a table, which have two decimals, and whose ratios have to be finite."""
 MOST_WHOLE = 1 << 62
 SHOWN = 80
 """The most characters of a cell that an error shows."""
@@ -104,7 +102,7 @@ class Entry:
 
 COLUMNS = tuple(field.name for field in fields(Entry))
 PLAIN_COLUMNS = COLUMNS[:-1]
-"""Those of a table in which every line has one slice."""
+"""The columns of a table in which every line has one slice."""
 _INTEGERS = ("world", "m", "n", "k", "graph", "slices")
 _TIMES = tuple(f"{name}_us" for name in MEASURED)
 
@@ -129,9 +127,7 @@ class Measured:
 
 
 class Table:
-    """Entries with distinct keys, in a fixed order. unused: the kinds and strategies in its text that do not exist,
-    with the number of lines.
-    """
+    """Entries with distinct keys, in order. unused: kinds and strategies in its text that do not exist, with counts."""
 
     def __init__(self, entries: Iterable[Entry] = (), unused: Mapping[str, int] | None = None) -> None:
         self.unused: Mapping[str, int] = {} if unused is None else unused

@@ -22,7 +22,7 @@ def _of(name: str) -> torch.dtype:
 TORCH_DTYPES: Mapping[str, torch.dtype] = {dtype.short: _of(dtype.name) for dtype in ACTIVATIONS}
 """Dtypes by their names in the text of an epilogue."""
 NAMES: Mapping[torch.dtype, str] = {dtype: short for short, dtype in TORCH_DTYPES.items()}
-"""Their names in the text of an epilogue."""
+"""The names of dtypes in the text of an epilogue."""
 OPERAND_DTYPES: tuple[torch.dtype, ...] = tuple(dict.fromkeys(_of(row.operand.name) for row in PRECISIONS))
 """The dtypes that kernels of ours multiply."""
 ACTIVATION_DTYPES: tuple[torch.dtype, ...] = tuple(TORCH_DTYPES.values())

@@ -70,9 +70,7 @@ def strategy_of_call(tried: Sequence[str], calls: int) -> tuple[str, bool] | Non
 
 
 def fastest(planned: str, us: Mapping[str, float]) -> str:
-    """The strategy of the least time, or the planned one where it has no time, or none saves `GAIN` of its time and
-    `LEAST_GAIN_US`.
-    """
+    """The fastest strategy, or the planned one if that is not timed, or none saves `GAIN` and `LEAST_GAIN_US`."""
     if planned not in us:
         return planned
     best = min(us, key=lambda strategy: us[strategy])
@@ -80,7 +78,7 @@ def fastest(planned: str, us: Mapping[str, float]) -> str:
 
 
 def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, str]:
-    """(what runs in eager mode from now on, what inside CUDA graphs), given what was planned for each."""
+    """Returns (what runs in eager mode from now on, what inside CUDA graphs), given what was planned for each."""
     on_device = {strategy: time.device_us for strategy, time in times.items() if time.is_of_device}
     return fastest(eager, {strategy: time.us for strategy, time in times.items()}), fastest(captured, on_device)
 

@@ -18,9 +18,7 @@ from typing import Any
 
 
 def gathered_shape(shape: Sequence[Any], columns: Any, gather_dim: int, world_size: int) -> list[Any]:
-    """Returns the shape of the result of a `MatmulAllToAll`, from the shape of a_i and the number of columns N. Sizes
-    may be symbolic.
-    """
+    """Returns the shape of a `MatmulAllToAll`'s result, from that of a_i and the columns N. Sizes may be symbolic."""
     result = [*shape[:-1], columns // world_size]
     result[gather_dim] = result[gather_dim] * world_size
     return result

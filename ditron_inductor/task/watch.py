@@ -1,6 +1,4 @@
-"""An observer of the calls of Task nodes and of the collectives of `library`: the tax report sets one while it
-measures.
-"""
+"""An observer of the calls of Task nodes and of `library`'s collectives, set by the tax report while it measures."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from ditron_inductor.task.plan import Choice, PlanRequest
 
 
 class Observer(Protocol):
-    """An object that is told of the calls. It may run on another thread than the one that set it, such as that of the
-    backward pass.
-    """
+    """An object that is told of the calls, perhaps on another thread, such as that of the backward pass."""
 
     def call(
         self, run: Callable[..., Any], group_name: str, request: PlanRequest, choice: Choice

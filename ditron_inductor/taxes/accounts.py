@@ -152,9 +152,7 @@ def fused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: floa
 def explained(
     sites: list[SiteTaxes] | tuple[SiteTaxes, ...], steps: Mapping[str, StepTimes], graph: bool
 ) -> Explained | None:
-    """Returns the gain of the fused step over the unfused one; None if one of them has no time. graph: compare both in
-    CUDA graphs.
-    """
+    """Returns the gain of the fused step over the unfused one, both in CUDA graphs if `graph`; None if not timed."""
     times = {name: step.graph_us if graph else step.eager_us for name, step in steps.items()}
     before, after = times.get(UNFUSED), times.get(FUSED)
     if before is None or after is None:

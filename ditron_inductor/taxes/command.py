@@ -36,9 +36,7 @@ NEEDED_FOR = "the tax report"
 
 @dataclass(frozen=True)
 class TaxRequest:
-    """The model that the ranks run, and the files that rank 0 writes; an empty path means no file. rounds: 0 for the
-    default.
-    """
+    """The model that the ranks run, and the files that rank 0 writes, none for "". rounds: 0 for the default."""
 
     model: str
     layers: int

@@ -1,6 +1,4 @@
-"""Pairs the sites of the unfused graph with those of the fused graph. The passes may give them other neighbours and
-names.
-"""
+"""Pairs the sites of the unfused and the fused graph, to which the passes may give other neighbours and names."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ if TYPE_CHECKING:
     from ditron_inductor.report.explained import ExplainedSite
 
 NORMED = "_rms_norm"
-"""The end of the names of kinds whose node has a norm. If absorbing the norm does not pay, it is a kernel of its own.
-"""
+"""The end of the names of kinds with a norm, which is a kernel of its own where absorbing it does not pay."""
 
 
 def distinct(sites: Iterable[ExplainedSite]) -> list[ExplainedSite]:

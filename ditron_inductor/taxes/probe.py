@@ -26,9 +26,7 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Spent:
-    """The time that the calls of one site took in one step. waited_us: from the rank's own arrival at a collective to
-    its exit.
-    """
+    """The times of one site's calls in one step. waited_us: from the rank's arrival at a collective to its exit."""
 
     strategy: str
     calls: int
@@ -96,8 +94,7 @@ class Probe:
             self._open.collectives.append((begin, self._mark()))
 
     def take(self) -> tuple[float, dict[Key, Spent]]:
-        """Returns what was seen since the last call: the time of the step, and the times by site. The device is idle.
-        """
+        """Returns what was seen since the last call, on an idle device: the step's time, and the times by site."""
         found: dict[Key, Spent] = {}
         marks_inside = sum(2 + 2 * len(call.collectives) for call in self._calls)
         whole = 0.0 if self._step is None else self._us(*self._step) - marks_inside * self._mark_us
@@ -136,9 +133,7 @@ def mark_us(device: torch.device) -> float:
 
 
 def largest(ranks: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
-    """Returns for every site the largest times on any rank. The other values are those of the first rank that has the
-    site.
-    """
+    """Returns for every site the largest times of any rank, and the other values of the first rank that has it."""
     found: dict[Key, Spent] = {}
     for spent in ranks:
         for key, site_spent in spent.items():

@@ -168,9 +168,7 @@ class _Profile:
         return taken
 
     def _compiled(self) -> tuple[dict[str, Callable[[int], None]], Report, Report]:
-        """Returns the contestants, compiled and warm, and the reports of what was fused for the unfused and for the
-        fused contestant.
-        """
+        """Returns the contestants, compiled and warm, and the reports of the unfused and the fused one."""
         import torch
         from torch._inductor.compile_fx import compile_fx
 
@@ -218,9 +216,7 @@ class _Profile:
         compiled: Report,
         notes: list[str],
     ) -> dict[str, StepTimes]:
-        """Returns the times of whole steps, eagerly and, if they can be captured, in CUDA graphs; all are timed in
-        turns.
-        """
+        """Returns the times of whole steps, eagerly and, where captured, in CUDA graphs; all are timed in turns."""
         from ditron_inductor.report.timing import interleaved
 
         ready: dict[str, Callable[[int], Any]] = dict(calls)
@@ -267,8 +263,7 @@ def _device_of(fn: Callable[..., Any], inputs: Any) -> torch.device:
 
 
 def _bandwidth(clock: Clock, rounds: int) -> float:
-    """Returns the bytes per microsecond that a copy within the device's memory reads and writes, on the slowest rank.
-    """
+    """Returns the bytes per microsecond that a copy within the device reads and writes, on the slowest rank."""
     import torch
 
     nbytes = COPIED_BYTES[clock.device.type]
@@ -328,9 +323,7 @@ def _probed(
 
 @dataclass(frozen=True)
 class Lead:
-    """The work that keeps the GPU busy while the host issues a step: a delay, or `steps` in front that are not looked
-    at.
-    """
+    """What keeps the GPU busy while the host issues a step: a delay, or `steps` in front that are not looked at."""
 
     steps: int
     delay_us: float

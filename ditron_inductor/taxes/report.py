@@ -65,8 +65,7 @@ class TaxReport:
         return float(sum(getattr(account, field) or 0.0 for account in accounts if account is not None))
 
     def text(self) -> str:
-        """Returns the report as text: the sites, the steps, how much of the gain the accounts explain, and the notes.
-        """
+        """Returns the report as text: sites, steps, how much of the gain the accounts explain, and notes."""
         from tabulate import tabulate
 
         head = [ON_CPU] if self.device == "cpu" else []

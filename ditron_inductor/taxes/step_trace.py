@@ -52,9 +52,7 @@ APART_S = 0.05
 
 @dataclass(frozen=True)
 class Alignment:
-    """The relation of the clocks of a rank's device and of the host: host ns = offset_ns + ticks * ns_per_tick, to
-    within error_ns.
-    """
+    """Relates the clocks of a rank's device and host: host ns = offset_ns + ticks * ns_per_tick, within error_ns."""
 
     offset_ns: float = 0.0
     ns_per_tick: float = 1.0
@@ -104,9 +102,7 @@ class Trace:
         return sum(rank.dropped for rank in self.ranks)
 
     def waited_us(self) -> dict[str, float]:
-        """Returns for each site the time that a program waited on average, in all calls together; the largest of any
-        rank.
-        """
+        """Returns for each site the mean wait of a program, in all calls together; the largest of any rank."""
         found: dict[str, float] = {}
         for rank in self.ranks:
             for site, us in _waited(rank).items():

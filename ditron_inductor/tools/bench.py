@@ -24,8 +24,7 @@ WRITE = ("ops", "models")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a program with its own arguments, and returns its exit code. argv: the program's name, then its arguments.
-    """
+    """Runs a program and returns its exit code. argv: the program's name, then its arguments."""
     if not argv or argv[0] not in PROGRAMS:
         names = ",".join(PROGRAMS)
         print(f"usage: ditron bench {{{names}}} ...; --help behind a name lists its options", file=sys.stderr)

@@ -53,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the demo and returns the exit code, which is 0 if every comparison held on every rank. Raises
-    MissingDependency.
-    """
+    """Runs the demo and returns 0 if every comparison held on every rank. Raises MissingDependency."""
     require("python", "torch", "triton", "tabulate", "C++ compiler", needed_for="the demo")
     device_type, problem = device_for(arguments.ranks, arguments.device)
     if problem:
@@ -99,9 +97,7 @@ def _run_rank(rank: Rank, setup: DemoSetup) -> bool:
 
 
 def _run_form(rank: Rank, setup: DemoSetup, form: str, config: LlamaConfig, device: torch.device, mesh: Any) -> bool:
-    """Runs forward and backward, eagerly and compiled, on the same weights and tokens. Returns True if they match on
-    this rank.
-    """
+    """Returns whether eager and compiled forward and backward match on this rank, for equal weights and tokens."""
     import torch
 
     import ditron_inductor.backend  # noqa: F401  (the name "ditron", in a checkout that is not installed)
@@ -133,9 +129,7 @@ def _run_form(rank: Rank, setup: DemoSetup, form: str, config: LlamaConfig, devi
 
 
 def _step(model: Llama, call: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the output and every parameter's gradient of one step with the loss mean(logits^2), as local parts of
-    DTensors.
-    """
+    """Returns the output and all gradients of a step with loss mean(logits^2), as local parts of DTensors."""
     model.zero_grad(set_to_none=True)
     logits = call(tokens)
     logits.float().square().mean().backward()

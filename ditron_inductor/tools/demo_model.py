@@ -66,9 +66,7 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention from [batch, sequence, dim] to the same shape. It works on the heads that a rank
-    holds.
-    """
+    """Causal grouped-query attention on [batch, sequence, dim], by the heads that a rank holds."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -105,9 +105,7 @@ def require(*names: str, needed_for: str) -> None:
 
 
 def check_compiler() -> Finding:
-    """Checks for a C++ compiler and Python.h. Inductor needs both on the CPU, and Triton's launchers need a C compiler
-    and Python.h.
-    """
+    """Checks for Python.h, which Inductor and Triton's launchers need, and their C++ and C compilers."""
     candidates = [name for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name]
     path = next((found for found in map(shutil.which, candidates) if found), None)
     if path is None:
@@ -175,9 +173,7 @@ def check_gpus() -> Gpus:
 
 
 def judge(software: Sequence[Finding], gpus: Gpus, interpreter: Finding) -> list[Finding]:
-    """Returns the conclusions from the findings: each way of running Ditron, possible or not, and the first thing to do
-    if not.
-    """
+    """Returns the conclusions: each way of running Ditron, possible or not, and the first thing to do if not."""
     found = _by_name(software)
     base = [found[name] for name in ("python", "torch", "triton", "tabulate")]
     on_cpu = [*base, found["C++ compiler"]]

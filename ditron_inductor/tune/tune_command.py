@@ -98,9 +98,7 @@ def report_entries(report: Report, *, graph: bool) -> list[Entry]:
 
 
 def entry_of_times(problem: Problem, us: Mapping[str, float], gpu: str, *, graph: int) -> Entry:
-    """Returns one line of a table. us: microseconds by strategy, of which `library` is one, because all others are
-    compared with it.
-    """
+    """Returns a line of a table. us: microseconds by strategy, `library` among them for all others to compare with."""
     from ditron_inductor.task.table import Entry
 
     return Entry(
@@ -297,9 +295,7 @@ def rank_main(rank: Rank, request: TuneRequest) -> bool:
 
 
 def summary(entries: Sequence[Entry], notes: Sequence[str]) -> str:
-    """Returns the measured times as a table for people: the fastest strategy of each line, and its gain over the
-    library.
-    """
+    """Returns a table for people: the fastest strategy of each line, and its gain over the library."""
     from tabulate import tabulate
 
     lines = []

@@ -76,7 +76,7 @@ WIDE = {
     most: DecodeConfig(block_n=block_n, num_warps=4, num_stages=3).validate()
     for most, block_n in ((64, 64), (128, 32), (256, 16))
 }
-"""The same for fp32."""
+"""The blocks for fp32, by the largest head size that fits."""
 
 CROWDED = {128: DecodeConfig(block_n=128, num_warps=4, num_stages=2).validate()}
 """These replace the blocks of BY_HEAD_DIM if more programs than SMs read long caches. Memory is faster if each of them

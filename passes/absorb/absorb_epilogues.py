@@ -247,9 +247,7 @@ def _launches(node: object) -> bool:
 
 
 def _closed(chain: EpilogueChain) -> set[fx.Node]:
-    """The nodes of the chain that are left when neither an absorbed value nor its products feed anything that Inductor
-    would fuse with it.
-    """
+    """The nodes left of the chain when no absorbed value or product of them feeds what Inductor would fuse with it."""
     kept = set(chain.values)
     while True:
         is_open = {node for node in kept if not all(user in kept or _ends(user) for user in node.users)}

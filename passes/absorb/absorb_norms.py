@@ -56,9 +56,7 @@ aten = torch.ops.aten
 FEW_ROWS = "few_rows"
 COMPUTED = "computed_with_the_norm"
 LEAST_ROWS = 2048
-"""The least number of rows of all ranks together. From this number on the plan begins to choose `chunked`, for wide
-weights first.
-"""
+"""The least rows of all ranks together: from here on the plan begins to choose `chunked`, for wide weights."""
 
 
 @dataclass(frozen=True)

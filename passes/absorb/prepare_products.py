@@ -53,8 +53,7 @@ that there is no matmul.
 
 
 def find_prepared(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
-    """Like `find_product`, but also finds a product with the pointwise ops that are applied to it before it is reduced.
-    """
+    """Does what `find_product` does, also for a product with pointwise ops on it before it is reduced."""
     found = find_product(node, users)
     if not refused(found):
         return found

@@ -1,3 +1,1 @@
-"""The passes of this folder turn a collective and the attention beside it into one Task node; the proofs of masks are
-here too.
-"""
+"""The passes that turn a collective and the attention beside it into one Task node, and the proofs of masks."""

@@ -92,7 +92,7 @@ class Affine:
         return replace(self, coefs=coefs, steps=tuple(steps))
 
     def bounds(self, shape: Sequence[Any]) -> tuple[int, int]:
-        """(smallest, largest) value in a tensor of this shape."""
+        """Returns (smallest, largest) value in a tensor of this shape."""
         lowest = highest = self.const
         for dim, (coef, size) in enumerate(zip(self.coefs, shape, strict=True)):
             runs = self.runs(dim, size if isinstance(size, int) else LONGEST)
@@ -169,9 +169,7 @@ def _reached(index: Affine, at: int, shape: Sequence[Any]) -> Affine:
 
 
 def _leading(index: Affine, at: int, shape: Sequence[Any], dims: Sequence[int]) -> Affine:
-    """Like `_reached`, for an index that combines several dimensions. Only the outermost one may decide; otherwise
-    raises NotAffine.
-    """
+    """Does what `_reached` does for an index of several dimensions. The outermost decides, or raises NotAffine."""
     if index.steps or not all(isinstance(shape[dim], int) and index.coefs[dim] > 0 for dim in dims):
         raise NotAffine
     first = max(dims, key=lambda dim: index.coefs[dim])
@@ -184,9 +182,7 @@ def _leading(index: Affine, at: int, shape: Sequence[Any], dims: Sequence[int]) 
 
 
 def product(first: Affine, other: Affine) -> Affine:
-    """Returns the product of two integers. One of them has to be constant, or both have to jump only, along one
-    dimension. Raises NotAffine.
-    """
+    """The product of two integers: one is constant, or both only jump, along one dimension. Raises NotAffine."""
     for factor, value in ((first, other), (other, first)):
         if factor.is_constant:
             return value.scaled(factor.const)

@@ -110,9 +110,7 @@ class AttentionCall:
         return self.tensor if self.mask.kind == GIVEN else None
 
     def of_ranks(self, world_size: int) -> AttentionCall | Refused:
-        """Returns the call itself if its mask holds for the keys of this many ranks, and otherwise the call with the
-        mask as a bias.
-        """
+        """Returns the call, with its mask as a bias unless the mask holds for the keys of this many ranks."""
         return self if self.shown.ranks in (0, world_size) else self.with_bias()
 
     def with_bias(self) -> AttentionCall | Refused:
@@ -226,9 +224,7 @@ def read_attention(node: fx.Node) -> AttentionCall | Refused:
 
 
 def unexpanded(node: fx.Node) -> fx.Node:
-    """Returns the tensor that `node` repeats along dimensions. The compiler may copy all of an expanded tensor that it
-    has to pass on.
-    """
+    """Returns what `node` repeats along dimensions: the compiler may copy all of an expanded tensor."""
     while node.target is aten.expand.default:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -275,7 +271,7 @@ def unrepeated(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
 
 
 def views_above(node: fx.Node, ends: Sequence[fx.Node]) -> list[fx.Node] | None:
-    """[end, .., node], each but the first a view of the one before; None if `node` is no view of any of `ends`."""
+    """Returns [end, .., node], each a view of the one before; None if `node` is no view of any of `ends`."""
     chain = [node]
     while chain[-1] not in ends:
         last = chain[-1]
@@ -324,8 +320,7 @@ def _next_dim(view: fx.Node, dim: int, world_size: int) -> int | None:
 
 
 def replay(graph: fx.Graph, chain: Sequence[fx.Node], dim: int, world_size: int, local: fx.Node) -> fx.Node:
-    """Inserts the views of `chain` for `local`, one rank's part of its first node along `dim`. Returns the last view.
-    """
+    """Inserts the views of `chain` for `local`, a rank's part of its first node along `dim`. Returns the last."""
     place: int | None = dim
     for view in chain[1:]:
         assert place is not None
@@ -377,9 +372,7 @@ def scaled(graph: fx.Graph, source: fx.Node, factor: float) -> fx.Node:
 
 
 def unread(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """Inserts zeros in the place of the outputs that a kernel has for dropout. There is no dropout, so nothing reads
-    them.
-    """
+    """Inserts zeros for the outputs that a kernel has for dropout, which nothing reads as there is no dropout."""
     value = like.meta["val"]
     node = graph.call_function(
         aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}

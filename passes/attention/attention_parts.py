@@ -78,9 +78,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class GatheredParts:
-    """A rank's output and log-sum-exp, and what gathers them: one collective each, or one for both, side by side in the
-    last dimension.
-    """
+    """A rank's output and log-sum-exp, and what gathers them: one collective each, or one for both, side by side."""
 
     output: fx.Node
     logsum: fx.Node
@@ -88,7 +86,7 @@ class GatheredParts:
 
 
 def calls_of_parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """(call, index) of the outputs of torch's attention ops that `node` is made of by views, cuts, casts and cats."""
+    """Returns (call, index) of the outputs of attention ops that views, cuts, casts and cats make `node` of."""
     pending, found = [node], list[tuple[fx.Node, int]]()
     while pending:
         part = pending.pop()
@@ -131,8 +129,7 @@ class PartAlgebra:
         return ranks
 
     def _taken_apart(self, node: fx.Node) -> Value | None:
-        """Returns the value of `node` if it is one of the two tensors that were gathered side by side; otherwise None.
-        """
+        """Returns the value of `node` if it is one of two tensors that were gathered side by side, or None."""
         cut = _cut(node)
         if cut is None:
             return None
@@ -291,7 +288,7 @@ _COMPARISONS: dict[object, tuple[bool, bool]] = {
 
 
 def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
-    """(source, dimension, start, length, whether the dimension is kept) of a piece of a tensor of static size."""
+    """Returns (source, dimension, start, length, whether the dimension is kept) of a piece of a static tensor."""
     target, source = node.target, node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None

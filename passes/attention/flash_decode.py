@@ -238,9 +238,7 @@ def _operands(
 
 
 def _placed(axes: Axes, wanted: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Returns the dimensions with these axes in this order. Dimensions of size 1 stand behind them, where they change
-    no stride.
-    """
+    """Returns the dimensions of these axes in this order, then those of size 1, which change no stride there."""
     present = [axis for axis in wanted if axis]
     ones = [dim for dim, axis in enumerate(axes) if not axis]
     if len(present) + len(ones) != len(axes) or any(axes.count(axis) != 1 for axis in present):
@@ -322,9 +320,7 @@ def _leave_others_alone(gathers: Sequence[Collective]) -> None:
 
 
 def _prove_again(parts: GatheredParts) -> Match | Refused:
-    """Like `prove`, for a graph in which other matches have been rewritten: the queries may be the result of one of
-    them.
-    """
+    """Does what `prove` does after other matches were rewritten: the queries may be the result of one of them."""
     attention = PartAlgebra()
     gathers = [read_collective(gather.node) for gather in parts.gathers]
     found = find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)])

@@ -86,7 +86,7 @@ def flex_call(node: fx.Node) -> FlexCall:
 
 
 def read_flex(node: fx.Node) -> tuple[Shown, float, float] | Refused:
-    """(what the rows of a call see, the scale, the soft cap or 0), or why that is not known."""
+    """Returns (what the rows of a call see, the scale, the soft cap or 0), or why that is not known."""
     call = flex_call(node)
     if not _outputs_are_known(node, call):
         return ReasonCode.FLEX_GRADIENT.at(node)

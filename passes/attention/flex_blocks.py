@@ -33,9 +33,7 @@ EXCHANGED = [0, 1, 3, 2]
 
 
 def are_counted(block_mask: Sequence[Any], masked: Truth, shape: tuple[Any, Any]) -> bool:
-    """Returns whether the blocks are those in which `masked` holds somewhere, with full blocks listed apart. Raises
-    UnknownMask.
-    """
+    """Whether the blocks are those in which `masked` holds somewhere, full ones listed apart. Raises UnknownMask."""
     numbers, indices, full_numbers, full_indices = block_mask[FIRST : FIRST + 4]
     rows, columns = block_mask[-3:-1]
     if full_numbers is None and full_indices is None and _is_full(numbers, 1) and _is_full(indices, 0):
@@ -107,9 +105,7 @@ def _is_index(node: object, dim: int, shape: tuple[Any, ...]) -> bool:
 
 
 def _is_wanted(node: object, numbers: object, indices: object, count: Any) -> bool:
-    """Returns whether a tensor holds the indices where their place is below the number of them, and else what is behind
-    all.
-    """
+    """Whether a tensor holds the indices where their place is below the number of them, else what is behind all."""
     if not isinstance(node, fx.Node) or node.target is not aten.where.self:
         return False
     below, chosen, behind = node.args

@@ -16,9 +16,7 @@ import torch
 from ditron_inductor.passes.attention.affine import Affine
 
 LEAST = -1e30
-"""A number that no score comes near. Programs hide keys by -inf, by the least number of a dtype, or by a number of this
-magnitude.
-"""
+"""A number that no score comes near: programs hide keys by -inf, a dtype's least number, or one as low as this."""
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,7 @@ class Masks:
         return self.converted(node, found, tensor.dtype)
 
     def converted(self, node: fx.Node, value: Value, dtype: torch.dtype) -> Value:
-        """Returns a value with the dimensions of `node` in a dtype. Raises UnknownMask if an integer wraps or is cut
-        off.
-        """
+        """Returns a value with the dimensions of `node` in a dtype. Raises UnknownMask if an integer does not fit."""
         shape = self.shape(node)
         value = mask_values.mapped(value, lambda term: term.cleaned(shape))
         found: Value | None = value
@@ -139,9 +137,7 @@ def _iota(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def hiding(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
-    """Returns (the truth where a float is 0, its number elsewhere), if adding that number hides whatever it is added
-    to.
-    """
+    """Returns (the truth where a float is 0, its number elsewhere), if adding that number hides a score."""
     tensor = proofs.tensor(node)
     if not isinstance(value, Selection) or tensor is None or not tensor.dtype.is_floating_point:
         return None
@@ -386,8 +382,7 @@ def _view(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _padded(masks: Masks, node: fx.Node) -> Value | None:
-    """Reads a padding by nothing. `create_block_mask` writes this for a mask whose sizes are multiples of its blocks.
-    """
+    """Reads a padding by nothing, as `create_block_mask` writes for a mask whose sizes its blocks divide."""
     source, pads = node.args[:2]
     unchanged = isinstance(pads, (list, tuple)) and all(proofs.known_equal(pad, 0) for pad in pads)
     return masks.value(source) if unchanged and isinstance(source, fx.Node) else None
@@ -450,9 +445,7 @@ def _index(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _cat(masks: Masks, node: fx.Node) -> Value | None:
-    """Reads a concatenation of parts with one slope. There is a jump where a part begins, unless it continues the one
-    before.
-    """
+    """Reads a cat of parts with one slope. It jumps where a part begins that does not continue the one before."""
     bound = proofs.arguments(node)
     dim, parts = bound["dim"] % len(shape_of(node)), bound["tensors"]
     found, sizes = [masks.value(part) for part in parts], [shape_of(part)[dim] for part in parts]

@@ -36,9 +36,7 @@ MOVES: frozenset[object] = (
 
 
 def ring_attention(collective: fx.Node) -> fx.Node | None:
-    """Returns the attention whose keys and values, or their gradients, a collective passes around; None if there is
-    none.
-    """
+    """Returns the attention whose keys and values, or their gradients, a collective passes around, or None."""
     kernels = [node for node in collective.graph.nodes if node.target in FORWARD or node.target in BACKWARD]
     passed_on = collective.target is ALL_TO_ALL and _is_passed_on(collective)
     if not kernels or not (passed_on or collective.target is ALL_GATHER):

@@ -21,9 +21,7 @@ VIEWS = proofs.ORDER_KEEPING | {aten.permute.default, aten.transpose.int, aten.e
 
 @dataclass(frozen=True)
 class Root:
-    """A tensor of the graph, and the atoms of its dimensions. factor: the product of the numbers on the way to it, see
-    `chain_to`.
-    """
+    """A tensor of the graph, and its dimensions' atoms. factor: the product of the numbers on the way to it."""
 
     node: fx.Node
     axes: Axes
@@ -95,9 +93,7 @@ def widens(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Moved:
-    """Views that rearrange the dimensions of a tensor: it is `divided` into these sizes, permuted in this order, and
-    joined to this shape.
-    """
+    """Views that rearrange a tensor: it is `divided` into sizes, permuted in this order, and joined to this shape."""
 
     divided: tuple[int, ...]
     order: tuple[int, ...]
@@ -115,9 +111,7 @@ class Moved:
 
 
 def moved(atoms: Atoms, have: Axes, wanted: Axes) -> Moved | None:
-    """Returns the views from dimensions of these atoms to dimensions of the same atoms in another arrangement; None if
-    the atoms differ.
-    """
+    """Returns the views from dimensions of these atoms to another arrangement of them; None if the atoms differ."""
     have, wanted = atoms.of(have), atoms.of(wanted)
     places = {atom: (dim, index) for dim, axis in enumerate(wanted) for index, atom in enumerate(axis)}
     given = [atom for axis in have for atom in axis]

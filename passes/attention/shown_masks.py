@@ -122,9 +122,7 @@ def _in_chunks(mask: Mask, queries: int) -> bool:
 
 
 def _zigzag_ranks(steps: dict[int, int], keys: int) -> int | None:
-    """Returns the number of ranks in whose zig-zag order keys with these steps stand; 0 if they stand in order; None
-    for any other order.
-    """
+    """Returns the ranks in whose zig-zag order keys with these steps stand; 0 if in order; None for any other."""
     if not steps:
         return 0
     half = min(steps)

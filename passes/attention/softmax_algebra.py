@@ -94,9 +94,7 @@ class Atoms:
         return tuple(self.flat(axis) for axis in axes)
 
     def take(self, atoms: Sequence[int], size: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Returns (the slowest of these atoms, whose sizes multiply to `size`; the others). Splits an atom if this is
-        needed and possible.
-        """
+        """Returns (the slowest of the atoms, of `size` together; the others). Splits one if needed and possible."""
         taken, rest = list[int](), list(self.flat(atoms))
         while size > 1 and rest:
             atom = rest.pop(0)
@@ -124,9 +122,7 @@ class Atoms:
         return None if rest else tuple(found)
 
     def bind(self, fresh: Sequence[int], known: Sequence[int]) -> bool:
-        """Declares that the atoms of a new tensor are the same as known atoms, in order. Returns whether that is
-        possible.
-        """
+        """Declares the atoms of a new tensor the same as known ones, in order. Returns whether that is possible."""
         left, right = list(self.flat(fresh)), list(self.flat(known))
         while left and right:
             first, other = left[0], right[0]
@@ -143,9 +139,7 @@ class Atoms:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor as the exponential of a sum, or (is_log) as the sum itself. power: the coefficients of the sum, without
-    zeros.
-    """
+    """A tensor as the exponential of a sum, or (is_log) as the sum. power: the sum's coefficients, without zeros."""
 
     axes: Axes
     power: Mapping[Symbol, float]
@@ -173,9 +167,7 @@ def combined(left: Mapping[Symbol, float], right: Mapping[Symbol, float], factor
 
 
 class Algebra:
-    """The values of the nodes of a graph. seed: returns the value of a node that starts a chain, and None for any other
-    node.
-    """
+    """The values of the nodes of a graph. seed: returns the value of a node that starts a chain, or None."""
 
     def __init__(self, atoms: Atoms, seed: Callable[[fx.Node], Value | None]) -> None:
         self.atoms = atoms

@@ -144,9 +144,7 @@ class WrittenScores:
 
 @dataclass(frozen=True)
 class Given:
-    """A mask as a tensor with these axes. It is added to scores, or is true where they are shown, or (hides) where they
-    are not.
-    """
+    """A mask with these axes. It is added to scores, or is true where they are shown, or (hides) where they are not."""
 
     tensor: fx.Node
     axes: Axes
@@ -242,9 +240,7 @@ class Proof:
         return self._masked(node, scores, bias) if tensor.is_floating_point() else None
 
     def _hidden(self, node: fx.Node) -> Value | None:
-        """Returns the value of scores that are replaced by the least number where a condition says so; None if `node`
-        is something else.
-        """
+        """Returns the value of scores that a condition replaces by the least number; None for anything else."""
         condition, yes, no = node.args
         if condition in self.scored:
             return self._guarded(node)
@@ -257,9 +253,7 @@ class Proof:
         return self._masked(node, scores, condition, hides=scores is no, lowest=lowest)
 
     def _guarded(self, node: fx.Node) -> Value | None:
-        """Returns the value of weights that are set to 0 in rows whose scores are all -inf; None if `node` is something
-        else.
-        """
+        """Returns the value of weights that are 0 in rows whose scores are all -inf; None for anything else."""
         condition, zero, weights = node.args
         test = _all_hidden(condition)
         if test is None or weights not in self.scored or _number(node, zero) != 0.0:
@@ -298,9 +292,7 @@ class Proof:
         return replace(value, power={("x", shown): count})
 
     def result(self) -> tuple[fx.Node, Value]:
-        """Returns the weighted mean of the values: the second matmul, or a division behind it, with its value. Raises
-        Unknown.
-        """
+        """Returns the weighted mean of the values, a matmul or a division behind it, and its value. Raises Unknown."""
         node: fx.Node | None = self.written.node
         for _ in range(MOST_BEHIND):
             if node is None:
@@ -496,9 +488,7 @@ def _batches(
 
 
 def _placed(graph: fx.Graph, atoms: Atoms, chain: Sequence[Root], wanted: Axes) -> fx.Node:
-    """Returns a tensor with these dimensions: one of the views in the graph, or views that are inserted. Raises
-    Unknown.
-    """
+    """Returns a tensor with these dimensions: a view in the graph, or inserted ones. Raises Unknown."""
     dtype = chain[0].node.meta["val"].dtype
     for root in chain:
         same = root.factor == 1.0 and root.node.meta["val"].dtype == dtype

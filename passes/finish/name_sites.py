@@ -31,15 +31,13 @@ from ditron_inductor.task.schema import node_from_call
 
 
 def find_sites(graph: fx.Graph) -> tuple[str, list[fx.Node]]:
-    """(the region of the group that has Task nodes, or a hash of the regions of several; the Task nodes in order)."""
+    """Returns (the region of the group with Task nodes, or a hash of the regions of several; these nodes in order)."""
     regions = [region_of([facts for _, facts in launches]) for launches in _of_tasks(graph)]
     return regions[0] if len(regions) == 1 else _digest(regions), [node for node in graph.nodes if is_task(node)]
 
 
 def region_of(launches: Sequence[LaunchFacts]) -> str:
-    """Returns eight hex digits of a hash of the facts that the launches of one group share with those of its other
-    ranks.
-    """
+    """Returns eight hex digits of a hash of the facts that one group's launches share with those of its other ranks."""
     return _digest([launch.wire for launch in launches])
 
 

@@ -89,9 +89,7 @@ def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
 
 
 def order_collectives(graph: fx.Graph, *, options: Options) -> int:
-    """Chains the launches of `graph`, and returns how many were put behind another one; 0 if the graph was chained
-    before.
-    """
+    """Chains the launches, and returns how many were put behind another; 0 if the graph was chained before."""
     chain = find_chain(graph)
     if any(_is_chained(match) for match in chain):
         return 0

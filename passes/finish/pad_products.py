@@ -229,9 +229,7 @@ def _nbytes(value: torch.Tensor) -> int:
 
 
 def _copied_bytes(operand: fx.Node, product: fx.Node) -> int:
-    """Returns the bytes that have to be copied for a padded operand: 0 if one kernel writes the operand with its
-    padding.
-    """
+    """Returns the bytes that are copied to pad an operand: 0 if one kernel writes the operand with its padding."""
     value = proofs.tensor(operand)
     assert value is not None
     written_here = operand.op == "call_function" and list(operand.users) == [product] and _generated(operand)
@@ -294,9 +292,7 @@ def _swapped(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def _padded_bias(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> fx.Node:
-    """Inserts the bias of the padded product, which is padded along each dimension in which it is as long as the
-    product.
-    """
+    """Inserts the bias of the padded product, padded along each dimension in which it is as long as the product."""
     bias = match.bias
     assert bias is not None
     shape = bias.meta["val"].shape

@@ -27,9 +27,7 @@ def _counts(reason: Reason, options: Options) -> bool:
 
 
 def require_fusions(graph: fx.Graph, *, options: Options) -> int:
-    """Raises `DitronNotFused` if the option asks for it and a site is left alone for a reason that a user can change.
-    Returns 0.
-    """
+    """Raises `DitronNotFused` if asked to and a site is left alone for a reason that a user can change. Returns 0."""
     found = find_not_fused(graph, options) if options.strict else []
     if found:
         raise DitronNotFused(count=len(found), sites="".join(f"\n{_text(node)}" for node in found))

@@ -73,7 +73,7 @@ ROUTES: frozenset[object] = frozenset(
         aten.where.self,
     }
 )
-"""They bring the slots of a token together, or the rows of an expert."""
+"""Ops that bring the slots of a token together, or the rows of an expert."""
 CLAMPS: frozenset[object] = frozenset(
     {
         aten.clamp.default,
@@ -89,9 +89,7 @@ CLAMPS: frozenset[object] = frozenset(
 
 
 def find_other_matmul(collective: fx.Node) -> Refusal | None:
-    """Returns the matmul of a kind that no fusion takes yet, or the dequantisation, next to a collective; None if there
-    is none.
-    """
+    """Returns the matmul that no fusion takes yet, or the dequantisation, next to a collective, or None."""
     below = None if _reduces(collective) else _below(collective)
     if below is not None:
         return below
@@ -115,8 +113,7 @@ def _reduces(collective: fx.Node) -> bool:
 
 
 def _below(gather: fx.Node) -> Refusal | None:
-    """Returns the matmul that a gather feeds, with at most one scaling in between, as a refusal; None if there is none.
-    """
+    """Returns the matmul that a gather feeds, through at most one scaling, as a refusal; None without one."""
     pending: list[tuple[fx.Node, int, fx.Node | None]] = [(gather, 0, None)]
     seen: set[tuple[fx.Node, int]] = set()
     while pending:

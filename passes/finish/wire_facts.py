@@ -86,9 +86,7 @@ class Before:
 
 
 def before_passes(graph: fx.Graph) -> Before | None:
-    """Returns the facts of a graph that have to be known before the passes change it; None for a graph without
-    collectives.
-    """
+    """Returns the facts of a graph to be known before the passes change it; None for one without collectives."""
     launches = facts_of(graph)
     return Before(launches, _structure(graph)) if launches else None
 
@@ -167,9 +165,7 @@ def _wire(collective: str, reduce_op: object, dtype: torch.dtype | None) -> str:
 
 
 def _is_transposed(node: fx.Node) -> bool:
-    """Returns whether a Task node solves the transposed problem, and sends the transposes of what its collective had
-    sent.
-    """
+    """Whether a Task node solves the transposed problem, and sends transposes of what its collective sent."""
     return bool(node.meta.get(TRANSPOSED))
 
 

@@ -64,9 +64,7 @@ class Match:
 
 
 def find_moved(node: fx.Node) -> Match | None:
-    """Proves that the ops between a matmul and its reduction could stand behind the reduction; None if they could not,
-    or if there are none.
-    """
+    """Proves that the ops between a matmul and its reduction, if any, could stand behind the reduction, or None."""
     if node.op != "call_function" or node.target not in (ALL_REDUCE, REDUCE_SCATTER):
         return None
     collective = read_collective(node)

@@ -44,9 +44,7 @@ class Match:
 
 
 def find_moved(node: fx.Node) -> Match | None:
-    """Proves that a scatter of dimension 0 scatters another dimension of the result of a matmul or a sum; None if it
-    does not.
-    """
+    """Proves that a scatter of dimension 0 scatters another dimension of a matmul's result or of a sum, or None."""
     if node.op != "call_function" or node.target is not REDUCE_SCATTER:
         return None
     collective = read_collective(node)
@@ -102,9 +100,7 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
 def _hand_out(
     graph: fx.Graph, match: Match, users: list[fx.Node], old: torch.Tensor, views: list[fx.Node] | None
 ) -> None:
-    """Gives the users the result with the dimension in front: as `views` of it, or, if `views` is None, row-major as
-    before.
-    """
+    """Gives the users the result with the dimension in front: as `views` of it or, for None, row-major as before."""
     wait, ndim = match.collective.wait, old.ndim
     order = [match.dim, *(dim for dim in range(ndim) if dim != match.dim)]
     back = [order.index(dim) for dim in range(ndim)]

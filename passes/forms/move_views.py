@@ -78,7 +78,7 @@ def find_moved(node: fx.Node) -> Match | None:
 
 
 def _moved(gathered: Gathered) -> tuple[tuple[fx.Node, ...], int]:
-    """(unsqueezes and permutes up to the last one that moves rows or columns, the gathered dimension behind them)."""
+    """Returns (unsqueezes and permutes up to the last that moves rows or columns, the gathered dimension behind)."""
     chain, found = list[fx.Node](), tuple[fx.Node, ...]()
     dim = at = gathered.dim
     node = proofs.sole_user(gathered.node)

@@ -172,9 +172,7 @@ def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
 
 
 def _scatter(graph: fx.Graph, start: Collective, dim: int) -> fx.Node:
-    """Inserts a reduce-scatter of the present operand of the all-reduce. An operand that was a member has been gathered
-    before.
-    """
+    """Inserts a reduce-scatter of the all-reduce's operand. One that was a member has been gathered before."""
     operand = start.node.args[0]
     assert isinstance(operand, fx.Node) and start.reduce_op is not None
     with graph.inserting_before(start.node):
@@ -254,9 +252,7 @@ def _constants(region: Region) -> list[str]:
 
 
 def _constant(node: fx.Node) -> str:
-    """Returns an op with its arguments as text, with `_` for tensors and without devices; empty if it has no other
-    arguments.
-    """
+    """Returns an op and its arguments as text, without devices, `_` for tensors; empty if it has no others."""
     given = [value for value in (*node.args, *node.kwargs.values()) if not isinstance(value, torch.device)]
     text = ", ".join(map(_argument, given))
     name = str(getattr(node.target, "__name__", node.target))

@@ -120,9 +120,7 @@ def _added_row(node: fx.Node, product: fx.Node) -> fx.Node | None:
 
 
 def _operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """(the second operand of a product, its bias), if it may be split: a plain one of a site, or of a matmul of a few
-    rows; else None.
-    """
+    """Returns (second operand, bias) of a product that may be split: a site's, or a matmul's of a few rows."""
     weight: Any = None
     if product.target in (aten.mm.default, aten.addmm.default):
         matmul = read_matmul(product)

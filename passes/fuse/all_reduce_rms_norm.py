@@ -337,9 +337,7 @@ def _is_kept(user: fx.Node) -> bool:
 
 
 PICKS = frozenset({aten.index.Tensor, aten.index_select.default})
-"""Ops that pick rows in another number and order, as for the experts that rows are sent to. They run in a kernel of
-their own.
-"""
+"""Ops that pick rows in another number and order, as for the experts they are sent to, in an own kernel."""
 
 
 def _is_foreign(user: fx.Node) -> bool:

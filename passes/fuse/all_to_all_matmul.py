@@ -170,9 +170,7 @@ def _use(down: all_to_all.Chain, views: list[fx.Node], mm: fx.Node, matmul: Matm
 def _operand(
     front: list[tuple[fx.Node, Layout]], ranks: Axis, rows: list[Axis], columns: list[Axis]
 ) -> tuple[fx.Node, int] | None:
-    """(the last node in front of the collective that has the order of the matmul, which of the rows' axes the ranks
-    stand in front of there); None if there is none.
-    """
+    """Returns (the last node in front that has the matmul's order, the axis that the ranks precede there), or None."""
     for node, layout in reversed(front):
         order = axes.flat(layout)
         before, _ = all_to_all.split_at(order, ranks)

@@ -33,7 +33,7 @@ FUSIONS: tuple[Fusion, ...] = (
 )
 """A comment says why the fusion, or the fusions, below it stand at this place."""
 REDUCTIONS: tuple[Fusion, ...] = tuple(fusion for fusion in FUSIONS if issubclass(fusion.node, ReducedSum))
-"""Those whose products may be changed before they are reduced: `find` takes, after the node, what reads the product."""
+"""The fusions of products that may be changed before they are reduced; `find` also takes what reads the product."""
 
 
 def takes(node: fx.Node, of: Callable[[type[TaskNode]], bool], *given: Any) -> bool:

@@ -163,9 +163,7 @@ def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _cut_behind(gathered: GatheredProducts, world_size: int) -> fx.Node | None:
-    """Returns the node that cuts off, or leaves out, elements which may be the padding of uneven shards; None if there
-    is no such node.
-    """
+    """Returns the node that cuts off, or leaves out, what may be the padding of uneven shards, or None."""
     whole = gathered.result.meta["val"]
     for view in proofs.views_down(gathered.result):
         value = view.meta["val"]

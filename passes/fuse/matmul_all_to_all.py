@@ -72,8 +72,7 @@ class Match:
 
 
 def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
-    """Proves that the all-to-all `node` divides the columns of matmuls among the ranks as drawn above, or says why not.
-    """
+    """Proves that an all-to-all divides matmuls' columns among the ranks as drawn above, or says why not."""
     collective = read_all_to_all(node)
     if isinstance(collective, ReasonCode):
         return collective

@@ -202,9 +202,7 @@ def _operands(graph: fx.Graph, match: Match) -> tuple[list[fx.Node], list[fx.Nod
 
 
 def _bias(graph: fx.Graph, match: Match) -> fx.Node | None:
-    """Returns the bias that every rank adds to its product: a row of the product, or a column of the transposed
-    product.
-    """
+    """Returns the bias that every rank adds to its product: a row, or a column of the transposed product."""
     bias = rewriting.bias_row(graph, match.product.biases)
     return bias if bias is None or match.column_sizes is None else rewriting.column(graph, bias)
 

@@ -69,7 +69,7 @@ def find_projections(graph: fx.Graph) -> list[Match]:
 
 
 def _operands(mm: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(rows, weight) of a matmul that was proved."""
+    """Returns (rows, weight) of a matmul that was proved."""
     matmul = read_matmul(mm)
     assert isinstance(matmul, Matmul) and isinstance(matmul.rows, fx.Node) and isinstance(matmul.weight, fx.Node)
     return matmul.rows, matmul.weight
@@ -86,9 +86,7 @@ def _is_candidate(mm: fx.Node) -> bool:
 
 
 def _together(matmuls: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yields the matmuls of one source in groups of one shape, whose weights have been computed when the first one
-    runs.
-    """
+    """Yields the matmuls of one source in groups of one shape whose weights are known when the first one runs."""
     left = matmuls
     while left:
         first, group = left[0], [left[0]]

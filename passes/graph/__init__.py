@@ -1,2 +1,1 @@
-"""The passes read graphs, prove facts about them and rewrite them with the functions of this folder. No pass is here.
-"""
+"""What a pass knows of a graph: functions that read it, prove facts about it and rewrite it. No pass is here."""

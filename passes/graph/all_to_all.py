@@ -30,9 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AllToAll:
-    """An all-to-all of a known group with equal splits. wait: the node that holds the result, which is the op itself if
-    the op waits.
-    """
+    """An all-to-all of a known group with equal splits. wait: the node of the result, the op itself if that waits."""
 
     node: fx.Node
     wait: fx.Node
@@ -53,9 +51,7 @@ class Chain:
     world_size: int
 
     def layouts(self, first: Layout) -> Iterator[tuple[fx.Node, Layout]]:
-        """Yields each node with its layout, given the layout `first` of the first node. It ends where a layout is not
-        certain.
-        """
+        """Yields each node and its layout, given the layout `first` of the first one, as far as layouts are certain."""
         layout: Layout | None = first
         for place, node in enumerate(self.nodes):
             if place > 0 and layout is not None:
@@ -129,9 +125,7 @@ def above(collective: AllToAll) -> Chain:
 
 
 def below(collective: AllToAll) -> Chain:
-    """Returns the chain of nodes that move the elements that are received, as far as each is the only user of the one
-    before.
-    """
+    """Returns the chain of nodes that move what is received, as far as each is the only user of the one before."""
     nodes, between = [collective.wait], list[fx.Node]()
     while True:
         user = proofs.sole_user(nodes[-1])
@@ -192,9 +186,7 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
 
 
 def rows_and_columns(first: Any, second: Any, columns: Any) -> list[Any] | None:
-    """Returns the sizes of a reshape to [first * second, columns], or, if `first` is not 1, to [first, second,
-    columns].
-    """
+    """Returns the sizes of a reshape to [first * second, columns], or [first, second, columns] if `first` is not 1."""
     sizes = [columns] if isinstance(columns, int) else []
     if not sizes:
         return None

@@ -33,9 +33,7 @@ class Axis:
         self.parts: tuple[Axis, Axis] | None = None
 
     def divide(self, outer: Any) -> tuple[Axis, Axis]:
-        """Divides the axis into two parts and returns them. The first part has the size `outer`, which has to divide
-        the size of the axis.
-        """
+        """Returns the two parts of the axis, the first of size `outer`, which has to divide the axis's size."""
         assert self.parts is None
         self.parts = Axis(outer), Axis(self.size // outer)
         return self.parts
@@ -69,9 +67,7 @@ def of_shape(shape: Sequence[Any]) -> Layout:
 
 
 def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
-    """Returns the layout of an order-keeping view of this shape; None if it is not certain how the view divides the
-    axes.
-    """
+    """Returns the layout of an order-keeping view; None if it is not certain how the view divides the axes."""
     pending = deque(flat(layout))
     result: list[Dim] = []
     for size in shape:
@@ -104,9 +100,7 @@ def _divides(part: Any, whole: Any) -> bool:
 
 
 def without_lead(dim: Dim, size: Any) -> tuple[Axis, Dim] | None:
-    """Returns (the outermost axis of a dimension, which has this size; the rest of the dimension); None if there is no
-    such axis.
-    """
+    """Returns (the outermost axis of a dimension, if of this size; the rest of the dimension), or None."""
     first, *rest = leaves(dim) if any(True for _ in leaves(dim)) else [Axis(1)]
     if known_equal(first.size, size):
         return first, tuple(rest)

@@ -59,9 +59,7 @@ def with_bias_column(product: fx.Node, matmul: fx.Node) -> fx.Node:
 
 
 def with_bias(product: fx.Node, matmul: fx.Node) -> fx.Node:
-    """Returns what replaces `matmul`, given its product: the product itself, or an add of the bias in front of
-    `matmul`.
-    """
+    """Returns what replaces `matmul`: its product, or an add of the bias, inserted in front of `matmul`."""
     read = read_matmul(matmul)
     assert isinstance(read, Matmul)
     if read.bias is None:

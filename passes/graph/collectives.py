@@ -77,7 +77,7 @@ def read_collective(node: fx.Node, reduce_ops: Collection[str] = REDUCE_OPS) -> 
 
 
 def read_group(node: fx.Node) -> tuple[str, int] | ReasonCode:
-    """(name, size) of the group of a collective: known here, of the size that the call names, and of several ranks."""
+    """Returns (name, size) of a collective's group: known here, of the size that the call names, of several ranks."""
     bound = proofs.arguments(node)
     group_name = bound["group_name"]
     world_size = group_size(group_name) if isinstance(group_name, str) else None

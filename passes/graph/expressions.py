@@ -49,9 +49,7 @@ EXACT = ("neg", "relu")
 HALF, ROOT_HALF, ROOT_2_PI, CUBIC = 0.5, 0.7071067811865476, 0.7978845608028654, 0.044715
 
 def spread(operand: torch.Tensor, value: torch.Tensor, width: Any) -> str:
-    """Returns the kind of extra tensor that describes how an operand is broadcast over a value [.., width], or "" if no
-    kind describes it.
-    """
+    """Returns the kind of extra tensor of an operand that is broadcast over a value [.., width]; "" for no kind."""
     ones = [proofs.known_equal(size, 1) for size in operand.shape]
     if all(ones):
         return "scalar"
@@ -158,9 +156,7 @@ def named(expression: Expression) -> Expression:
 
 
 def as_output(expression: Expression, dtype: torch.dtype, of_node: torch.dtype) -> Expression:
-    """Returns a value of `dtype` as an output of a node of dtype `of_node`. The dtype of the output follows from the
-    expression.
-    """
+    """Returns a value of `dtype` as an output of a node of dtype `of_node`: the expression tells its dtype."""
     if dtype == of_node:
         if not isinstance(expression, Cast):
             return expression

@@ -44,7 +44,7 @@ class Fusion:
         return self.fuse(graph, [node for op in self.ops for node in collectives(graph, op)], options)
 
     def fuse(self, graph: fx.Graph, nodes: list[fx.Node], options: Options, *given: Any) -> int:
-        """The same for these nodes alone. given: what `find` takes beside the node."""
+        """Does what a call does, for these nodes alone. given: what `find` takes beside the node."""
         count = 0
         for node in nodes:
             match = self.find(node, *given)

@@ -59,9 +59,7 @@ class Gathered:
 
 
 def find_feeding(collective: Collective, match: Callable[[Gathered], Found | Refused]) -> Found | Refused:
-    """Returns what `match` finds for the result of the wait, or, if that is a refusal, for what split and cat make of
-    it.
-    """
+    """Returns what `match` finds for the result of the wait or, if it refuses, for what split and cat make of it."""
     # Dimension 0 first: its matmuls use the waited-for tensor itself. If there are none, look behind split and cat.
     direct = match(Gathered(collective.wait, 0, (collective.node, collective.wait)))
     if not refused(direct):
@@ -186,7 +184,7 @@ def collect(
 
 
 def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[GatheredUse]]:
-    """(views of the gathered tensor, also of its transposes, each before its own views; all other uses)."""
+    """Returns (views of the gathered tensor, also of its transposes, each before its own views; all other uses)."""
     views, uses = list(proofs.views_down(gathered)), list[GatheredUse]()
     for view in list(views):
         for user in view.users:

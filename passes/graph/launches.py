@@ -1,6 +1,4 @@
-"""These functions tell what a node of a graph launches (a Task node, or a collective that no pass fused), and for which
-group.
-"""
+"""What a node of a graph launches, a Task node or a collective that no pass fused, and for which group."""
 
 from __future__ import annotations
 

@@ -66,9 +66,7 @@ class FoundNorm:
 
 @dataclass(frozen=True)
 class _Statistics:
-    """The input of an rsqrt. `wide` is x in fp32, `mean` is what a layer norm subtracts from x, and `eps` is a number
-    if it is fixed.
-    """
+    """The input of an rsqrt: x in fp32 (`wide`), the `mean` that a layer norm subtracts, and `eps`, if fixed."""
 
     form: str
     eps: object
@@ -78,9 +76,7 @@ class _Statistics:
 
 
 def normalised(rsqrt: fx.Node) -> fx.Node | None:
-    """Returns the tensor that is normalised if `rsqrt` belongs to a norm over the last dimension. The norm need not be
-    proved as a whole.
-    """
+    """Returns the tensor that is normalised over its last dimension by `rsqrt`, in a norm proved or not, or None."""
     statistics = _statistics(rsqrt)
     return None if statistics is None else _narrow(statistics.wide)
 
@@ -200,9 +196,7 @@ def _same_rows(first: fx.Node, other: fx.Node) -> bool:
 
 
 def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Node | None:
-    """Returns the tensor that `rsqrt` scales: x, or for a layer norm x minus its mean. None if it scales something
-    else.
-    """
+    """Returns the tensor that `rsqrt` scales if it is x, or for a layer norm x minus its mean; else None."""
     centred = _other_factor(scaled, rsqrt)
     if centred is None:
         return None
@@ -297,7 +291,7 @@ class _Tail:
         return False
 
     def _weight(self, factor: fx.Node | None) -> tuple[fx.Node | None, bool]:
-        """(the weight, whether one is added to it) of a factor."""
+        """Returns (the weight, whether one is added to it) of a factor."""
         if factor is not None and factor.target in ADDS:
             source, addend = factor.args[0], factor.args[1]
             added = isinstance(source, fx.Node) and addend == 1.0 and factor.kwargs.get("alpha", 1) == 1

@@ -49,9 +49,7 @@ class Pre:
     extras: tuple[fx.Node, ...]
 
     def transposed(self) -> Pre | None:
-        """Returns the same expression for the transpose of the product. None if a tensor of its shape would have to be
-        copied.
-        """
+        """Returns the expression for the transposed product; None if a tensor of its shape had to be copied."""
         if any(extra.kind == "full" for extra in extras_of([self.expression])):
             return None
         return Pre(_transposed(self.expression), self.extras)
@@ -216,9 +214,7 @@ def _is_row(operand: object, node: fx.Node) -> bool:
 
 
 def classify(node: fx.Node) -> ReasonCode:
-    """Returns the reason why `node`, which is not an order-keeping view, is not a matmul that can be fused with a
-    reduction.
-    """
+    """Returns why `node`, not an order-keeping view, is no matmul that can be fused with a reduction."""
     code = proofs.proved_mm(node)
     if code is ReasonCode.BIAS:
         return ReasonCode.SUM_OF_MATMULS if _is_product(node.args[0]) else ReasonCode.BIAS
@@ -248,8 +244,7 @@ def _has_padded_part(node: fx.Node) -> bool:
 
 
 def _is_product(node: object) -> bool:
-    """Returns whether a node is a matmul of any kind, a sum that holds one, or a matmul that was fused, behind views.
-    """
+    """Whether a node is, behind views, a matmul of any kind, a sum that holds one, or a fused one."""
     if not isinstance(node, fx.Node):
         return False
     top = proofs.views_up(node)[-1]
@@ -267,9 +262,7 @@ def _is_task_output(node: fx.Node) -> bool:
 def lhs_in_shape(
     operand: fx.Node, product: Product, shape: tuple[Any, ...]
 ) -> tuple[fx.Node, tuple[Any, ...] | None] | None:
-    """A first operand in the product's `shape` (but for the last dimension): a node, or a node and the sizes to
-    reshape it to.
-    """
+    """A first operand in the product's `shape` but for its last dimension: a node, and sizes to reshape it to."""
     lhs = proofs.tensor(operand)
     assert lhs is not None
     wanted = (*shape[:-1], lhs.shape[-1])

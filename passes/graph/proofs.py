@@ -269,9 +269,7 @@ def padded(node: fx.Node) -> bool:
 
 
 def proved_mm(node: fx.Node) -> ReasonCode | None:
-    """Returns None if `node` is a 2-D matmul with one dtype that kernels exist for, and otherwise the reason why it is
-    not.
-    """
+    """Returns why `node` is not a 2-D matmul with one dtype that kernels exist for; None if it is."""
     if node.target is aten.mm.dtype:
         return ReasonCode.MIXED_DTYPES
     if node.target is aten.addmm.default:
@@ -324,9 +322,7 @@ def reached(nodes: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.No
 
 
 def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Returns whether a tensor is of this dtype, or is rounded to it at once, behind views and transposes, by all its
-    users.
-    """
+    """Whether a tensor is of this dtype, or all its users round it to that at once, behind views and transposes."""
     value = tensor(node)
     assert value is not None
     if value.dtype == dtype:

@@ -33,9 +33,9 @@ class ReasonCode(enum.StrEnum):
     ALREADY_FUSED = "already_fused"
     """The matmul beside the collective was fused with another collective."""
     DECODE_FORM = "decode_form"
-    """It gathers a part of an attention whose operands or mask the kernel does not take."""
+    """The collective gathers a part of an attention whose operands or mask the kernel does not take."""
     DECODE_MERGE = "decode_merge"
-    """It gathers a part of an attention, and what follows is not proved to merge the parts of all ranks."""
+    """The collective gathers a part of an attention, and no merging of all ranks' parts is proved to follow."""
     ATTENTION_BIAS_GRADIENT = "attention_bias_gradient"
     """The bias of the attention beside the collective gets a gradient."""
     ATTENTION_DROPOUT = "attention_dropout"
@@ -399,7 +399,7 @@ def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
 
 
 def leave_unless_known(collective: fx.Node, pattern: str, why: Refused) -> None:
-    """The same, unless another fusion has said more than that no matmul is there."""
+    """Does what `leave_alone` does, unless another fusion has said more than that no matmul is there."""
     known, code = collective.meta.get(LEFT_ALONE), why.at(collective).code
     if known is None or (known.code == ReasonCode.NO_MATMUL.value and code is not ReasonCode.NO_MATMUL):
         leave_alone(collective, pattern, why)

@@ -62,8 +62,7 @@ class Sum:
 
     @property
     def kept(self) -> int:
-        """The number of leading nodes of `between` that may be used elsewhere too: the reduced tensor and views of it.
-        """
+        """The leading nodes of `between` that may be used elsewhere too: the reduced tensor and views of it."""
         return next((i for i, node in enumerate(self.between) if i and node not in self.views), len(self.between))
 
 
@@ -85,7 +84,7 @@ def find_sum(rows: fx.Node) -> Sum | None:
 
 
 def _terms(way: _Way) -> tuple[tuple[fx.Node, ...], fx.Node | None] | None:
-    """(the biases in the order in which they are added, the residual), if a node can add what the way adds."""
+    """Returns (the biases in the order in which they are added, the residual), if a node can add what the way adds."""
     biases, residual = list[fx.Node](), None
     for index, (add, other) in enumerate(way.steps):
         value, added = proofs.tensor(add), proofs.tensor(other)

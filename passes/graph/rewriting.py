@@ -1,6 +1,4 @@
-"""Helpers that write a Task node into a graph: the op call, its outputs, its metadata, and the removal of what the call
-replaces.
-"""
+"""Writes a Task node into a graph: the op call, its outputs and metadata, and the removal of what it replaces."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def site_fields(world_size: int, group_name: str, options: Options) -> dict[str,
 
 
 def copied_meta(node: fx.Node) -> dict[str, Any]:
-    """Returns the metadata of a node for its replacement: all except the values of its eager inputs, which are
-    different now.
-    """
+    """Returns the metadata of a node for its replacement, without the values of its eager inputs, which differ."""
     return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
@@ -236,9 +232,7 @@ def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
-    """Returns a bias [1, .., 1, N] as [N]: the bias itself, or a reshape that is inserted, which is a view if the bias
-    is contiguous.
-    """
+    """Returns a bias [1, .., 1, N] as [N]: itself, or an inserted reshape, a view if the bias is contiguous."""
     if bias.meta["val"].ndim == 1:
         return bias
     value: torch.Tensor = bias.meta["val"]
@@ -311,9 +305,7 @@ def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
 
 
 def _takes_any_strides(user: fx.Node) -> bool:
-    """Returns whether the compiler generates, or lays out, what the op reads; the output of a graph gets the strides it
-    had.
-    """
+    """Whether the compiler generates, or lays out, what the op reads; a graph's output gets the strides it had."""
     target = user.target
     if user.op == "output" or target in ANY_STRIDES:
         return True
@@ -340,9 +332,7 @@ def hoist(node: fx.Node, before: fx.Node) -> None:
 
 
 def can_hoist(node: fx.Node, before: fx.Node) -> bool:
-    """Returns whether `node` can be computed before `before`: nothing that it needs from there on has to stay where it
-    is.
-    """
+    """Whether `node` can be computed before `before`: nothing that it needs from there on has to stay."""
     return pinned(node, before) is None
 
 

@@ -26,9 +26,7 @@ RESHAPES: frozenset[object] = frozenset({aten.reshape.default, aten.view.default
 
 
 def read_elsewhere(graph: fx.Graph, asked: Callable[[fx.Node], bool]) -> int:
-    """Answers every `sym_size` of a node that `asked` accepts from elsewhere, where that can be done; returns
-    how many.
-    """
+    """Answers `sym_size` of nodes that `asked` accepts from elsewhere, if possible; returns how many."""
     count = 0
     for reader in graph.find_nodes(op="call_function", target=aten.sym_size.int):
         source, dim = reader.args
@@ -44,9 +42,7 @@ def read_elsewhere(graph: fx.Graph, asked: Callable[[fx.Node], bool]) -> int:
 
 
 def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Callable[[fx.Node], bool]) -> Any:
-    """A node or int that holds the size of `source` in dimension `dim` without asking `source`; None if there
-    is none.
-    """
+    """Returns a node or int with the size of `source` in dimension `dim` that does not ask `source`, or None."""
     value = proofs.tensor(source)
     if value is None:
         return None
@@ -97,7 +93,7 @@ def _has_shape(node: fx.Node, shape: tuple[Any, ...]) -> bool:
 
 
 def _communicated(source: fx.Node) -> tuple[object, fx.Node, Any] | None:
-    """(collective, operand, group size) of the result of a collective, also of one of several tensors."""
+    """Returns (collective, operand, group size) of the result of a collective, also of one of several tensors."""
     index = None
     if source.target is operator.getitem:
         source, index = source.args  # type: ignore[assignment]
@@ -130,16 +126,12 @@ def _multiple(
 
 
 def in_graph(graph: fx.Graph, before: fx.Node, length: Any) -> Any:
-    """Returns a size as an argument of an op at `before`: the int, or an existing node that holds it; None if there is
-    none.
-    """
+    """Returns a size as an argument of an op at `before`: the int, or an existing node that holds it, or None."""
     return length if isinstance(length, int) else _existing(graph, before, length, lambda node: False)
 
 
 def _existing(graph: fx.Graph, reader: fx.Node, length: Any, asked: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """Returns a node before `reader` that holds exactly this expression, and does not get it from a tensor that `asked`
-    accepts.
-    """
+    """Returns a node before `reader` with exactly this expression, not got from a tensor that `asked` accepts."""
     for node in graph.nodes:
         if node is reader:
             return None

@@ -151,9 +151,7 @@ def _matrix(graph: fx.Graph, match: Match) -> fx.Node:
 
 
 def _folded(left: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the shape and strides of `left [B, M, K]` as `[B*M, K]`: those of a view if one is possible, and
-    otherwise of a copy.
-    """
+    """Returns the shape and strides of `left [B, M, K]` as `[B*M, K]`: of a view if possible, else of a copy."""
     shape = (left.shape[0] * left.shape[1], left.shape[2])
     single = proofs.known_equal(left.shape[0], 1)
     is_view = single or proofs.known_equal(left.stride(0), left.shape[1] * left.stride(1))

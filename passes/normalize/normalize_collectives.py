@@ -82,9 +82,7 @@ def find_other_form(node: fx.Node) -> Match | None:
 
 
 def _owned(buffer: fx.Node, node: fx.Node) -> bool:
-    """Returns whether `buffer` is fresh memory that only `node` knows, with the layout that the functional form
-    returns.
-    """
+    """Whether `buffer` is fresh memory that only `node` knows, laid out as the functional form returns it."""
     value = proofs.tensor(buffer)
     return buffer.target in EMPTIES and set(buffer.users) == {node} and value is not None and proofs.row_major(value)
 
@@ -102,8 +100,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
 
 
 def normalize_collectives(graph: fx.Graph, *, options: Options) -> int:
-    """Brings all collectives and their surroundings into one form, and returns how many nodes changed or were removed.
-    """
+    """Brings collectives and their surroundings into one form; returns how many nodes changed or went."""
     count = replace_vllm_collectives(graph)
     for node in [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]:
         match = find_other_form(node)
@@ -158,9 +155,7 @@ def _ends(graph: fx.Graph, chain: set[fx.Node]) -> set[fx.Node]:
 
 
 def _views_to_reshapes(chain: set[fx.Node]) -> int:
-    """Replaces views by reshapes. A reshape means the same elements, but does not depend on strides, which a rewrite
-    may change.
-    """
+    """Replaces views by reshapes, which do not depend on strides: a rewrite may change those. Returns how many."""
     views = [node for node in chain if node.target in rewriting.VIEWS]
     for view in views:
         view.target = aten.reshape.default

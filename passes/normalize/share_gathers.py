@@ -45,9 +45,7 @@ class Match:
 
 
 def find_whole_gather(node: fx.Node) -> Match | None:
-    """Proves that nothing takes only a part of what `node` gathers, which means that no rank padded its shard; None if
-    it is not proved.
-    """
+    """Proves that nothing takes only a part of what `node` gathers, so that no rank padded its shard, or None."""
     collective = read_collective(node)
     if refused(collective):
         return None

@@ -99,9 +99,7 @@ def find_vllm_collective(node: fx.Node, names: Mapping[str, str]) -> Match | Rea
 
 
 def _rejected_sizes(match: Match, value: torch.Tensor, result: torch.Tensor) -> ReasonCode | None:
-    """Returns None if the result has the sizes of the functional form, and these can be written as arguments; otherwise
-    the reason.
-    """
+    """Returns None if the result has the functional form's sizes, writable as arguments; otherwise why not."""
     dim, world_size = match.dim, match.world_size
     sizes = list(value.shape)
     if match.name == "all_gather":
