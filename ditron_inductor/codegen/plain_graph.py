@@ -92,9 +92,7 @@ class PlainGraph:
         # Inductor changes the module that it compiles.
         module = load(self._text)
         _note_numbers(module, inputs)
-        with torch.no_grad(), config.patch(
-            {"post_grad_custom_pre_pass": self._rewrite, "triton.cudagraphs": False}
-        ):
+        with torch.no_grad(), config.patch({"post_grad_custom_pre_pass": self._rewrite, "triton.cudagraphs": False}):
             compiled: Any = compile_fx_inner(module, inputs)
         run: Run = compiled
         return run

@@ -134,8 +134,7 @@ class Epilogue:
             sets = [group for group in sets if group not in together] + [used.union(*together)]
         return tuple(
             OutputGroup(
-                tuple(sorted(group)),
-                tuple(i for i, output in enumerate(self.outputs) if group & set(products(output))),
+                tuple(sorted(group)), tuple(i for i, output in enumerate(self.outputs) if group & set(products(output)))
             )
             for group in sorted(sets, key=min)
         )

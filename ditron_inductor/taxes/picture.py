@@ -19,7 +19,6 @@ WIDTH, MOST_SITES = 0.38, 24
 """The width of a bar, and the number of sites that are drawn: those that take longest without fusion."""
 
 
-
 class Drawable(Protocol):
     """The parts of a tax report that a picture shows."""
 

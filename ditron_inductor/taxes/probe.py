@@ -139,9 +139,6 @@ def largest(ranks: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
         for key, site_spent in spent.items():
             other = found.get(key, site_spent)
             found[key] = Spent(
-                other.strategy,
-                other.calls,
-                max(site_spent.us, other.us),
-                max(site_spent.waited_us, other.waited_us),
+                other.strategy, other.calls, max(site_spent.us, other.us), max(site_spent.waited_us, other.waited_us)
             )
     return found

@@ -209,12 +209,7 @@ class _Profile:
         return step
 
     def _steps(
-        self,
-        clock: Clock,
-        calls: Mapping[str, Callable[[int], None]],
-        rounds: int,
-        compiled: Report,
-        notes: list[str],
+        self, clock: Clock, calls: Mapping[str, Callable[[int], None]], rounds: int, compiled: Report, notes: list[str]
     ) -> dict[str, StepTimes]:
         """Returns the times of whole steps, eagerly and, where captured, in CUDA graphs; all are timed in turns."""
         from ditron_inductor.report.timing import interleaved

@@ -133,12 +133,7 @@ class Launch:
     def config(self, *, rows: int, columns: int, repeats: int, dtype: torch.dtype) -> Config:
         """Returns the tile shape for `repeats` outputs [rows, columns]; with few block rows group_m is smaller."""
         config = select_config(
-            rows=rows,
-            columns=columns,
-            repeats=repeats,
-            dtype=dtype,
-            interpreted=self.interpreted,
-            num_sms=self.num_sms,
+            rows=rows, columns=columns, repeats=repeats, dtype=dtype, interpreted=self.interpreted, num_sms=self.num_sms
         ).for_arch(self.workspace.capabilities.arch)
         half = ceil_div(ceil_div(rows, config.block_m), 2)
         return replace(config, group_m=min(config.group_m, 1 << (half - 1).bit_length()))

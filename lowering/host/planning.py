@@ -33,12 +33,7 @@ def requirement(launch: Launch, nbytes: int, reason: str = "") -> Requirement:
 
 
 def plan_request(
-    launch: Launch,
-    node: Any,
-    problem: Problem,
-    *,
-    tile: Requirement = NOTHING,
-    chunked: Requirement = NOTHING,
+    launch: Launch, node: Any, problem: Problem, *, tile: Requirement = NOTHING, chunked: Requirement = NOTHING
 ) -> PlanRequest:
     """Returns the plan's request for one call of a node. The problem has to be equal on all ranks.
 

@@ -58,12 +58,8 @@ class Step:
         self._ready = launch.ready
         slot = launch.slot
         self._shared = None if slot is None else slot.shared
-        self._begin = () if slot is None else (
-            slot.site_text,
-            slot.nbytes,
-            slot.limit,
-            slot.timeout_s,
-            slot.first_timeout_s,
+        self._begin = (
+            () if slot is None else (slot.site_text, slot.nbytes, slot.limit, slot.timeout_s, slot.first_timeout_s)
         )
         self._plain: list[tuple[int, int]] = []
         self._shifted: list[tuple[int, int, int]] = []

@@ -140,13 +140,7 @@ class SiteTrial:
     """The part of a site in a trial. runners: what runs a call, by strategy."""
 
     def __init__(
-        self,
-        own: Trial,
-        workspace: Workspace,
-        site: str,
-        planned: Chosen,
-        runners: Mapping[str, Runner],
-        scale: float,
+        self, own: Trial, workspace: Workspace, site: str, planned: Chosen, runners: Mapping[str, Runner], scale: float
     ) -> None:
         self._trial = own
         self._workspace = workspace

@@ -16,12 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ditron_inductor.passes.attention.flex_attention import (
-    FLEX_ATTENTION,
-    FLEX_BACKWARD,
-    flex_call,
-    read_flex,
-)
+from ditron_inductor.passes.attention.flex_attention import FLEX_ATTENTION, FLEX_BACKWARD, flex_call, read_flex
 from ditron_inductor.passes.attention.masks import UnknownMask
 from ditron_inductor.passes.attention.roots import Moved
 from ditron_inductor.passes.attention.shown_masks import Shown, read_mask

@@ -17,15 +17,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.attention.roots import VIEWS, Root, chain_to, viewed
-from ditron_inductor.passes.attention.softmax_algebra import (
-    Algebra,
-    Atoms,
-    Axes,
-    Symbol,
-    Unknown,
-    Value,
-    static_shape,
-)
+from ditron_inductor.passes.attention.softmax_algebra import Algebra, Atoms, Axes, Symbol, Unknown, Value, static_shape
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import Collective
 

@@ -38,13 +38,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.attention.attention_parts import (
-    GatheredParts,
-    PartAlgebra,
-    Ranks,
-    Scores,
-    calls_of_parts,
-)
+from ditron_inductor.passes.attention.attention_parts import GatheredParts, PartAlgebra, Ranks, Scores, calls_of_parts
 from ditron_inductor.passes.attention.roots import Root
 from ditron_inductor.passes.attention.softmax_algebra import Axes, Symbol, Unknown
 from ditron_inductor.passes.graph import proofs, rewriting

@@ -158,9 +158,7 @@ def _read_score(node: fx.Node, call: FlexCall, shape: tuple[Any, Any]) -> Score 
     return found if result is gradient or _kept(given, result, gradient, 0.0, shape) == found else None
 
 
-def _kept(
-    given: list[fx.Node], result: fx.Node, score: fx.Node, hidden: float, shape: tuple[Any, Any]
-) -> Score | None:
+def _kept(given: list[fx.Node], result: fx.Node, score: fx.Node, hidden: float, shape: tuple[Any, Any]) -> Score | None:
     """Returns what is done to a score, or to its gradient. Elsewhere the score is `hidden`."""
     if result.target is not aten.where.self:
         kept = _softcap(result, score)

@@ -27,13 +27,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.attention.attention_calls import (
-    BACKWARD,
-    FOLLOWED,
-    mask_tensors,
-    operands,
-    read_attention,
-)
+from ditron_inductor.passes.attention.attention_calls import BACKWARD, FOLLOWED, mask_tensors, operands, read_attention
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, WAIT, collectives
 from ditron_inductor.passes.graph.reasons import refused

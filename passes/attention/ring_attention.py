@@ -76,9 +76,7 @@ def _gradients(backward: fx.Node) -> set[fx.Node]:
 
 def _made_of(collective: fx.Node) -> Iterator[fx.Node]:
     """Yields what is sent, and the nodes from which moves and sums make it."""
-    return proofs.reached(
-        collective.all_input_nodes, lambda node: node.all_input_nodes if node.target in MOVES else ()
-    )
+    return proofs.reached(collective.all_input_nodes, lambda node: node.all_input_nodes if node.target in MOVES else ())
 
 
 def _parts(collective: fx.Node) -> list[fx.Node]:

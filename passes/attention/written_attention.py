@@ -39,15 +39,7 @@ from ditron_inductor.passes.attention.attention_calls import (
 from ditron_inductor.passes.attention.mask_values import TRUE, Selection
 from ditron_inductor.passes.attention.roots import Root, chain_to, moved, widens
 from ditron_inductor.passes.attention.shown_masks import Shown, read_mask
-from ditron_inductor.passes.attention.softmax_algebra import (
-    Algebra,
-    Atoms,
-    Axes,
-    Symbol,
-    Unknown,
-    Value,
-    static_shape,
-)
+from ditron_inductor.passes.attention.softmax_algebra import Algebra, Atoms, Axes, Symbol, Unknown, Value, static_shape
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import is_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused, refused

@@ -216,9 +216,7 @@ def _product(product: fx.Node, width: int) -> torch.Tensor:
     return rewriting.fake_like(value, (value.shape[0], width), (width, 1))
 
 
-def _outputs(
-    graph: fx.Graph, call: fx.Node, product: fx.Node, views: tuple[fx.Node, ...], width: int
-) -> list[fx.Node]:
+def _outputs(graph: fx.Graph, call: fx.Node, product: fx.Node, views: tuple[fx.Node, ...], width: int) -> list[fx.Node]:
     """A call like `call` with `views` in the place of the product's weight: its products with them. The other outputs
     are replaced.
     """

@@ -219,11 +219,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             values.append(rewriting.fake_like(value, received_shape, rewriting.contiguous_strides(received_shape)))
         values.append(rewriting.new_token(value))
         call = rewriting.call_task(
-            graph,
-            task,
-            {"x": x, "weight": match.weight},
-            rewriting.copied_meta(match.mm),
-            values,
+            graph, task, {"x": x, "weight": match.weight}, rewriting.copied_meta(match.mm), values
         )
         product = rewriting.output(graph, call, 0, rewriting.copied_meta(match.mm))
         if match.return_received:

@@ -48,6 +48,7 @@ EXACT = ("neg", "relu")
 """Functions whose results need no rounding where their arguments needed none."""
 HALF, ROOT_HALF, ROOT_2_PI, CUBIC = 0.5, 0.7071067811865476, 0.7978845608028654, 0.044715
 
+
 def spread(operand: torch.Tensor, value: torch.Tensor, width: Any) -> str:
     """Returns the kind of extra tensor of an operand that is broadcast over a value [.., width]; "" for no kind."""
     ones = [proofs.known_equal(size, 1) for size in operand.shape]

@@ -268,13 +268,7 @@ def _strongest(refusals: list[Refusal]) -> Refused:
 
 
 def replace(
-    graph: fx.Graph,
-    feeds: Feeds,
-    gathered: fx.Node,
-    task: TaskNode,
-    shard: fx.Node,
-    *,
-    swapped: bool,
+    graph: fx.Graph, feeds: Feeds, gathered: fx.Node, task: TaskNode, shard: fx.Node, *, swapped: bool
 ) -> fx.Node:
     """Replaces the matmuls, and all other uses of the gathered tensor, by one op call; returns that call.
 

@@ -50,12 +50,7 @@ ORDER_KEEPING: frozenset[object] = frozenset(
     }
 )
 CASTS: frozenset[object] = frozenset(
-    {
-        torch.ops.prims.convert_element_type.default,
-        aten._to_copy.default,
-        aten.to.dtype,
-        aten.view.dtype,
-    }
+    {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype, aten.view.dtype}
 )
 TRANSPOSES: frozenset[object] = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 # These keep the order only where they move dimensions of size 1, grow nothing, or take everything.

@@ -51,12 +51,7 @@ def policy(options: Options) -> Policy:
 
 def site_fields(world_size: int, group_name: str, options: Options) -> dict[str, Any]:
     """The fields that the nodes of all kinds have, of one whose site has no name yet."""
-    return {
-        "world_size": world_size,
-        "group_name": group_name,
-        "site": UNNAMED_SITE,
-        "policy": policy(options),
-    }
+    return {"world_size": world_size, "group_name": group_name, "site": UNNAMED_SITE, "policy": policy(options)}
 
 
 def copied_meta(node: fx.Node) -> dict[str, Any]:
@@ -151,12 +146,7 @@ def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Nod
 
 
 def call_task(
-    graph: fx.Graph,
-    task: Node,
-    operands: Mapping[str, Any],
-    meta: dict[str, Any],
-    values: Any,
-    token: Any = None,
+    graph: fx.Graph, task: Node, operands: Mapping[str, Any], meta: dict[str, Any], values: Any, token: Any = None
 ) -> fx.Node:
     """Inserts the op call of a verified node at the graph's insertion point.
 

@@ -156,5 +156,3 @@ def _folded(left: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     single = proofs.known_equal(left.shape[0], 1)
     is_view = single or proofs.known_equal(left.stride(0), left.shape[1] * left.stride(1))
     return shape, (left.stride(1), left.stride(2)) if is_view else (left.shape[2], 1)
-
-
