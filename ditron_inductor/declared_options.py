@@ -54,7 +54,6 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """The environment variable of the option."""
         return VARIABLE_PREFIX + self.name.upper()
 
     def of_environment(self, environment: Mapping[str, str]) -> Any:

@@ -101,7 +101,6 @@ def _text(
     policy: tuple[str, int, float, bool],
     paged: bool,
 ) -> str:
-    """Returns the node of a call as text."""
     return FlashDecode(scale, softcap, world_size, group_name, site, Policy(*policy), paged).text()
 
 

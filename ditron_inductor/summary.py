@@ -114,7 +114,6 @@ class Summary:
             log.log(level, "%s", text)
 
     def text(self) -> str:
-        """Returns the line that is logged."""
         matched, left = self._matched.total(), self._left.total()
         graphs = "the first graph" if self._graphs == 1 else f"{self._graphs} graphs"
         text = f"ditron: {matched} of {matched + left} collectives of {graphs} matched"

@@ -107,7 +107,6 @@ def _after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def implementations() -> Mapping[str, Callable[..., Any]]:
-    """Returns the implementations of all ops, by name."""
     preparing: dict[str, Prepare] = {
         **{lowering.node.kind: functools.partial(prepare_matmul, lowering, calls) for lowering in KINDS},
         FlashDecode.kind: functools.partial(flash_decode.prepare, calls),

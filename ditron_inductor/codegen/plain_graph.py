@@ -47,7 +47,6 @@ def dump(graph: fx.Graph) -> str:
 
 
 def load(text: str) -> fx.GraphModule:
-    """The module that `dump` wrote."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # Without metadata the module has no fake tensor, but the unpickler needs a mode.

@@ -43,7 +43,6 @@ class SiteKernel(ir.FallbackKernel):
         super().codegen(wrapper)
 
     def get_kernel_name(self) -> str:
-        """Returns the name of the function that is called."""
         name: str = self.call_name or super().get_kernel_name()
         return name
 
@@ -62,7 +61,6 @@ class SiteKernel(ir.FallbackKernel):
         return token
 
     def _node(self) -> str:
-        """The text of the node."""
         given, _ = self.unflatten_args([None] * len(self.inputs), self.constant_args)
         text: str = given[NODE]
         return text

@@ -113,7 +113,6 @@ def ask(words, THREADS: tl.constexpr):
 
 @triton.jit
 def answer(asked):
-    """Returns the InBand for what was Asked."""
     ok = (tl.sum((asked.poison != 0).to(tl.int32), axis=0) == 0).to(tl.int32)
     return InBand(asked.ended + 1, (asked.epochs + 1) & EPOCH_MASK, asked.due, asked.lines, ok, asked.limit)
 
@@ -222,7 +221,6 @@ def clear_before(heap, known, first, step, CHUNK: tl.constexpr):
 
 @triton.jit
 def any_zero(words):
-    """Returns whether one of the words [R, C] is zero."""
     return tl.min(tl.min(words, axis=1), axis=0) == 0
 
 

@@ -121,7 +121,6 @@ def use_of(words):
 
 @triton.jit
 def with_epoch(words, epoch):
-    """The Use with these words and this epoch."""
     return Use(words.table, words.ctl, words.rank, words.slot, words.site, epoch)
 
 

@@ -156,7 +156,6 @@ class Agreements:
         return [(other, agreed) for other, agreed in known if _may_be(_sizes_of(other, agreed), facts.sizes)]
 
     def keep(self, facts: GraphFacts, agreement: Agreement) -> None:
-        """Remembers what was agreed for a graph."""
         known = self._known.setdefault(groups.find(facts.groups[0].name), {})
         known.setdefault(facts.program, []).append((facts, agreement))
 

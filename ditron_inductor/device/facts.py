@@ -88,7 +88,6 @@ class GraphFacts:
 
     @property
     def is_bare(self) -> bool:
-        """Whether all groups of the graph are bare."""
         return all(group.is_bare for group in self.groups)
 
     @property
@@ -160,7 +159,6 @@ def digest(text: str) -> str:
 
 
 def group_of(value: Mapping[str, Any]) -> GroupFacts:
-    """Returns the facts of a group from parsed JSON."""
     before, after = ([LaunchFacts(**launch) for launch in value[part]] for part in ("before", "after"))
     others = value["moved"], value["structure"]
     return GroupFacts(value["name"], value["world_size"], tuple(before), tuple(after), *others)

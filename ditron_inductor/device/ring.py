@@ -61,7 +61,6 @@ class Generation:
         return found
 
     def keep(self, key: Hashable, value: T) -> T:
-        """Keeps `value` under `key` in `kept`, and returns it."""
         if len(self.kept) >= MOST_KEPT:
             self.kept.clear()
         self.kept[key] = value

@@ -41,5 +41,4 @@ class Scratch:
         return self._kept[-1]
 
     def release(self) -> None:
-        """Frees the memory."""
         self._kept = []

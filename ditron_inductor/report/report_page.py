@@ -115,7 +115,6 @@ SHORT = ("graph", "dtype", "group", "moved", "predicted", "measured")
 
 
 def report_page(sites: Sequence[ExplainedSite], conclusion: str) -> str:
-    """Returns the page."""
     from jinja2 import Environment
 
     groups = equal_sites(sites)

@@ -84,7 +84,6 @@ class Mask:
         return [(int(row), int(jump)) for row, jump in JUMP.findall(self.jumps)]
 
     def positions(self, rank: int, world_size: int, queries: int) -> list[Segment]:
-        """Returns the positions of a rank's queries."""
         if self.kind == "zigzag":
             return _zigzag(rank, world_size, queries)
         if self.kind == "causal_offset":
@@ -96,7 +95,6 @@ class Mask:
         ]
 
     def key_positions(self, source: int, world_size: int, keys: int) -> list[Segment]:
-        """Returns the positions of a rank's keys."""
         if self.kind in ("zigzag", "zigzag_keys"):
             return _zigzag(source, world_size, keys)
         return [Segment(0, keys, source * keys)]

@@ -209,7 +209,6 @@ def hardware(device_name: str) -> Hardware:
 
 
 def exchange_of(problem: Problem) -> Exchange:
-    """Returns the collective of the problem's kind."""
     return TASKS[problem.kind].exchange
 
 
@@ -273,12 +272,10 @@ def _epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
 
 
 def _has_pre_kernel(problem: Problem, strategy: str) -> bool:
-    """Returns whether the part of an epilogue before the reduction takes launches of its own."""
     return problem.pre_bytes > 0 and strategy != "tile"
 
 
 def _has_epilogue_kernel(problem: Problem, strategy: str) -> bool:
-    """Returns whether the epilogue is a launch of its own."""
     if problem.epilogue_bytes == 0 or strategy == "tile":
         return False
     ends_with_it = exchange_of(problem) == SCATTERED_PRODUCT or _is_small_all_reduce(problem)

@@ -140,7 +140,6 @@ class Epilogue:
         )
 
     def extras(self) -> tuple[Extra, ...]:
-        """The extra tensors, by index."""
         found = {*extras_of(self.outputs), *extras_of(() if self.pre is None else (self.pre,))}
         return tuple(sorted(found, key=lambda extra: (extra.index, extra.kind)))
 
@@ -225,7 +224,6 @@ def text(expression: Expression) -> str:
 
 
 def walk(expression: Expression) -> Iterator[Expression]:
-    """The expression and all its parts."""
     yield expression
     match expression:
         case Function(_, argument) | Cast(argument, _):
@@ -236,7 +234,6 @@ def walk(expression: Expression) -> Iterator[Expression]:
 
 
 def extras_of(expressions: Iterable[Expression]) -> Iterator[Extra]:
-    """The extra tensors in expressions."""
     return (term for expression in expressions for term in walk(expression) if isinstance(term, Extra))
 
 
@@ -270,7 +267,6 @@ def _unbiased(expression: Expression, biases: dict[int, int], dtype: str) -> Exp
 
 
 def products(expression: Expression) -> frozenset[int]:
-    """The indices of the products in an expression."""
     return frozenset(term.index for term in walk(expression) if isinstance(term, ProductTerm))
 
 

@@ -76,7 +76,6 @@ class WithEpilogue(Node):
         check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
 
     def extra_slots(self) -> Slots:
-        """The extra tensors of the epilogue."""
         return (("extras", self.num_extras),) if self.num_extras else ()
 
     def made(self, products: Sequence[Shape]) -> list[Output]:
@@ -133,7 +132,6 @@ class SummedMatmul(TaskNode):
     has_bias: bool
 
     def extra_slots(self) -> Slots:
-        """The slots behind those of the products."""
         return ()
 
     def slots(self) -> Slots:
@@ -548,7 +546,6 @@ def with_size(shape: Shape, dim: int, change: Callable[[Any], Any]) -> Shape:
 
 
 def product_slots(num_products: int, has_bias: bool, bias: str = "bias") -> Slots:
-    """The operands of a sum of products."""
     return (("a", num_products), ("b", num_products), *((bias, None),) * has_bias)
 
 

@@ -78,7 +78,6 @@ class Node:
         raise NotImplementedError
 
     def sizes(self, shapes: Shapes) -> Sizes:
-        """The sizes of a call from the shapes of its operands."""
         raise NotImplementedError
 
     def outputs(self, shapes: Shapes) -> list[Output]:

@@ -49,7 +49,6 @@ class Problem:
     expected_m: int | None = None
 
     def as_expected(self) -> Problem:
-        """Returns the problem with the expected number of rows."""
         return self if self.expected_m is None else replace(self, m=self.expected_m, expected_m=None)
 
     @property
@@ -59,12 +58,10 @@ class Problem:
 
     @property
     def operand_bytes(self) -> int:
-        """The bytes of an element of the operands."""
         return self.precision.operand.itemsize
 
     @property
     def result_bytes(self) -> int:
-        """The bytes of an element of the product."""
         return self.precision.result.itemsize
 
 

@@ -128,7 +128,6 @@ def operands_of(call: fx.Node) -> Sequence[Any]:
 
 
 def operands_from_call(call: fx.Node) -> dict[str, Any]:
-    """The operands of a call in a graph, by name."""
     found: dict[str, Any] = node_from_call(call.target, call.args).named(operands_of(call))
     return found
 
@@ -144,7 +143,6 @@ def operand(call: fx.Node, name: str) -> Any:
 
 
 def new_token(x: torch.Tensor) -> torch.Tensor:
-    """A token on the device of x."""
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 

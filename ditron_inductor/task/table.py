@@ -283,7 +283,6 @@ def _ratios_text(ratios: Mapping[str, float]) -> str:
 
 
 def _values(header: list[str], cells: list[str]) -> dict[str, object]:
-    """The fields of a line."""
     if len(cells) != len(header):
         raise ValueError(f"it has {len(cells)} fields, not {len(header)}")
     values: dict[str, object] = {}

@@ -92,7 +92,6 @@ class StepTimes:
 
     @property
     def launch_us(self) -> float | None:
-        """The launch tax."""
         return None if self.graph_us is None else max(0.0, self.eager_us - self.graph_us)
 
 

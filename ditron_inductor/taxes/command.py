@@ -207,7 +207,6 @@ def _config(request: TaxRequest, ranks: int) -> LlamaConfig:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs `main` and prints its errors as messages."""
     try:
         return main(arguments)
     except (MissingDependency, DitronError) as error:

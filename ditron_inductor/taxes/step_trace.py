@@ -87,7 +87,6 @@ class RankTrace:
     dropped: int
 
     def site(self, event: Event) -> str:
-        """The text of the event's site."""
         return self.sites.get(event.use >> layout.EPOCH_BITS.value, "?")
 
 

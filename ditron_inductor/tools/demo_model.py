@@ -61,7 +61,6 @@ class LlamaConfig:
 
     @staticmethod
     def llama_70b(num_layers: int = 80, vocab_size: int = 0, max_seq_len: int = 8192) -> LlamaConfig:
-        """The layers of Llama 3 70B."""
         return LlamaConfig(8192, num_layers, 64, 8, 28672, vocab_size, max_seq_len)
 
 

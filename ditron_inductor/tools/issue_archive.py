@@ -53,7 +53,6 @@ class DebugRun:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("--debug-dir", type=Path, help="torch's debug folder; by default where torch writes it")
     parser.add_argument("--output", type=Path, help="the archive; by default ditron_report_<time>.zip in this folder")
 
@@ -110,7 +109,6 @@ def versions_text() -> str:
 
 
 def doctor_text() -> str:
-    """Returns what the command ``doctor`` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         doctor.main()

@@ -17,7 +17,6 @@ HEADERS = ("option", "environment", "values", "default", "what it does")
 
 
 def table_text() -> str:
-    """Returns the table, a row for each option."""
     rows = [HEADERS, ("---",) * len(HEADERS)]
     for one in DECLARED:
         rows.append((f"`{one.key}`", f"`{one.variable}`", one.values, _default_text(one), one.meaning))

@@ -381,7 +381,6 @@ def obstacle(node: AllGatherAttention, q: torch.Tensor) -> str:
 
 
 def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Geometry:
-    """Returns the Geometry."""
     B, heads, queries, D = q.shape
     tiles = B * heads * ceil_div(queries, 128)
     config = select_config(D, tiles, q.dtype, launch.num_sms, interpreted=launch.interpreted)

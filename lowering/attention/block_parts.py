@@ -70,7 +70,6 @@ class Span:
 
 
 def single(block: Block) -> Span:
-    """Returns the call for one block."""
     places = block.first_row, block.last_row, block.first_key, block.last_key
     return Span(block.source, 1, *places, block.causal, block.lower)
 

@@ -79,7 +79,6 @@ class Local:
     hides: bool = False
 
     def speed_with(self, mask: Mask) -> float:
-        """Returns the speed with this mask."""
         return self.windowed_speed if mask.window else self.speed
 
     def anchored(self, bias: torch.Tensor | None, dtype: torch.dtype, *, whole: bool = False) -> Anchored:

@@ -126,7 +126,6 @@ class Shape:
         )
 
     def new_partials(self, x: torch.Tensor, splits: int) -> torch.Tensor:
-        """Allocates the parts of all splits."""
         return torch.empty(self.rows * splits * (self.head_dim + 1), dtype=torch.float32, device=x.device)
 
     def how(self, config: DecodeConfig, splits: int, interpreted: bool) -> How:

@@ -100,7 +100,6 @@ class How(NamedTuple):
 
 @triton.jit
 def work_of(tensors, counters, heads, kv_heads, splits, capacity):
-    """Returns the Work of a kernel."""
     counts = Counts(heads, kv_heads, splits, capacity)
     return Work(
         tensors.q, tensors.k, tensors.v, tensors.lengths, tensors.block_table, tensors.partials, counters, counts

@@ -29,7 +29,6 @@ INTERPRETED_CHUNKS = 4
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Returns a / b, rounded up."""
     return -(-a // b)
 
 

@@ -95,7 +95,6 @@ class Masks:
         return found
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
-        """Returns the shape of a node's value."""
         shape = shape_of(node)
         if self._sizes and shape:
             raise UnknownMask(node)

@@ -70,7 +70,6 @@ def _is_part(operand: fx.Node, waits: list[fx.Node]) -> bool:
 
 
 def _gradients(backward: fx.Node) -> set[fx.Node]:
-    """Returns the gradients of keys and values."""
     return {user for user in backward.users if user.target is getitem and user.args[1] in (1, 2)}
 
 

@@ -71,7 +71,6 @@ def add_key(graph: fx.Graph, key: str) -> None:
 
 
 def _of_tasks(graph: fx.Graph) -> list[list[tuple[fx.Node, LaunchFacts]]]:
-    """The launches of each group that has a Task node."""
     return [launches for launches in launches_of(graph).values() if any(is_task(node) for node, _ in launches)]
 
 

@@ -86,12 +86,10 @@ class Match:
 
     @property
     def behind(self) -> tuple[FoundNorm, ...]:
-        """The norms of the sum."""
         return tuple(norm for norm in (self.norm, self.other) if norm is not None)
 
     @property
     def norms(self) -> tuple[FoundNorm, ...]:
-        """The norms of the match, one or two."""
         return (*self.behind, *(() if self.sum.post is None else (self.sum.post,)))
 
     @property

@@ -198,7 +198,6 @@ def rows_and_columns(first: Any, second: Any, columns: Any) -> list[Any] | None:
 
 
 def shape_of(first: Any, second: Any, columns: Any) -> tuple[Any, ...]:
-    """The shape of what `rows_and_columns` makes."""
     return (second, columns) if proofs.known_equal(first, 1) else (first, second, columns)
 
 

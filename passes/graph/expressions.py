@@ -129,7 +129,6 @@ def _same_place(value: torch.Tensor, source: object) -> bool:
 
 
 def _rounded(expression: Expression, given: torch.dtype, wanted: torch.dtype) -> Expression:
-    """A value of dtype `given` as one of dtype `wanted`."""
     return expression if wanted in (given, torch.float32) else Cast(expression, NAMES[wanted])
 
 

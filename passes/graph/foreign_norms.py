@@ -194,7 +194,6 @@ class _Ops:
         return self._insert(target, args, (*self.like.shape[:-1], 1), torch.float32)
 
     def converted(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """`node` in this dtype."""
         value: torch.Tensor = node.meta["val"]
         if value.dtype == dtype:
             return node

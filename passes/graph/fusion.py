@@ -32,7 +32,6 @@ class Fusion:
 
     @property
     def __name__(self) -> str:
-        """The name of the pass."""
         return self.node.kind
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:

@@ -153,7 +153,6 @@ class ReasonCode(enum.StrEnum):
         return self not in _NOTHING_TO_CHANGE
 
     def at(self, node: fx.Node) -> Refusal:
-        """This reason, with the node that gave it."""
         return Refusal(self, node)
 
 

@@ -197,7 +197,6 @@ def _is_reduced(node: fx.Node) -> bool:
 
 
 def _norm_up(result: fx.Node) -> FoundNorm | None:
-    """The norm whose result a node is."""
     rsqrt = rsqrt_before(result)
     norm = None if rsqrt is None else find_norm(rsqrt)
     return norm if isinstance(norm, FoundNorm) and norm.result is result else None
