@@ -36,10 +36,8 @@ FACTS, BEFORE, AFTER, SITES = "facts.json", "graph_before.txt", "graph_after.txt
 
 
 class DebugFolder:
-    """The folder of one call of the passes. The facts and the graph in front of the passes are written at once.
-
-    within: the folder in which it is made. digest: the hash of the sources, which tells a changed checkout from a
-    release.
+    """The folder of one call of the passes. The facts and the graph in front of the passes are written at once. within:
+    the folder in which it is made. digest: the hash of the sources, which tells a changed checkout from a release.
     """
 
     def __init__(self, within: Path, graph_before: str, options: Options, digest: str) -> None:

@@ -237,9 +237,7 @@ BRANCHING = "cond", "while_loop"
 
 class ConformPipeline(CustomGraphPass):
     """The passes for a graph that has to take the forms that the ranks agreed on. They start from the graph before the
-    passes.
-
-    key: the key of the graph that it replaces, by which its sites find what was agreed for them.
+    passes. key: the key of the graph that it replaces, by which its sites find what was agreed for them.
     """
 
     def __init__(self, forms: Mapping[str, Sequence[Form]], options: Options, key: str) -> None:

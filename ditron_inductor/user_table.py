@@ -24,9 +24,8 @@ def default_path() -> Path:
 
 
 def path_of(option: str | None) -> Path | None:
-    """Returns the file for a value of the option `ditron.table`; None for `shipped`, which is not a file.
-
-    Raises InvalidOptionValue for a text that cannot be a path.
+    """Returns the file for a value of the option `ditron.table`; None for `shipped`, which is not a file. Raises
+    InvalidOptionValue for a text that cannot be a path.
     """
     if option == SHIPPED:
         return None
@@ -70,9 +69,8 @@ def read(option: str | None) -> str:
 
 
 def text_of(path: Path, source: str) -> str:
-    """The text of a table's file, with plain line ends.
-
-    Raises InvalidTable naming `source` if it is not UTF-8, OSError if it cannot be read.
+    """The text of a table's file, with plain line ends. Raises InvalidTable naming `source` if it is not UTF-8, OSError
+    if it cannot be read.
     """
     data = path.read_bytes()
     try:

@@ -102,7 +102,6 @@ class ChunkedExchange:
 
     def stage_norm(self, rows: int, columns: int, prologue: ShardNorm, *, copied: bool) -> Bound:
         """(x, given, outputs): does what `stage` does, with norm(x) of x [rows, columns]; see `stage_norm.stage_norm`.
-
         copied: stores the norm as the first of `outputs` too.
         """
 
@@ -253,9 +252,8 @@ class Products(Protocol):
 
 @dataclass(frozen=True)
 class PieceGroup:
-    """Pieces of a product that are multiplied together, and the peers' pieces that are received with them.
-
-    products: (number of the product, its place in this rank's slot). transfers: the copies of the peers' pieces.
+    """Pieces of a product that are multiplied together, and the peers' pieces that are received with them. products:
+    (number of the product, its place in this rank's slot). transfers: the copies of the peers' pieces.
     """
 
     products: list[tuple[int, torch.Tensor]]

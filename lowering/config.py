@@ -108,9 +108,8 @@ def select_config(
 def select_few_rows_config(
     *, rows: int, dtype: torch.dtype, interpreted: bool, shapes: Mapping[int, Config] = FEW_ROWS
 ) -> Config:
-    """Returns the tile shape for at most 64 rows, which are all in one tile. It is equal on all ranks.
-
-    shapes: FEW_ROWS, or the shapes for the weights of experts.
+    """Returns the tile shape for at most 64 rows, which are all in one tile. It is equal on all ranks. shapes:
+    FEW_ROWS, or the shapes for the weights of experts.
     """
     most = min(most for most in shapes if most >= rows)
     if interpreted:

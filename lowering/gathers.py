@@ -41,9 +41,8 @@ class QueuedPiece(NamedTuple):
 
 @triton.jit
 def push_piece(use, counters, piece, pieces, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Pushes a QueuedPiece, one of the `pieces` of its chunk, after the credits of all peers have come.
-
-    Returns the next ticket of the send queue.
+    """Pushes a QueuedPiece, one of the `pieces` of its chunk, after the credits of all peers have come. Returns the
+    next ticket of the send queue.
     """
     began = now(TRACE)
     if wait_credits(use, HOW.WORLD) != 0:

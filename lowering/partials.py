@@ -107,9 +107,7 @@ class Chunks(NamedTuple):
 @triton.jit
 def completes(chunks, place, tile, HOW: tl.constexpr):
     """Counts `tile`, which has been carried, at `place` of the counters. Returns whether it was the last tile of its
-    chunk.
-
-    It must not be called for a tile without its credits, so that the chunk of such a tile is never published.
+    chunk. It must not be called for a tile without its credits, so that the chunk of such a tile is never published.
     """
     if HOW.COUNTED:
         first = tile // chunks.chunk_tiles * chunks.chunk_tiles

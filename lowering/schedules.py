@@ -45,7 +45,6 @@ def product_us(
     rows: int, columns: Sequence[int], k: int, itemsize: int, num_sms: int, *, overlapped: bool = False
 ) -> float:
     """Returns the predicted time, in microseconds, of the products of [rows, k] with weights [k, columns[i]].
-
     overlapped: products alternate between two streams.
     """
     if rows == 0:
@@ -256,9 +255,8 @@ RESULT_PARTS = (1, 2, 4, 8)
 
 @functools.lru_cache(maxsize=1024)
 def all_reduce_parts(world_size: int, rows: int, columns: int, k: int, itemsize: int, num_sms: int) -> int:
-    """Returns into how many parts an all-reduce of [rows, columns] is cut. All arguments are equal on all ranks.
-
-    Each part is a reduce-scatter, and its results go to all ranks while the next part is computed.
+    """Returns into how many parts an all-reduce of [rows, columns] is cut. All arguments are equal on all ranks. Each
+    part is a reduce-scatter, and its results go to all ranks while the next part is computed.
     """
 
     def rows_of(parts: int) -> int:

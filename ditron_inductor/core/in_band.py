@@ -207,9 +207,8 @@ def begin(asked, words, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def clear_before(heap, known, first, step, CHUNK: tl.constexpr):
-    """Sets chunks first, first + step, .. of the area of the use before this one back to zero.
-
-    heap: the rank's own heap. known: the result of `answer`. CHUNK: the number of words of a chunk.
+    """Sets chunks first, first + step, .. of the area of the use before this one back to zero. heap: the rank's own
+    heap. known: the result of `answer`. CHUNK: the number of words of a chunk.
     """
     stale = area(heap, known.number + (IN_BAND_AREAS - 1))
     nothing = tl.zeros((CHUNK,), dtype=tl.uint32)

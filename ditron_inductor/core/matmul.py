@@ -192,9 +192,8 @@ def begin_carrying(carried, steps, PIECE: tl.constexpr):
 
 @triton.jit
 def carry_piece(carried, every, piece, first, left, PIECE: tl.constexpr):
-    """Does one step of a loop that carries a piece in every `every`-th step.
-
-    Returns the state for the next step. If there are too few steps, the rest, from word `first` on, is left to `carry`.
+    """Does one step of a loop that carries a piece in every `every`-th step. Returns the state for the next step. If
+    there are too few steps, the rest, from word `first` on, is left to `carry`.
     """
     now = tl.where(left == 0, carried.words, 0)
     store_piece(carried, piece, first, now, PIECE)
@@ -214,9 +213,7 @@ def carry(carried, first, PIECE: tl.constexpr):
 @triton.jit
 def matmul_tile_by_descriptors(a, b, row, column, K, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr):
     """Returns acc[m, n] = sum_k A[row + m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]. a, b: descriptors, see
-    above.
-
-    It carries `carried` at the same time.
+    above. It carries `carried` at the same time.
     """
     steps = tl.cdiv(K, TILES.BLOCK_K)
     return matmul_steps_by_descriptors(zeros_of(TILES), 0, steps, a, b, row, column, carried, TILES, K_MAJOR)

@@ -21,7 +21,6 @@ def scatter_order(step, rank, WORLD: tl.constexpr):
 @triton.jit
 def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
     """Returns (block row, block column) of the `tile`-th tile, column by column within groups of GROUP_M block rows.
-
     Tiles that run together then share operands in L2, and a group's rows finish together.
     """
     group_tiles = GROUP_M * num_n

@@ -140,7 +140,6 @@ def healthy(use):
 @triton.jit
 def fail(use, code: tl.constexpr, source, row, seen):
     """Poisons the workspace and, if this is its first failure, fills the record that the host turns into an error.
-
     seen: the word that was found in the place of the flag `row` of `source`.
     """
     expected = word(use.site, use.epoch)
@@ -207,9 +206,7 @@ def wait_rows(use, row, WORLD: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def wait_credits(use, WORLD: tl.constexpr):
     """Waits until every peer has finished with the previous use of the slot, so that the slot may be overwritten on
-    every rank.
-
-    That use may be of any site. The program with the first ticket calls this after `settle`.
+    every rank. That use may be of any site. The program with the first ticket calls this after `settle`.
     """
     return wait_for_words(with_epoch(use, use.epoch - 1), CREDIT_ROW, WORLD, False, 1, False)
 
@@ -256,9 +253,7 @@ def wait_for_words(use, row, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr, ROWS
 @triton.jit
 def proxy_fence(ok):
     """Orders what a wait acquired before block loads (TMA) that follow, because these read by another path than the
-    wait did.
-
-    Returns `ok`. NVIDIA only.
+    wait did. Returns `ok`. NVIDIA only.
     """
     return tl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [ok], dtype=tl.int32, is_pure=False, pack=1
@@ -279,9 +274,8 @@ def publish(use, target, row):
 
 @triton.jit
 def publish_all(use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
-    """Does `publish` to every peer at once, and to this rank if OWN.
-
-    Each word is stored by a thread of its own, so their releases overlap.
+    """Does `publish` to every peer at once, and to this rank if OWN. Each word is stored by a thread of its own, so
+    their releases overlap.
     """
     publish_to(all_heaps(use, WORLD), use, row, WORLD, OWN)
 
@@ -307,9 +301,7 @@ def publish_to(heaps, use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
 @triton.jit
 def arrive(counter, total):
     """Counts a part that this program has finished. Returns True for the last of `total` parts; its program has then
-    acquired what all others wrote.
-
-    The counter is local to the GPU, and it is 0 again when the last part has arrived.
+    acquired what all others wrote. The counter is local to the GPU, and it is 0 again when the last part has arrived.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
@@ -423,7 +415,6 @@ def finish(use):
 @triton.jit
 def leave(use, ticket, due, THREADS: tl.constexpr, wanted):
     """Begins to `finish` early, if time is critical: when this program has its last ticket, the epoch and the last use.
-
     `granted` has the number for `close`. Nothing is requested unless `wanted`.
     """
     # True, but it takes every thread's values to know that: no warp is still reading them when the use is closed. The

@@ -103,9 +103,7 @@ def multiprocessor(TRACE: tl.constexpr):
 @triton.jit
 def event(use, began, detail, peer, KIND: tl.constexpr, TRACE: tl.constexpr):
     """Records an event of KIND in a use of a slot, which `began` at that time and ends now. detail: the number of the
-    tile, chunk or piece. peer: a rank.
-
-    Does nothing if TRACE is OFF, or if the control words name no buffer.
+    tile, chunk or piece. peer: a rank. Does nothing if TRACE is OFF, or if the control words name no buffer.
     """
     if TRACE != OFF:
         ended = now(TRACE)

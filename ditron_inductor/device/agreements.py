@@ -23,9 +23,8 @@ from ditron_inductor.errors import DitronDiverged
 
 @dataclass(frozen=True)
 class Form:
-    """What all ranks run at one launch: a Task node of this kind, or the collective if `kind` is empty.
-
-    library: why nodes of other kinds run by the library here. leader: the local facts of rank 0, as JSON.
+    """What all ranks run at one launch: a Task node of this kind, or the collective if `kind` is empty. library: why
+    nodes of other kinds run by the library here. leader: the local facts of rank 0, as JSON.
     """
 
     wire: str
@@ -81,10 +80,8 @@ def forms_of(facts: GroupFacts, verdict: Verdict) -> tuple[Form, ...]:
 
 
 def decide(facts: GraphFacts, agreement: Agreement) -> Decision:
-    """Returns what a graph with these facts does under an agreement.
-
-    Raises DitronDiverged if it cannot do its part: the passes of the others changed the collectives, and something in
-    this graph keeps them as they are.
+    """Returns what a graph with these facts does under an agreement. Raises DitronDiverged if it cannot do its part:
+    the passes of the others changed the collectives, and something in this graph keeps them as they are.
     """
     if agreement.plain:
         return Decision(plain=agreement.plain)

@@ -44,9 +44,8 @@ def find(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def resolve(group: str | dist.ProcessGroup | None, device: torch.device | None = None) -> Group:
-    """Returns the `Group` of a process group, which is given as to `find`.
-
-    The timeout is that of the backend for tensors on `device`, by default that of the group's first backend.
+    """Returns the `Group` of a process group, which is given as to `find`. The timeout is that of the backend for
+    tensors on `device`, by default that of the group's first backend.
     """
     process_group = find(group)
     global_ranks = tuple(distributed_c10d.get_process_group_ranks(process_group))

@@ -62,7 +62,6 @@ class GroupLog:
 
     def find(self, own: LogEntry, peer: int) -> LogEntry | Elsewhere | None:
         """Returns the peer's entry at the position of `own`, or why there will be none, or None if it is not there yet.
-
         An entry of an earlier position is skipped. A bare entry is remembered, because its rank posts it only once.
         """
         while True:

@@ -107,9 +107,7 @@ class Meetings:
 
     def known(self, facts: GraphFacts) -> Decision | None:
         """Returns the decision for a graph that follows from what was agreed for this piece of the program; None if
-        nothing was.
-
-        Raises DitronDiverged (see `agreements.decide`).
+        nothing was. Raises DitronDiverged (see `agreements.decide`).
         """
         agreement = self._agreements.find(facts)
         if agreement is None:

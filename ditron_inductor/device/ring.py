@@ -68,7 +68,6 @@ class Generation:
 
     def zero(self, record: torch.Tensor) -> None:
         """Restores the state of a new ring: no epoch, no flag, no credit, no poison. The poll limit has to be set anew.
-
         No kernel of any rank may be using the ring.
         """
         words_of_ctl = [0] * slot_layout.CTL_WORDS

@@ -168,7 +168,6 @@ def is_foreign(stream: torch.cuda.Stream) -> bool:
 
 def capture_id(stream: torch.cuda.Stream) -> int:
     """The driver's number of the capture that `stream` takes part in, unique in the process; 0 when there is none.
-
     torch says whether a stream is captured but not into which graph, and one stream serves one graph after another.
     """
     status = ctypes.c_int(0)

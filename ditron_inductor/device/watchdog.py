@@ -30,9 +30,8 @@ PERIOD_S = 0.1
 
 
 class Health:
-    """The health of one workspace: its failure record and the error that was made from it, if any.
-
-    `record` is int64 [RECORD_WORDS], pinned for a CUDA workspace. `timeout_s` is the time limit of its kernels' waits.
+    """The health of one workspace: its failure record and the error that was made from it, if any. `record` is int64
+    [RECORD_WORDS], pinned for a CUDA workspace. `timeout_s` is the time limit of its kernels' waits.
     """
 
     def __init__(self, group: Group, sites: SiteNames, device: torch.device) -> None:
@@ -129,9 +128,8 @@ class Health:
 
 
 class Watchdog:
-    """A daemon thread that logs the failures of all workspaces of a registry. It makes no CUDA call.
-
-    It runs while there is something to watch, and ends before the interpreter does.
+    """A daemon thread that logs the failures of all workspaces of a registry. It makes no CUDA call. It runs while
+    there is something to watch, and ends before the interpreter does.
     """
 
     def __init__(self) -> None:

@@ -135,7 +135,6 @@ def fresh_backend(mode: str | None, options: Mapping[str, Any] | None) -> Callab
 
 def measured_report(report: Report, *, graph: bool, rounds: int | None = None, chosen: bool = False) -> Report:
     """Returns the report with times for every site that has run; sites of one shape share a measurement. Collective.
-
     chosen: time only `library` and the strategy that runs, not all strategies that could run.
     """
     import torch

@@ -68,9 +68,8 @@ MODELS: dict[str, LayerWidths] = {
 
 
 def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_size: int) -> list[MatmulShape]:
-    """The forward sites of one layer of `model` over `world_size` ranks.
-
-    ValueError where a width does not divide over the ranks.
+    """The forward sites of one layer of `model` over `world_size` ranks. ValueError where a width does not divide over
+    the ranks.
     """
     layer = MODELS[model]
     divided = (layer.query_dim, layer.key_dim, layer.hidden_dim, layer.vocabulary)
@@ -89,10 +88,8 @@ def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_si
 def given_shapes(
     ops: Sequence[str], tokens: Sequence[int], columns: Sequence[int], depths: Sequence[int], world_size: int
 ) -> list[MatmulShape]:
-    """Every op at every m of `tokens` with every pair (n, k) of `columns` and `depths`; without those whose
-    tokens do not divide over the ranks.
-
-    ValueError where the two lists are not of one length, or a size is not positive.
+    """Every op at every m of `tokens` with every pair (n, k) of `columns` and `depths`; without those whose tokens do
+    not divide over the ranks. ValueError where the two lists are not of one length, or a size is not positive.
     """
     if len(columns) != len(depths):
         raise ValueError(f"--n has {len(columns)} sizes and --k has {len(depths)}: they go in pairs")

@@ -89,7 +89,6 @@ def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
 
 def interleaved(clock: Clock, calls: Mapping[str, Call], rounds: int = ROUNDS) -> dict[str, float]:
     """Returns the microseconds of each call, taken in turns in a new order each round: the largest median of any rank.
-
     Collective: all ranks hold the same calls in the same order, and get the same times.
     """
     names = list(calls)

@@ -24,9 +24,8 @@ FLOAT32 = Dtype("float32", "fp32", 4)
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a product: those of its operands, of its result, and of the sum in registers.
-
-    flops: the field of `cost.Hardware` that holds the rate of such a product.
+    """The dtypes of a product: those of its operands, of its result, and of the sum in registers. flops: the field of
+    `cost.Hardware` that holds the rate of such a product.
     """
 
     operand: Dtype

@@ -66,9 +66,7 @@ def local_attention(
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns this rank's part: o [B, Hq, D] and the natural log-sum-exp lse [B, Hq], in fp32 or the wider dtype of q.
-    Without tokens they are 0 and -inf.
-
-    It uses torch alone, and copies the cache.
+    Without tokens they are 0 and -inf. It uses torch alone, and copies the cache.
     """
     B, Hq, D = q.shape
     if block_table is not None:

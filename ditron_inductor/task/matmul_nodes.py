@@ -120,7 +120,6 @@ class WithPrologue(SharedOperand, TaskNode):
 
 class SummedMatmul(TaskNode):
     """A node that communicates sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias a row [N].
-
     Its operands are `a`, `b`, `bias` if there is one, and the extra tensors of an epilogue.
     """
 
@@ -226,9 +225,8 @@ class LocalProducts(SharedOperand):
 
 @dataclass(frozen=True)
 class Projections(LocalProducts):
-    """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site.
-
-    x is [M, K], each out_i [M, N_i].
+    """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site. x
+    is [M, K], each out_i [M, N_i].
     """
 
     kind: ClassVar[str] = "projections"

@@ -100,9 +100,7 @@ class Node:
 
     def flat(self, given: Mapping[str, Any]) -> list[Any]:
         """Returns the operands of a call in its order. given: the operands by name; None or missing if a slot does not
-        exist.
-
-        Raises AssertionError if the node and the operands do not fit.
+        exist. Raises AssertionError if the node and the operands do not fit.
         """
         names = [name for name, _ in self.slots()]
         left = [name for name, value in given.items() if name not in names and not _is_nothing(value)]

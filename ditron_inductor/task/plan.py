@@ -225,9 +225,8 @@ SIZES_KEPT = 16
 
 
 class Decisions:
-    """The last choice of every site in this process, with its request, for `explain`. Nothing else reads it.
-
-    Two graphs with the same launches have sites of the same names, so the last choices for several sizes are kept.
+    """The last choice of every site in this process, with its request, for `explain`. Nothing else reads it. Two graphs
+    with the same launches have sites of the same names, so the last choices for several sizes are kept.
     """
 
     def __init__(self) -> None:

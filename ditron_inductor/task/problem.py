@@ -67,9 +67,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Requirement:
-    """The bytes of symmetric memory that the group takes if a strategy runs here.
-
-    reason: why the strategy cannot run at all; empty if it can.
+    """The bytes of symmetric memory that the group takes if a strategy runs here. reason: why the strategy cannot run
+    at all; empty if it can.
     """
 
     nbytes: int = 0

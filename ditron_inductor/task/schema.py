@@ -104,9 +104,8 @@ def parsed(kind: str, text: str) -> Any:
 
 
 def node_from_call(target: object, args: Sequence[Any]) -> Any:
-    """The node that a call of one of the Task ops stands for.
-
-    Raises AssertionError for any other target: only our own passes write these calls.
+    """The node that a call of one of the Task ops stands for. Raises AssertionError for any other target: only our own
+    passes write these calls.
     """
     assert isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE, f"not an op of ours: {target}"
     kind = target._opname

@@ -32,9 +32,8 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class Reduced:
-    """The product [m, k] @ [k, n], reduced over the ranks. k is 0 if what is reduced is not a matmul.
-
-    has_norm: the replicated form has one node for it and the norm behind it.
+    """The product [m, k] @ [k, n], reduced over the ranks. k is 0 if what is reduced is not a matmul. has_norm: the
+    replicated form has one node for it and the norm behind it.
     """
 
     n: int

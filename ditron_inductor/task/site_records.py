@@ -114,9 +114,8 @@ class GraphRecord:
 
 
 class SiteSink:
-    """A list of graph records that the pipelines of one `collect_sites` block append to.
-
-    A pipeline takes the sink when it is made, so a backward graph that another thread compiles later reaches it too.
+    """A list of graph records that the pipelines of one `collect_sites` block append to. A pipeline takes the sink when
+    it is made, so a backward graph that another thread compiles later reaches it too.
     """
 
     def __init__(self) -> None:
@@ -137,9 +136,8 @@ def current_sink() -> SiteSink | None:
 
 @contextlib.contextmanager
 def collect_sites() -> Iterator[SiteSink]:
-    """Record the sites of every graph that the backend compiles inside the block.
-
-    A graph whose backward is compiled only after the block, but whose forward began inside it, is recorded too.
+    """Record the sites of every graph that the backend compiles inside the block. A graph whose backward is compiled
+    only after the block, but whose forward began inside it, is recorded too.
     """
     sink = SiteSink()
     reset_token = _current_sink.set(sink)

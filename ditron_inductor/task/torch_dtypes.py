@@ -32,9 +32,8 @@ BIAS_DTYPES: tuple[torch.dtype, ...] = (torch.bool, *ACTIVATION_DTYPES)
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
-    """Returns the precision of a product of operands of this dtype, with a result of the same dtype.
-
-    If no kernel of ours computes such a product, the precision is not in the table.
+    """Returns the precision of a product of operands of this dtype, with a result of the same dtype. If no kernel of
+    ours computes such a product, the precision is not in the table.
     """
     name = name_of(dtype)
     other = Dtype(name, name, dtype.itemsize)

@@ -23,10 +23,8 @@ from ditron_inductor.task.site_records import SiteRecord
 
 @dataclass(frozen=True)
 class Intermediates:
-    """Bytes of one call, written and read.
-
-    beside: without fusion, by the kernels before and behind the collective. inside: without fusion, by the collective
-    itself, whose time they are a part of. fused: by `tile` or `chunked`.
+    """Bytes of one call, written and read. beside: without fusion, by the kernels before and behind the collective.
+    inside: without fusion, by the collective itself, whose time they are a part of. fused: by `tile` or `chunked`.
     """
 
     beside: int

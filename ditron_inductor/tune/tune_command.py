@@ -131,7 +131,6 @@ def writable(option: str | None) -> Path:
 
 def add_entries(path: Path, entries: Iterable[Entry]) -> Table:
     """Puts entries into the table at `path`, in place of older entries of the same shapes, and returns the new table.
-
     The file is replaced as a whole: a run that reads it meanwhile sees the old one. Raises InvalidTable.
     """
     from ditron_inductor import user_table

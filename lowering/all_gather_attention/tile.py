@@ -140,9 +140,7 @@ def seen_keys(places, source, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
 @triton.jit
 def push_pieces(use, ticket, num_sends, kv, counters, numel, HOW: tl.constexpr, TRACE: tl.constexpr):
     """Pushes piece `ticket` of this rank's keys or values [numel] to its peer, then takes the next ticket, until none
-    is left.
-
-    num_sends: the tickets of the queue, 0 if the workspace was poisoned before this program began.
+    is left. num_sends: the tickets of the queue, 0 if the workspace was poisoned before this program began.
     """
     PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(numel, PIECE_NUMEL).to(tl.int32)

@@ -171,9 +171,8 @@ def two_shots(
     use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Reduces piece `ticket` of every run of `pieces` pieces, and returns the result of `leave`.
-
-    A slot has places [source][piece], then sums [owner][piece].
+    """Reduces piece `ticket` of every run of `pieces` pieces, and returns the result of `leave`. A slot has places
+    [source][piece], then sums [owner][piece].
     """
     PIECE: tl.constexpr = HOW.PIECE
     WORLD: tl.constexpr = HOW.WORLD

@@ -77,9 +77,8 @@ class How(NamedTuple):
 
 @triton.jit
 def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Pushes piece `ticket` of x to its peer, then takes the next ticket of the send queue, until none is left.
-
-    numel: the number of elements for each rank. They lie together in x and in the slot of that rank.
+    """Pushes piece `ticket` of x to its peer, then takes the next ticket of the send queue, until none is left. numel:
+    the number of elements for each rank. They lie together in x and in the slot of that rank.
     """
     PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)

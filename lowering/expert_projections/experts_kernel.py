@@ -180,8 +180,6 @@ def _arguments(
 
 
 expert_projections: LocalCalls[ExpertProjections] = LocalCalls(prepare)
-"""Returns the products of all slots, or the epilogue of these products and of the extra tensors.
-
-operands: x, experts, weights and extra tensors as `ExpertProjections` describes them. The results [S, N_i] are
-contiguous.
+"""Returns the products of all slots, or the epilogue of these products and of the extra tensors. operands: x, experts,
+weights and extra tensors as `ExpertProjections` describes them. The results [S, N_i] are contiguous.
 """

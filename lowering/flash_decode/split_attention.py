@@ -125,9 +125,8 @@ def load_query(q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.cons
 
 @triton.jit
 def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr):
-    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens begin .. end - 1.
-
-    query: the result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages.
+    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens begin .. end - 1. query:
+    the result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -294,9 +293,8 @@ def part_offsets(head, heads, HOW: tl.constexpr):
 
 @triton.jit
 def merge_ranks(parts, out, head, heads, area, whole, WORLD: tl.constexpr, HOW: tl.constexpr):
-    """Stores the attention of a head over the tokens of all ranks; NaN if `whole` is 0.
-
-    parts: those of source s begin at s * area. They are merged in rank order, so equal parts give equal bits.
+    """Stores the attention of a head over the tokens of all ranks; NaN if `whole` is 0. parts: those of source s begin
+    at s * area. They are merged in rank order, so equal parts give equal bits.
     """
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     MERGED_ROWS: tl.constexpr = HOW.MERGED_ROWS

@@ -49,9 +49,8 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 def longest_first(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Returns (the a_i [.., K_i] as rows, the b_i) in the order in which a kernel adds up the products a_i @ b_i.
-
-    The longest K comes first, because the first K loop carries finished tiles to peers.
+    """Returns (the a_i [.., K_i] as rows, the b_i) in the order in which a kernel adds up the products a_i @ b_i. The
+    longest K comes first, because the first K loop carries finished tiles to peers.
     """
     if len(a) == 1:
         return (rows_of(a[0]),), (b[0],)
@@ -106,10 +105,8 @@ def is_block_loadable(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """The calls of one site with operands of one form.
-
-    `site_text` names the site, the sizes and the dtype, for error messages on all ranks. `launchers` has the launcher
-    of each kernel, by (id of the kernel, clock of its time stamps).
+    """The calls of one site with operands of one form. `site_text` names the site, the sizes and the dtype, for error
+    messages on all ranks. `launchers` has the launcher of each kernel, by (id of the kernel, clock of its time stamps).
     """
 
     workspace: Workspace

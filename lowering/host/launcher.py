@@ -293,7 +293,6 @@ def address_of(word: Any) -> Any:
 
 def local_launcher(kernel: Any, device: torch.device) -> Launcher:
     """Returns the launcher of a kernel that uses no workspace: it has neither the protocol's words nor scratch memory.
-
     It is called as `launcher(stream, arguments, (), (), tensors)`.
     """
     return Launcher(kernel, device, numbers=(), words=(), allocator=_no_scratch)

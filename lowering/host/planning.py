@@ -35,9 +35,8 @@ def requirement(launch: Launch, nbytes: int, reason: str = "") -> Requirement:
 def plan_request(
     launch: Launch, node: Any, problem: Problem, *, tile: Requirement = NOTHING, chunked: Requirement = NOTHING
 ) -> PlanRequest:
-    """Returns the plan's request for one call of a node. The problem has to be equal on all ranks.
-
-    tile, chunked: what these strategies need; NOTHING for a strategy that the kind lacks.
+    """Returns the plan's request for one call of a node. The problem has to be equal on all ranks. tile, chunked: what
+    these strategies need; NOTHING for a strategy that the kind lacks.
     """
     capabilities = launch.workspace.capabilities
     return PlanRequest(

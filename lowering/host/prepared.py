@@ -49,7 +49,6 @@ class Prepared:
 
     def holds(self) -> bool:
         """Returns whether the workspace, the agreed size and the trial are still those for which it was prepared.
-
         Raises RuntimeError if the group of the workspace does not exist any more.
         """
         workspace = self.workspace

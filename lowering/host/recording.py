@@ -47,9 +47,7 @@ class SlotUse:
 @dataclass(frozen=True)
 class LaunchMade:
     """A launch of the compiled kernel `ready` of a launcher, under these `settings` of Triton, with its tensors by
-    name.
-
-    slot: the slot that it took, None for a kernel that uses no workspace.
+    name. slot: the slot that it took, None for a kernel that uses no workspace.
     """
 
     launcher: Any

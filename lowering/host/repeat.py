@@ -128,10 +128,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Record:
-    """A call as `Repeated` needs it.
-
-    settings: those of Triton. precision: see `precision_of`. alignment: the bits ALIGNMENT of the operands' addresses.
-    results: the index of the allocation that each result is.
+    """A call as `Repeated` needs it. settings: those of Triton. precision: see `precision_of`. alignment: the bits
+    ALIGNMENT of the operands' addresses. results: the index of the allocation that each result is.
     """
 
     prepared: Prepared

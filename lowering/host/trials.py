@@ -187,9 +187,7 @@ def choose_both(
     workspace: Workspace, node: Any, wire: Sequence[int], request: PlanRequest, runners: Mapping[str, Runner]
 ) -> tuple[Chosen, Chosen, SiteTrial | None]:
     """Returns (what runs a site outside CUDA graphs; what runs it inside them, the same object if there is no
-    difference; its part of a trial, or None).
-
-    wire: the sizes that all ranks share. It is collective if a trial begins.
+    difference; its part of a trial, or None). wire: the sizes that all ranks share. It is collective if a trial begins.
     """
     group_name = node.group_name
     captured, eager = choose(request.inside_graphs(), workspace.table), choose(request, workspace.table)

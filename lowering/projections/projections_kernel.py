@@ -189,7 +189,6 @@ def pair_of(tile: Tiles) -> Tiles:
 
 
 projections: LocalCalls[Projections] = LocalCalls(prepare)
-"""Returns [x @ weight for weight in weights], or the epilogue of these products and of the extra tensors.
-
-operands: x [M, K], weights [K, N_i], extra tensors. The results [M, N_i] are contiguous.
+"""Returns [x @ weight for weight in weights], or the epilogue of these products and of the extra tensors. operands: x
+[M, K], weights [K, N_i], extra tensors. The results [M, N_i] are contiguous.
 """

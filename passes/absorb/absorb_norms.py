@@ -61,9 +61,8 @@ LEAST_ROWS = 2048
 
 @dataclass(frozen=True)
 class Match:
-    """A call whose shard is a view of `norm`'s result, by `views`, the result excluded.
-
-    x: what the node takes; residual: what it adds to that, or None where x is what is normalised.
+    """A call whose shard is a view of `norm`'s result, by `views`, the result excluded. x: what the node takes;
+    residual: what it adds to that, or None where x is what is normalised.
     """
 
     call: fx.Node

@@ -37,9 +37,8 @@ MUST_BE_NONE = ("attn_bias", "attn_mask")
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores x of an attention: products of query and keys over `dim`, indexed by the tokens `atom`.
-
-    lengths: None, or (a tensor, its atoms, a number to add to it); then only tokens below this length exist.
+    """The scores x of an attention: products of query and keys over `dim`, indexed by the tokens `atom`. lengths: None,
+    or (a tensor, its atoms, a number to add to it); then only tokens below this length exist.
     """
 
     node: fx.Node

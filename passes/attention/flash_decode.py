@@ -56,7 +56,6 @@ PATTERN = FlashDecode.kind
 @dataclass(frozen=True)
 class Match:
     """The operands as [B, Hq, D] and [B, S, Hkv, D] (see `_Operand`). merged: the result, which the call replaces.
-
     gathers: those of o and of lse, or one gather of both.
     """
 

@@ -72,9 +72,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
 
 
 def conform(graph: fx.Graph, forms: Mapping[str, Sequence[Form]], *, options: Options) -> int:
-    """Gives the launches of every group the forms that the ranks agreed on, and returns how many were rewritten.
-
-    Raises DitronDiverged if that is impossible.
+    """Gives the launches of every group the forms that the ranks agreed on, and returns how many were rewritten. Raises
+    DitronDiverged if that is impossible.
     """
     count = 0
     for group_name, launches in launches_of(graph).items():

@@ -49,9 +49,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SummedReduction:
-    """One reduction in a sum: `leaf` is the summand, a view of the result that only the sum uses.
-
-    `source` is the tensor that is reduced, before `between` (splits, pieces, cat) moves the chunks of `scatter_dim`.
+    """One reduction in a sum: `leaf` is the summand, a view of the result that only the sum uses. `source` is the
+    tensor that is reduced, before `between` (splits, pieces, cat) moves the chunks of `scatter_dim`.
     """
 
     collective: Collective

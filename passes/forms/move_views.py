@@ -39,9 +39,8 @@ MOVED: frozenset[object] = proofs.TRANSPOSES | {aten.unsqueeze.default}
 
 @dataclass(frozen=True)
 class Match:
-    """A gather whose result is first used by `moved`, one after the other, unsqueezes and permutes.
-
-    `gather_dim` is the gathered dimension behind them. The dimensions from `merged` on become the last one.
+    """A gather whose result is first used by `moved`, one after the other, unsqueezes and permutes. `gather_dim` is the
+    gathered dimension behind them. The dimensions from `merged` on become the last one.
     """
 
     collective: Collective

@@ -72,10 +72,8 @@ from ditron_inductor.task.nodes import AllGatherMatmul
 
 @dataclass(frozen=True)
 class Match:
-    """One gather and the matmuls that it feeds.
-
-    `gathered` is the node that holds the tensor gathered along `gather_dim`, which is read as its transpose if it is
-    `swapped` (gathered along the last dimension).
+    """One gather and the matmuls that it feeds. `gathered` is the node that holds the tensor gathered along
+    `gather_dim`, which is read as its transpose if it is `swapped` (gathered along the last dimension).
     """
 
     collective: Collective

@@ -159,9 +159,7 @@ def _proved(match: Match, rows: fx.Node) -> Match | ReasonCode:
 
 def _is_shared(norm: FoundNorm) -> bool:
     """Returns whether more norms are made of the same scaled rows: what one does with its weight is none of the
-    others'.
-
-    The compiler finds the common part of them in training, where it removes equal subexpressions.
+    others'. The compiler finds the common part of them in training, where it removes equal subexpressions.
     """
     if norm.weight is not None or norm.shift is not None:
         return False
@@ -395,9 +393,8 @@ def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
-    """The shape of what is saved as arguments of a reshape of the node's output; None if that is not known.
-
-    Dynamic sizes are taken from the last view on the way, whose sizes are the same except for the last dimension.
+    """The shape of what is saved as arguments of a reshape of the node's output; None if that is not known. Dynamic
+    sizes are taken from the last view on the way, whose sizes are the same except for the last dimension.
     """
     value, reduced = proofs.tensor(node), proofs.tensor(found.reduced)
     assert value is not None and reduced is not None

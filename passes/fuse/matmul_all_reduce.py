@@ -42,9 +42,8 @@ from ditron_inductor.task.nodes import MatmulAllReduce
 
 
 def find_matmul_all_reduce(node: fx.Node, find: FindProduct | None = None) -> Match | Refused:
-    """Proves that the all-reduce `node` reduces matmuls as drawn above, or says why not.
-
-    find: the function that reads the product, by default `find_product`.
+    """Proves that the all-reduce `node` reduces matmuls as drawn above, or says why not. find: the function that reads
+    the product, by default `find_product`.
     """
     return find_whole_sum(node, find)
 

@@ -81,9 +81,8 @@ class Match:
 
 
 def find_matmul_reduce_scatter(node: fx.Node, find: FindProduct | None = None) -> Match | Refused:
-    """Proves that the reduce-scatter `node` reduces matmuls as drawn above, or says why not.
-
-    find: the function that reads the product, by default `find_product`.
+    """Proves that the reduce-scatter `node` reduces matmuls as drawn above, or says why not. find: the function that
+    reads the product, by default `find_product`.
     """
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):

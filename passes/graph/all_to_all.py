@@ -41,9 +41,8 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Chain:
-    """Nodes that move elements, each of them made from the one before: a source, or a result, first.
-
-    between: splits and pieces that the cats among them are made of.
+    """Nodes that move elements, each of them made from the one before: a source, or a result, first. between: splits
+    and pieces that the cats among them are made of.
     """
 
     nodes: tuple[fx.Node, ...]

@@ -33,9 +33,8 @@ SINGLE: dict[object, object] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """An all-gather, reduce-scatter or all-reduce whose group is known and whose result is waited for once.
-
-    `operand` is what this rank contributes, `wait` the node that holds the result.
+    """An all-gather, reduce-scatter or all-reduce whose group is known and whose result is waited for once. `operand`
+    is what this rank contributes, `wait` the node that holds the result.
     """
 
     node: fx.Node

@@ -28,9 +28,8 @@ def describe(node: fx.Node) -> NodeRecord:
 
 
 def user_line(stack_trace: str) -> str:
-    """The innermost frame that is not torch's or ours, as `model.py:12 in forward: return self.down(x)`.
-
-    Where all frames are torch's (a backward that autograd wrote), the innermost one; empty without a trace.
+    """The innermost frame that is not torch's or ours, as `model.py:12 in forward: return self.down(x)`. Where all
+    frames are torch's (a backward that autograd wrote), the innermost one; empty without a trace.
     """
     frames = list(FRAME.finditer(stack_trace))
     if not frames:

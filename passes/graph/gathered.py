@@ -37,10 +37,8 @@ class OrientedMatmul:
 
 @dataclass(frozen=True)
 class Feeds:
-    """The matmuls in graph order that one gathered tensor feeds.
-
-    steps: all nodes from the collective to the tensor, and its views. first_use: the first node that reads elements of
-    it.
+    """The matmuls in graph order that one gathered tensor feeds. steps: all nodes from the collective to the tensor,
+    and its views. first_use: the first node that reads elements of it.
     """
 
     matmuls: tuple[OrientedMatmul, ...]
@@ -145,9 +143,8 @@ def contracts(use: GatheredUse, last_dim: bool) -> bool:
 def collect(
     collective: Collective, gathered: Gathered, read: Callable[[GatheredUse, torch.Tensor], OrientedMatmul | ReasonCode]
 ) -> Feeds | Refused:
-    """Collects the matmuls on views of the gathered tensor that can be proved.
-
-    read: returns what a use is, given the tensor's value. It is called for uses that `_read_use` accepts.
+    """Collects the matmuls on views of the gathered tensor that can be proved. read: returns what a use is, given the
+    tensor's value. It is called for uses that `_read_use` accepts.
     """
     value = proofs.tensor(gathered.node)
     assert value is not None
@@ -270,9 +267,8 @@ def _strongest(refusals: list[Refusal]) -> Refused:
 def replace(
     graph: fx.Graph, feeds: Feeds, gathered: fx.Node, task: TaskNode, shard: fx.Node, *, swapped: bool
 ) -> fx.Node:
-    """Replaces the matmuls, and all other uses of the gathered tensor, by one op call; returns that call.
-
-    shard: the operand of the node. swapped: the node's gathered tensor is the transpose of `gathered`.
+    """Replaces the matmuls, and all other uses of the gathered tensor, by one op call; returns that call. shard: the
+    operand of the node. swapped: the node's gathered tensor is the transpose of `gathered`.
     """
     first_use = feeds.first_use
     for matmul in feeds.matmuls:

@@ -90,9 +90,8 @@ def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
 
 
 def find_two_norms(rsqrt: fx.Node) -> tuple[FoundNorm, FoundNorm] | None:
-    """Finds two norms of one form that share their scaled rows; each has a weight or a shift of its own.
-
-    The compiler leaves two norms in this form where it removes what is computed twice, as in training.
+    """Finds two norms of one form that share their scaled rows; each has a weight or a shift of its own. The compiler
+    leaves two norms in this form where it removes what is computed twice, as in training.
     """
     found = _read_norms(rsqrt, (0, 1))
     if isinstance(found, ReasonCode):

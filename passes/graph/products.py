@@ -106,9 +106,7 @@ FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]
 
 def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
     """Proves that `node` is a sum of products as above, of which nothing is used elsewhere; otherwise returns the
-    reason.
-
-    `users` are the nodes that may use `node` itself.
+    reason. `users` are the nodes that may use `node` itself.
     """
     product = _read(node)
     if isinstance(product, Refusal):

@@ -209,10 +209,8 @@ def _split_piece(node: fx.Node) -> SlicedPart | None:
 
 @dataclass(frozen=True)
 class Regrouped:
-    """`cat(chunks of source along split_dim, cat_dim)` with W equal chunks that cover the source in order.
-
-    `between` are the nodes from the source to the result, without both: splits and pieces. None of them is used
-    elsewhere.
+    """`cat(chunks of source along split_dim, cat_dim)` with W equal chunks that cover the source in order. `between`
+    are the nodes from the source to the result, without both: splits and pieces. None of them is used elsewhere.
     """
 
     source: fx.Node

@@ -75,9 +75,8 @@ def new_token(like: torch.Tensor) -> torch.Tensor:
 def fake_like(
     like: torch.Tensor, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A fake tensor beside `like`, one too, made from (symbolic) shape and strides alone.
-
-    Running the op that it stands for would have the symbols' relations checked, which adds guards.
+    """A fake tensor beside `like`, one too, made from (symbolic) shape and strides alone. Running the op that it stands
+    for would have the symbols' relations checked, which adds guards.
     """
     with _mode_of(like):
         return like.new_empty_strided(shape, strides, dtype=dtype)
@@ -196,10 +195,8 @@ def regrouped(graph: fx.Graph, source: fx.Node, split_dim: int, cat_dim: int, pa
 
 
 def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shape: tuple[Any, ...]) -> fx.Node:
-    """Inserts a reshape that divides the rows of a 2-D tensor into several dimensions: always a view.
-
-    `shape` is the result's (symbolic) shape, `sizes` the same as arguments: ints, nodes of the graph, or -1
-    once.
+    """Inserts a reshape that divides the rows of a 2-D tensor into several dimensions: always a view. `shape` is the
+    result's (symbolic) shape, `sizes` the same as arguments: ints, nodes of the graph, or -1 once.
     """
     value: torch.Tensor = source.meta["val"]
     strides = [value.stride(0), value.stride(1)]
@@ -247,10 +244,8 @@ def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.Node:
-    """Inserts the transpose of the result of a transposed problem, in the place of the matrix `replaced`.
-
-    It is a view if all users of `replaced` accept any strides, and otherwise a copy with the strides that `replaced`
-    had.
+    """Inserts the transpose of the result of a transposed problem, in the place of the matrix `replaced`. It is a view
+    if all users of `replaced` accept any strides, and otherwise a copy with the strides that `replaced` had.
     """
     return with_strides_of(graph, transposed(graph, source), replaced)
 
@@ -313,9 +308,8 @@ def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 
 
 def hoist(node: fx.Node, before: fx.Node) -> None:
-    """Moves `node`, and whatever it is computed from that stands after `before`, to just before it.
-
-    The caller has proved that all of these may move (`can_hoist`).
+    """Moves `node`, and whatever it is computed from that stands after `before`, to just before it. The caller has
+    proved that all of these may move (`can_hoist`).
     """
     for late in _late(node, before):
         before.prepend(late)

@@ -35,9 +35,8 @@ class Match:
 def find_whole_sum(
     node: fx.Node, find: FindProduct | None = None, reduce_ops: Collection[str] = REDUCE_OPS
 ) -> Match | Refused:
-    """Proves that the collective `node` reduces matmuls as drawn above, by one of these ops, or says why not.
-
-    find: what reads the product, by default `find_product`.
+    """Proves that the collective `node` reduces matmuls as drawn above, by one of these ops, or says why not. find:
+    what reads the product, by default `find_product`.
     """
     collective = read_collective(node, reduce_ops)
     if isinstance(collective, ReasonCode):
