@@ -212,8 +212,7 @@ def _read_pointwise(node: fx.Node, value: torch.Tensor, chain: EpilogueChain) ->
 
 def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: EpilogueChain) -> Expression | None:
     """An operand that is no part of the chain: an extra tensor, or a pointwise op of such; None if it is neither."""
-    operand = proofs.tensor(node)
-    assert operand is not None
+    operand = proofs.fake(node)
     if operand.device != value.device:
         return None
     if not is_stored(node):
@@ -279,8 +278,7 @@ def _width(chain: EpilogueChain, index: int) -> Any:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    value = proofs.tensor(node)
-    assert value is not None
+    value = proofs.fake(node)
     return value.dtype
 
 
@@ -318,16 +316,14 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     with graph.inserting_before(call):
         with_epilogue: Any = replace(cast(Any, task), num_extras=len(extras), epilogue=epilogue.text())
         given, token = {**operands, "extras": extras}, call.args[schema.TOKEN]
-        new = rewriting.call_task(graph, with_epilogue, given, rewriting.copied_meta(call), values, token)
-        outputs = [
-            rewriting.output(graph, new, index, rewriting.copied_meta(node)) for index, node in enumerate(match.outputs)
-        ]
+        new = rewriting.call_task(graph, with_epilogue, given, call, values, token)
+        outputs = [rewriting.output(graph, new, index, node) for index, node in enumerate(match.outputs)]
         for user in list(call.users):
             # The gathered tensor.
             if user not in match.covered:
                 assert isinstance(user.args[1], int)
                 index = user.args[1] - task.num_operands + len(outputs)
-                user.replace_all_uses_with(rewriting.output(graph, new, index, rewriting.copied_meta(user)))
+                user.replace_all_uses_with(rewriting.output(graph, new, index, user))
     # All outputs are made before any is used, because the chains to them lead through each other.
     viewed = [_viewed(graph, node, output, match) for node, output in zip(match.outputs, outputs, strict=True)]
     for node, output in zip(match.outputs, viewed, strict=True):

@@ -97,8 +97,7 @@ def find_prologue(call: fx.Node, task: WithPrologue, options: Options) -> Match 
     others = [*operands["weights"], *operands.get("extras", ())]
     if any(len(node.users) != 1 for node in (*views, result)) or shard in others:
         return ReasonCode.INTERMEDIATE_USED
-    value, rows = proofs.tensor(shard), proofs.tensor(norm.x)
-    assert value is not None and rows is not None
+    value, rows = proofs.fake(shard), proofs.fake(norm.x)
     if not proofs.known_equal(value.shape[-1], rows.shape[-1]):
         return ReasonCode.LAYOUT
     if not proofs.known(value.shape[-1] <= MOST_NORM_COLUMNS):
@@ -180,19 +179,19 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         task = replace(schema.node_from_call(call.target, call.args), prologue=prologue)
         everything = [*old[:without], *values, old[without]]
         token = call.args[schema.TOKEN]
-        new = rewriting.call_task(graph, task, operands, rewriting.copied_meta(call), everything, token)
+        new = rewriting.call_task(graph, task, operands, call, everything, token)
         for user in list(call.users):
             index = user.args[1]
             assert isinstance(index, int)
             place = index if index < without else index + len(values)
-            user.replace_all_uses_with(rewriting.output(graph, new, place, rewriting.copied_meta(user)))
+            user.replace_all_uses_with(rewriting.output(graph, new, place, user))
         replaced = {"total": norm.totals, **{name: [node] for name, node in norm.saved.items()}}
         fused = {*_fused(norm), norm.x}
         for number, name in enumerate(names):
             for node in replaced[name]:
                 users = [user for user in node.users if user not in fused]
                 if users:
-                    made = rewriting.output(graph, new, without + number, rewriting.copied_meta(node))
+                    made = rewriting.output(graph, new, without + number, node)
                     made = _shaped(graph, made, tuple(node.meta["val"].shape))
                     for user in users:
                         user.replace_input_with(node, made)

@@ -83,8 +83,7 @@ class _Reading:
         if expression is None or len(self._extras) > MAX_EXTRAS:
             return self._why
         (leaf, product) = next(iter(self._found.items()))
-        value, dtype = proofs.tensor(self._node), product.mm.meta["val"].dtype
-        assert value is not None
+        value, dtype = proofs.fake(self._node), product.mm.meta["val"].dtype
         if value.dtype != dtype:
             return ReasonCode.CAST_BETWEEN.at(self._node)
         path = self._path(leaf)
@@ -149,8 +148,7 @@ class _Reading:
             converted = expressions.read_pointwise(operand, lambda given: self._extra(given, node))
             if converted is not None:
                 return converted
-        given, value = proofs.tensor(operand), proofs.tensor(node)
-        assert given is not None and value is not None
+        given, value = proofs.fake(operand), proofs.fake(node)
         if given.device != value.device or not proofs.row_major(given):
             return None
         kind = expressions.spread(given, value, self._width(node))

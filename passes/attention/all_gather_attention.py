@@ -201,7 +201,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         ]
         operands = {"q": attention.q, "k": locals_[0], "v": locals_[1], "bias": attention.bias}
         fakes = schema.call(task, **rewriting.values_of(operands))
-        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(node), fakes)
+        call = rewriting.call_task(graph, task, operands, node, fakes)
         if attention.written is not None:
             _replace_written(graph, call, attention)
         else:
@@ -221,12 +221,11 @@ def _replace_written(graph: fx.Graph, call: fx.Node, attention: AttentionCall) -
     """Replaces the result of attention that is written out by the result of the call."""
     node, written = attention.node, attention.written
     assert written is not None
-    meta = rewriting.copied_meta(node)
-    new = written.moved.insert(graph, rewriting.output(graph, call, 0, meta))
+    new = written.moved.insert(graph, rewriting.output(graph, call, 0, node))
     if new.meta["val"].dtype != node.meta["val"].dtype:
         narrow, dtype = new, node.meta["val"].dtype
         new = graph.call_function(torch.ops.prims.convert_element_type.default, (narrow, dtype))
-        new.meta = {**meta, "val": narrow.meta["val"].to(dtype)}
+        new.meta = {**rewriting.copied_meta(node), "val": narrow.meta["val"].to(dtype)}
     node.replace_all_uses_with(new)
 
 
@@ -236,7 +235,7 @@ def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.No
     assert isinstance(index, int)
     if index > 1:
         return unread(graph, old) if proofs.tensor(old) is not None else old
-    new = rewriting.output(graph, call, index, rewriting.copied_meta(old))
+    new = rewriting.output(graph, call, index, old)
     if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere(attention):
         new = _finite(graph, new)
     if index == 1 and attention.kernel.base != math.e:
@@ -269,7 +268,7 @@ def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attenti
     of_operand, of_first = ([user for user in tensor.users if user not in known] for tensor in (operand, first))
     if not of_operand and not of_first:
         return
-    whole = rewriting.output(graph, call, index, rewriting.copied_meta(operand))
+    whole = rewriting.output(graph, call, index, operand)
     for user in of_operand:
         user.replace_input_with(operand, whole)
     if first is operand or not of_first:

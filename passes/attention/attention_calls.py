@@ -221,9 +221,7 @@ def read_attention(node: fx.Node) -> AttentionCall | Refused:
 def unexpanded(node: fx.Node) -> fx.Node:
     """Returns what `node` repeats along dimensions: the compiler may copy all of an expanded tensor."""
     while node.target is aten.expand.default:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
+        node = proofs.operand(node)
     return node
 
 

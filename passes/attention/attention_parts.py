@@ -206,9 +206,7 @@ class PartAlgebra:
         while condition.target in NEGATIONS or condition.target in VIEWS:
             views.append(condition)
             kept ^= condition.target in NEGATIONS
-            source = condition.args[0]
-            assert isinstance(source, fx.Node)
-            condition = source
+            condition = proofs.operand(condition)
         form = _COMPARISONS.get(condition.target)
         if form is None:
             raise Unknown(condition)

@@ -174,12 +174,12 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             "bias": attention.bias,
         }
         values = schema.call(task, **rewriting.values_of(operands))
-        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(node), values)
+        call = rewriting.call_task(graph, task, operands, node, values)
         for user in [user for user in node.users if user.args[1] == 0]:
-            user.replace_all_uses_with(rewriting.output(graph, call, 0, rewriting.copied_meta(user)))
+            user.replace_all_uses_with(rewriting.output(graph, call, 0, user))
             graph.erase_node(user)
         for index, scattered in enumerate((match.keys, match.values), 1):
-            part = rewriting.output(graph, call, index, rewriting.copied_meta(scattered.chain[0]))
+            part = rewriting.output(graph, call, index, scattered.chain[0])
             local = replay(graph, scattered.chain, SEQUENCE, world, part)
             scattered.collective.wait.replace_all_uses_with(local)
     unused = [user for user in node.users if not user.users]

@@ -256,10 +256,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     with graph.inserting_before(launch):
         operands = {name: _inserted(graph, root) for name, root in zip("qkv", (match.q, match.k, match.v), strict=True)}
         operands["lengths"] = _inserted_lengths(graph, match, B)
-        meta = rewriting.copied_meta(match.merged)
         values = (out, rewriting.new_token(like))
-        call = rewriting.call_task(graph, task, operands, meta, values)
-        result = rewriting.output(graph, call, 0, meta)
+        call = rewriting.call_task(graph, task, operands, match.merged, values)
+        result = rewriting.output(graph, call, 0, match.merged)
     merged: torch.Tensor = match.merged.meta["val"]
     with graph.inserting_before(match.merged):
         result = rewriting.computed(graph, aten.reshape.default, (result, list(merged.shape)), match.merged)
@@ -273,8 +272,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 def _inserted(graph: fx.Graph, operand: _Operand) -> fx.Node:
     """Inserts the views that give an operand its dimensions, and returns the last one."""
     node = operand.node
-    value = proofs.tensor(node)
-    assert value is not None
+    value = proofs.fake(node)
     if operand.dims != tuple(range(value.ndim)):
         node = rewriting.computed(graph, aten.permute.default, (node, list(operand.dims)), node)
     if tuple(node.meta["val"].shape) != operand.shape:

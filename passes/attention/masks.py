@@ -76,8 +76,7 @@ class Masks:
             raise UnknownMask(node) from None
         if found is None:
             raise UnknownMask(node)
-        tensor = proofs.tensor(node)
-        assert tensor is not None
+        tensor = proofs.fake(node)
         return self.converted(node, found, tensor.dtype)
 
     def converted(self, node: fx.Node, value: Value, dtype: torch.dtype) -> Value:
@@ -337,8 +336,7 @@ def _as_truth(choice: Selection) -> Truth:
 
 
 def _cast(masks: Masks, node: fx.Node) -> Value | None:
-    value, tensor = masks.operand(node, node.args[0]), proofs.tensor(node)
-    assert tensor is not None
+    value, tensor = masks.operand(node, node.args[0]), proofs.fake(node)
     if isinstance(value, Affine):
         if tensor.dtype in INTEGERS:
             return value

@@ -39,9 +39,7 @@ def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = (), *, sca
         or widens(nodes[-1])
         or (scaled and _factor(nodes[-1]) is not None)
     ):
-        source = nodes[-1].args[0]
-        assert isinstance(source, fx.Node)
-        nodes.append(source)
+        nodes.append(proofs.operand(nodes[-1]))
     found = [Root(nodes[-1], atoms.new(static_shape(nodes[-1])))]
     for view in reversed(nodes[:-1]):
         axes, factor = found[-1].axes, found[-1].factor

@@ -156,11 +156,11 @@ def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         shape = tuple(x.meta["val"].shape)
         x = rewriting.call(graph, aten.clone.default, (x,), x, shape)
     operands = _operands(graph, task, x)
-    meta, value = rewriting.copied_meta(wait), x.meta["val"]
+    value = x.meta["val"]
     shapes = schema.shapes_of({name: schema.values_of(operand) for name, operand in operands.items()})
     values = [*schema.memory(value, task.outputs(shapes)), rewriting.new_token(value)]
-    call = rewriting.call_task(graph, task, operands, meta, values)
-    result = rewriting.output(graph, call, _result(task), meta)
+    call = rewriting.call_task(graph, task, operands, wait, values)
+    result = rewriting.output(graph, call, _result(task), wait)
     if dim and task.exchange == GATHERED_OPERAND:
         result = rewriting.regrouped(graph, result, dim, 0, world_size, result)
     return result

@@ -90,9 +90,7 @@ def _chain_up(node: fx.Node, *, transposes: bool) -> tuple[list[fx.Node], fx.Nod
     chain: list[fx.Node] = []
     while proofs.keeps_order(node) or is_factor(node) or (transposes and node.target in proofs.TRANSPOSES):
         chain.append(node)
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
+        node = proofs.operand(node)
     return chain, node
 
 
@@ -116,8 +114,7 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
         _rewrite_scatter(graph, match)
         return
     first, last = match.moved[0], match.moved[-1]
-    source = first.args[0]
-    assert isinstance(source, fx.Node)
+    source = proofs.operand(first)
     value = source.meta["val"]
     node.update_arg(0, source)
     wait.replace_all_uses_with(last)
@@ -149,8 +146,7 @@ def _rewrite_scatter(graph: fx.Graph, match: Match) -> None:
     wait = match.collective.wait
     users, result = list(wait.users), wait
     for factor in match.moved:
-        source = factor.args[0]
-        assert isinstance(source, fx.Node)
+        source = proofs.operand(factor)
         with graph.inserting_before(result.next):
             target: Any = factor.target
             args = (result, *factor.args[1:])
@@ -169,8 +165,7 @@ def find_widened(node: fx.Node) -> Gather | None:
     cast = collective.operand
     if cast.target not in CASTS or set(cast.kwargs) - {"dtype"}:
         return None
-    source, result = proofs.tensor(cast.args[0]), proofs.tensor(cast)
-    assert source is not None and result is not None
+    source, result = proofs.fake(cast.args[0]), proofs.fake(cast)
     floating = source.is_floating_point() and result.is_floating_point() and source.device == result.device
     return find_whole_gather(node) if floating and source.dtype.itemsize < result.dtype.itemsize else None
 
@@ -178,8 +173,7 @@ def find_widened(node: fx.Node) -> Gather | None:
 def rewrite_widened(graph: fx.Graph, match: Gather) -> None:
     """Gathers the operand of the cast, and casts the gathered tensor. A cast back to the first dtype is removed."""
     gathered, cast = match.gathered, match.collective.operand
-    source = cast.args[0]
-    assert isinstance(source, fx.Node)
+    source = proofs.operand(cast)
     dtype = source.meta["val"].dtype
     users, wide_value = list(gathered.users), gathered.meta["val"]
     match.collective.node.update_arg(0, source)

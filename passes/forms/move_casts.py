@@ -59,8 +59,7 @@ def find_narrowed(node: fx.Node) -> Match | None:
                 casts[user] = None
             elif user.target not in COPIES:
                 return None
-    operand = proofs.tensor(collective.operand)
-    assert operand is not None
+    operand = proofs.fake(collective.operand)
     # A cat with another tensor: that one would have to be cast as well.
     cats = [step for step in between if step.target is aten.cat.default]
     mixed = any(source not in between for cat in cats for source in cat.all_input_nodes)
@@ -97,9 +96,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         step.meta["val"] = as_dtype(step.meta["val"], dtype)
         step.meta.pop("eager_input_vals", None)
     for cast_node in match.casts:
-        source = cast_node.args[0]
-        assert isinstance(source, fx.Node)
-        cast_node.replace_all_uses_with(source)
+        cast_node.replace_all_uses_with(proofs.operand(cast_node))
         graph.erase_node(cast_node)
     return node
 

@@ -60,8 +60,7 @@ def find_moved(node: fx.Node) -> Match | None:
     dim, *others = proofs.permutation(permute)
     if dim == 0 or others != sorted(others) or not _divides(value.shape[0], collective.world_size):
         return None
-    source = permute.args[0]
-    assert isinstance(source, fx.Node)
+    source = proofs.operand(permute)
     alone = all(proofs.sole_user(step) is not None for step in (*between, source))
     return Match(collective, source, tuple(between), dim) if alone and _is_computed(source) else None
 
@@ -73,9 +72,7 @@ def _divides(length: object, world_size: int) -> bool:
 def _is_computed(node: fx.Node) -> bool:
     """Returns whether a matmul or a sum stands behind views and factors: else no fusion takes the scatter."""
     while proofs.keeps_order(node) or is_factor(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
+        node = proofs.operand(node)
     return node.target in proofs.MATMULS or node.target is aten.add.Tensor
 
 

@@ -68,8 +68,7 @@ def find_moved(node: fx.Node) -> Match | None:
         return None
     moved, dim = _moved(gathered)
     last = moved[-1] if moved else gathered.node
-    value = proofs.tensor(last)
-    assert value is not None
+    value = proofs.fake(last)
     merged = _merged(last, value, dim)
     if merged is None or (not moved and merged == value.ndim - 1):
         return None
@@ -133,7 +132,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
             chunks = rewriting.call(graph, aten.split.Tensor, (result, chunk), old.wait, flat)
             strides = rewriting.contiguous_strides(value.shape)
             chunks.meta["val"] = [rewriting.fake_like(value, value.shape, strides)] * times
-            parts = [rewriting.output(graph, chunks, index, rewriting.copied_meta(old.wait)) for index in range(times)]
+            parts = [rewriting.output(graph, chunks, index, old.wait) for index in range(times)]
             shape = (*value.shape[:dim], value.shape[dim] * times, *value.shape[dim + 1 :])
             result = rewriting.call(graph, aten.cat.default, (parts, dim), old.wait, shape)
         result = rewriting.call(graph, aten.reshape.default, (result, sizes), match.last, tuple(whole))

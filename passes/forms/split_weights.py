@@ -227,14 +227,14 @@ def _outputs(graph: fx.Graph, call: fx.Node, product: fx.Node, views: tuple[fx.N
     values = list(call.meta["val"])
     values[split : split + 1] = [_product(product, width) for _ in views]
     task = replace(schema.node_from_call(call.target, call.args), num_weights=len(operands["weights"]))
-    new = rewriting.call_task(graph, task, operands, rewriting.copied_meta(call), values, call.args[schema.TOKEN])
+    new = rewriting.call_task(graph, task, operands, call, values, call.args[schema.TOKEN])
     for user in list(call.users):
         index = user.args[1]
         assert isinstance(index, int)
         if index != split:
             moved = index if index < split else index + HALVES - 1
-            user.replace_all_uses_with(rewriting.output(graph, new, moved, rewriting.copied_meta(user)))
-    return [rewriting.output(graph, new, split + half, rewriting.copied_meta(product)) for half in range(HALVES)]
+            user.replace_all_uses_with(rewriting.output(graph, new, moved, user))
+    return [rewriting.output(graph, new, split + half, product) for half in range(HALVES)]
 
 
 def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.Node:

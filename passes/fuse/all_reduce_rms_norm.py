@@ -192,8 +192,7 @@ def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
     found = match.sum
     if found.launch.target is ALL_REDUCE and isinstance(collective := read_collective(found.launch), ReasonCode):
         return collective
-    reduced, total = proofs.tensor(found.reduced), proofs.tensor(rows)
-    assert reduced is not None and total is not None
+    reduced, total = proofs.fake(found.reduced), proofs.fake(rows)
     normed = [total] if found.post is None else [total, found.post.x.meta["val"]]
     if reduced.ndim == 0 or not all(proofs.known_equal(reduced.shape[-1], value.shape[-1]) for value in normed):
         return ReasonCode.LAYOUT
@@ -241,14 +240,11 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             graph,
             task,
             {**operands, **match.extras, "scale": _scale_row(graph, match)},
-            rewriting.copied_meta(launch),
+            launch,
             [*outputs, rewriting.new_token(like)],
         )
         origins = {"total": found.reduced, **saved, **results}
-        made = {
-            name: rewriting.output(graph, call, index, rewriting.copied_meta(origins[name]))
-            for index, name in enumerate(task.returned)
-        }
+        made = {name: rewriting.output(graph, call, index, origins[name]) for index, name in enumerate(task.returned)}
     of_rows = {name: node for name, node in saved.items() if name not in ("reduced", "other")}
     shapes = {name: _rows_shape(found, node) for name, node in of_rows.items()}
     for name, result in results.items():
@@ -396,8 +392,7 @@ def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
     """The shape of what is saved as arguments of a reshape of the node's output; None if that is not known. Dynamic
     sizes are taken from the last view on the way, whose sizes are the same except for the last dimension.
     """
-    value, reduced = proofs.tensor(node), proofs.tensor(found.reduced)
-    assert value is not None and reduced is not None
+    value, reduced = proofs.fake(node), proofs.fake(found.reduced)
     if all(isinstance(length, int) for length in value.shape):
         return list(value.shape)
     views = [*found.views, *found.views_behind]

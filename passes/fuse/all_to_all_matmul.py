@@ -97,8 +97,7 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
     writes = all_to_all.written(up.nodes)
     if writes is not None:
         return ReasonCode.INTERMEDIATE_USED.at(writes)
-    value = proofs.tensor(up.nodes[0])
-    assert value is not None
+    value = proofs.fake(up.nodes[0])
     front = list(up.layouts(axes.of_shape(value.shape)))
     exchange = all_to_all.exchanged(collective, front[-1][1]) if len(front) == len(up.nodes) else None
     use = None if exchange is None else _use(down, views, mms[0], matmul, exchange[2])
@@ -184,8 +183,7 @@ def _unfit(
     collective: AllToAll, use: _Use, first_use: fx.Node, others: list[fx.Node], received: fx.Node
 ) -> Refused | None:
     """Returns the reason why a matmul whose order is proved cannot be fused; None if it can."""
-    weight, value = use.matmul.weight, proofs.tensor(received)
-    assert value is not None
+    weight, value = use.matmul.weight, proofs.fake(received)
     if proofs.depends_on(weight, {collective.wait}):
         return ReasonCode.OPERAND_DEPENDS.at(weight)
     pinned = rewriting.pinned(weight, first_use)
@@ -218,12 +216,10 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         if match.return_received:
             values.append(rewriting.fake_like(value, received_shape, rewriting.contiguous_strides(received_shape)))
         values.append(rewriting.new_token(value))
-        call = rewriting.call_task(
-            graph, task, {"x": x, "weight": match.weight}, rewriting.copied_meta(match.mm), values
-        )
-        product = rewriting.output(graph, call, 0, rewriting.copied_meta(match.mm))
+        call = rewriting.call_task(graph, task, {"x": x, "weight": match.weight}, match.mm, values)
+        product = rewriting.output(graph, call, 0, match.mm)
         if match.return_received:
-            received = rewriting.output(graph, call, 1, rewriting.copied_meta(match.received))
+            received = rewriting.output(graph, call, 1, match.received)
             sizes = all_to_all.sizes_of(match.received)
             assert sizes is not None
             received = all_to_all.reshape(graph, received, sizes, tuple(match.received.meta["val"].shape))

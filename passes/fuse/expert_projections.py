@@ -174,8 +174,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             factor = rewriting.computed(graph, aten.permute.default, (factor, [0, 2, 1]), factor)
         operands = {"x": rows, "experts": match.experts, "weights": [factor]}
         product = rewriting.fake_like(value, (S, N), rewriting.contiguous_strides((S, N)))
-        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(match.bmm), [product])
-        output = rewriting.output(graph, call, 0, rewriting.copied_meta(match.result))
+        call = rewriting.call_task(graph, task, operands, match.bmm, [product])
+        output = rewriting.output(graph, call, 0, match.result)
     match.result.replace_all_uses_with(output)
     rewriting.erase_unused(graph, [match.result, *_between(match)])
     return call

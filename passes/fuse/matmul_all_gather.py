@@ -45,7 +45,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.gathered import gathered_tensor
-from ditron_inductor.passes.graph.products import Product, find_product, lhs_in_shape
+from ditron_inductor.passes.graph.products import Left, Product, find_product, lefts_in_shape
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known, refused
 from ditron_inductor.task.nodes import MatmulAllGather
 
@@ -73,14 +73,13 @@ class GatheredProducts:
 class Match:
     """A product, or a sum of them, and the gather of it.
 
-    `lefts` are the first operands: each a node in the product's shape, or a node and the sizes to reshape it to for
-    that. `steps` are the nodes from the products to the result, all included.
+    `lefts` are the first operands, `steps` the nodes from the products to the result, all included.
     """
 
     collective: Collective
     product: Product
     gathered: GatheredProducts
-    lefts: tuple[tuple[fx.Node, tuple[Any, ...] | None], ...]
+    lefts: tuple[Left, ...]
     steps: tuple[fx.Node, ...]
 
 
@@ -102,13 +101,12 @@ def find_matmul_all_gather(node: fx.Node) -> Match | Refused:
     cut = _cut_behind(gathered, collective.world_size)
     if cut is not None:
         return ReasonCode.UNEVEN_SHARDS.at(cut)
-    lefts = [lhs_in_shape(factors.lhs, product, gathered.shape) for factors in product.factors]
-    proved = tuple(left for left in lefts if left is not None)
+    lefts = lefts_in_shape(product, gathered.shape)
     # Rows follow from the number of elements, unless there are none.
-    if len(proved) < len(lefts) or not proofs.known(columns > 0):
+    if lefts is None or not proofs.known(columns > 0):
         return ReasonCode.SHAPE_UNPROVEN.at(operand)
     steps = (*product.steps, node, collective.wait, *gathered.between, gathered.result)
-    return Match(collective, product, gathered, proved, tuple(dict.fromkeys(steps)))
+    return Match(collective, product, gathered, lefts, tuple(dict.fromkeys(steps)))
 
 
 def _find_gathered(collective: Collective) -> GatheredProducts | Refused:
@@ -131,8 +129,7 @@ def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | Non
     """The form with a permute: a view [W, *shape] of the waited-for tensor, used for nothing else, whose first
     dimension goes to `dim`.
     """
-    source = move.args[0]
-    assert isinstance(source, fx.Node)
+    source = proofs.operand(move)
     chain = proofs.views_up(source)
     value = source.meta["val"]
     order = proofs.permutation(move)
@@ -195,30 +192,20 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     shape = list(gathered.shape)
     shape[gathered.dim] = shape[gathered.dim] * collective.world_size
     with graph.inserting_before(collective.node):
-        lefts = []
-        for lhs, sizes in match.lefts:
-            wanted = (*gathered.shape[:-1], lhs.meta["val"].shape[-1])
-            lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, wanted))
         fake = rewriting.fake_like(like, tuple(shape), rewriting.contiguous_strides(shape))
         values = (fake, rewriting.new_token(like))
-        call = rewriting.call_task(
-            graph,
-            task,
-            {
-                "a": lefts,
-                "b": [factors.rhs for factors in product.factors],
-                "bias": rewriting.bias_row(graph, product.biases),
-            },
-            rewriting.copied_meta(product.mm),
-            values,
-        )
-        whole = rewriting.output(graph, call, 0, rewriting.copied_meta(result))
+        operands = {
+            "a": rewriting.in_shape(graph, match.lefts, gathered.shape),
+            "b": product.rights,
+            "bias": rewriting.bias_row(graph, product.biases),
+        }
+        call = rewriting.call_task(graph, task, operands, product.mm, values)
+        whole = rewriting.output(graph, call, 0, result)
         if gathered.sizes is not None:
             args = (whole, list(gathered.sizes))
             whole = rewriting.call(graph, aten.reshape.default, args, result, result.meta["val"].shape)
     result.replace_all_uses_with(whole)
-    views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
-    rewriting.erase_unused(graph, [*match.steps, *views])
+    rewriting.erase_unused(graph, [*match.steps, *product.operand_views])
     return call
 
 

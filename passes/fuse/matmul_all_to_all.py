@@ -89,8 +89,7 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
     writes = all_to_all.written(factor for factors in product.factors for factor in (factors.lhs, factors.rhs))
     if writes is not None:
         return ReasonCode.INTERMEDIATE_USED.at(writes)
-    value, whole = proofs.tensor(product.mm), proofs.tensor(top)
-    assert value is not None and whole is not None
+    value, whole = proofs.fake(product.mm), proofs.fake(top)
     rows, columns = Axis(value.shape[0]), Axis(value.shape[1])
     shaped = axes.reshaped(((rows,), (columns,)), whole.shape)
     sent = None if shaped is None else _last(up, shaped)
@@ -191,27 +190,17 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             assert sizes is not None
             lefts.append(all_to_all.reshape(graph, factors.lhs, sizes, all_to_all.shape_of(first, second, depth)))
         values = (rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape)), rewriting.new_token(like))
-        call = rewriting.call_task(
-            graph,
-            task,
-            {
-                "a": lefts,
-                "b": [factors.rhs for factors in product.factors],
-                "bias": rewriting.bias_row(graph, product.biases),
-            },
-            rewriting.copied_meta(product.mm),
-            values,
-        )
+        operands = {"a": lefts, "b": product.rights, "bias": rewriting.bias_row(graph, product.biases)}
+        call = rewriting.call_task(graph, task, operands, product.mm, values)
     with graph.inserting_before(result):
-        whole = rewriting.output(graph, call, 0, rewriting.copied_meta(result))
+        whole = rewriting.output(graph, call, 0, result)
         if match.order is not None:
             whole = _permuted(graph, whole, match)
         whole = all_to_all.reshape(graph, whole, match.sizes, tuple(result.meta["val"].shape))
     if not proofs.row_major(result.meta["val"]):
         rewriting.reshape_views(rewriting.views_and_strides(result)[0])
     result.replace_all_uses_with(whole)
-    views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
-    rewriting.erase_unused(graph, [*match.steps, *views])
+    rewriting.erase_unused(graph, [*match.steps, *product.operand_views])
     return call
 
 

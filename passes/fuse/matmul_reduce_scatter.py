@@ -53,10 +53,11 @@ from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, Collective,
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.products import (
     FindProduct,
+    Left,
     Product,
     classify,
     find_product,
-    lhs_in_shape,
+    lefts_in_shape,
     sizes_in_graph,
 )
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
@@ -67,15 +68,14 @@ from ditron_inductor.task.nodes import MatmulReduceScatter
 class Match:
     """A product, or a sum of them, and the reduce-scatter of it.
 
-    `lefts` are the first operands: each a node in the product's shape, or a node and the sizes to reshape it to for
-    that. Where the product's columns are scattered, `column_sizes` are the result's sizes, and there are no `lefts`.
-    `steps` are the nodes from the products to the result, all included.
+    `lefts` are the first operands. Where the product's columns are scattered, `column_sizes` are the result's sizes,
+    and there are no `lefts`. `steps` are the nodes from the products to the result, all included.
     """
 
     collective: Collective
     product: Product
     scatter_dim: int
-    lefts: tuple[tuple[fx.Node, tuple[Any, ...] | None], ...]
+    lefts: tuple[Left, ...]
     column_sizes: tuple[Any, ...] | None
     steps: tuple[fx.Node, ...]
 
@@ -111,11 +111,10 @@ def find_matmul_reduce_scatter(node: fx.Node, find: FindProduct | None = None) -
                 return ReasonCode.LAYOUT.at(full)
             product = replace(product, pre=pre)
         return ReasonCode.SHAPE_UNPROVEN.at(full) if sizes is None else Match(collective, product, 0, (), sizes, steps)
-    lefts = [lhs_in_shape(factors.lhs, product, tuple(full.meta["val"].shape)) for factors in product.factors]
-    proved = tuple(left for left in lefts if left is not None)
-    if len(proved) < len(lefts):
+    lefts = lefts_in_shape(product, tuple(full.meta["val"].shape))
+    if lefts is None:
         return ReasonCode.SHAPE_UNPROVEN.at(full)
-    return Match(collective, product, scatter_dim, proved, None, steps)
+    return Match(collective, product, scatter_dim, lefts, None, steps)
 
 
 def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | Refused:
@@ -123,8 +122,7 @@ def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Re
     chunks = proofs.regrouped(chain[-1], collective.world_size)
     if refused(chunks):
         return _classify_cat(chain[-1]) if chunks is ReasonCode.NO_MATMUL else chunks
-    operand, cat = proofs.tensor(chain[0]), proofs.tensor(chain[-1])
-    assert operand is not None and cat is not None
+    operand, cat = proofs.fake(chain[0]), proofs.fake(chain[-1])
     if any(proofs.sole_user(step) is None for step in chain):
         return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(chain, {collective.node, *chain}) or chain[-1])
     return chunks if chunks.cat_dim == 0 and proofs.same_shape(operand.shape, cat.shape) else ReasonCode.LAYOUT
@@ -138,8 +136,7 @@ def _classify_cat(cat: fx.Node) -> ReasonCode:
 
 def _rejected_shape(collective: Collective, product: Product, full: fx.Node, scatter_dim: int) -> ReasonCode | None:
     """Proves that scattering `full` along `scatter_dim` scatters rows of the product, or its columns."""
-    whole, rows, result = proofs.tensor(full), proofs.tensor(product.mm), proofs.tensor(collective.wait)
-    assert whole is not None and rows is not None and result is not None
+    whole, rows, result = proofs.fake(full), proofs.fake(product.mm), proofs.fake(collective.wait)
     if whole.dtype != result.dtype:
         return ReasonCode.MIXED_DTYPES
     if whole.ndim < 2 or not proofs.known_equal(whole.shape[-1], rows.shape[-1]):
@@ -165,22 +162,16 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     )
     with graph.inserting_before(collective.node):
         lefts, rights, value = _operands(graph, match)
-        call = rewriting.call_task(
-            graph,
-            task,
-            {"a": lefts, "b": rights, "bias": _bias(graph, match), "extras": product.epilogue[0]},
-            rewriting.copied_meta(product.mm),
-            (value, rewriting.new_token(value)),
-        )
+        operands = {"a": lefts, "b": rights, "bias": _bias(graph, match), "extras": product.epilogue[0]}
+        call = rewriting.call_task(graph, task, operands, product.mm, (value, rewriting.new_token(value)))
         call.meta[rewriting.TRANSPOSED] = match.column_sizes is not None
-        scattered = rewriting.output(graph, call, 0, rewriting.copied_meta(wait))
+        scattered = rewriting.output(graph, call, 0, wait)
         if match.column_sizes is not None:
             scattered = _rows_of_columns(graph, match.column_sizes, scattered, wait)
     wait.replace_all_uses_with(scattered)
-    views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
-    operands = [factor for factors in product.factors for factor in (factors.lhs, factors.rhs)]
-    turned = [operand for operand in operands if operand.target in proofs.TRANSPOSES]
-    rewriting.erase_unused(graph, [*match.steps, *views, *turned])
+    factors = [factor for pair in product.factors for factor in (pair.lhs, pair.rhs)]
+    turned = [factor for factor in factors if factor.target in proofs.TRANSPOSES]
+    rewriting.erase_unused(graph, [*match.steps, *product.operand_views, *turned])
     return call
 
 
@@ -192,12 +183,8 @@ def _operands(graph: fx.Graph, match: Match) -> tuple[list[fx.Node], list[fx.Nod
         rights = [rewriting.transposed(graph, factors.lhs) for factors in product.factors]
         columns, rows = value.shape[-1], product.mm.meta["val"].shape[0]
         return lefts, rights, rewriting.fake_like(value, (columns, rows), (rows, 1))
-    whole = (product.views[0] if product.views else product.mm).meta["val"].shape[:-1]
-    lefts = []
-    for lhs, sizes in match.lefts:
-        shape = (*whole, lhs.meta["val"].shape[-1])
-        lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, shape))
-    return lefts, [factors.rhs for factors in product.factors], value
+    whole = (product.views[0] if product.views else product.mm).meta["val"].shape
+    return rewriting.in_shape(graph, match.lefts, whole), product.rights, value
 
 
 def _bias(graph: fx.Graph, match: Match) -> fx.Node | None:

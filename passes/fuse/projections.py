@@ -79,8 +79,7 @@ def _is_candidate(mm: fx.Node) -> bool:
     matmul = read_matmul(mm)
     if not isinstance(matmul, Matmul):
         return False
-    x, weight = proofs.tensor(matmul.rows), proofs.tensor(matmul.weight)
-    assert x is not None and weight is not None
+    x, weight = proofs.fake(matmul.rows), proofs.fake(matmul.weight)
     few = isinstance(x.shape[0], int) and 0 < x.shape[0] <= MOST_PROJECTED_ROWS
     return few and proofs.known_equal(weight.stride(0), 1) and proofs.row_major(x)
 
@@ -91,12 +90,10 @@ def _together(matmuls: list[fx.Node]) -> Iterator[list[fx.Node]]:
     while left:
         first, group = left[0], [left[0]]
         others: list[fx.Node] = []
-        operand = proofs.tensor(_operands(first)[0])
-        assert operand is not None
+        operand = proofs.fake(_operands(first)[0])
         for mm in left[1:]:
             rows, weight = _operands(mm)
-            value = proofs.tensor(rows)
-            assert value is not None
+            value = proofs.fake(rows)
             # `first` cannot be hoisted before itself, so a weight computed from a product is late, too.
             fits = proofs.same_shape(value.shape, operand.shape) and not proofs.depends_on(weight, set(group))
             (group if fits and rewriting.can_hoist(weight, first) else others).append(mm)
@@ -113,10 +110,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     with graph.inserting_before(first):
         values = [mm.meta["val"] for mm in match.matmuls]
         operands = {"x": match.x, "weights": match.weights}
-        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(first), values)
-        outputs = [
-            rewriting.output(graph, call, index, rewriting.copied_meta(mm)) for index, mm in enumerate(match.matmuls)
-        ]
+        call = rewriting.call_task(graph, task, operands, first, values)
+        outputs = [rewriting.output(graph, call, index, mm) for index, mm in enumerate(match.matmuls)]
     views = [view for mm in match.matmuls for view in proofs.views_up(_operands(mm)[0])[:-1]]
     for mm, output in zip(match.matmuls, outputs, strict=True):
         mm.replace_all_uses_with(with_bias(output, mm))

@@ -116,9 +116,7 @@ def above(collective: AllToAll) -> Chain:
             between += chunks.between
             nodes.append(chunks.source)
         elif axes.moves(nodes[-1]):
-            source = nodes[-1].args[0]
-            assert isinstance(source, fx.Node)
-            nodes.append(source)
+            nodes.append(proofs.operand(nodes[-1]))
         else:
             return Chain(tuple(reversed(nodes)), tuple(between), collective.world_size)
 
@@ -176,8 +174,7 @@ def concrete(size: Any) -> int | None:
 
 def sizes_of(node: fx.Node) -> list[Any] | None:
     """The shape of a node as arguments of a reshape that stands in its place; None where it has too many symbols."""
-    value = proofs.tensor(node)
-    assert value is not None
+    value = proofs.fake(node)
     if node.target is aten.reshape.default:
         return list(proofs.arguments(node)["shape"])
     sizes = [size if isinstance(size, int) else -1 for size in value.shape]

@@ -123,8 +123,7 @@ def moved(node: fx.Node, layout: Layout) -> Layout | None:
     """Returns the layout of a node that moves the elements of a tensor with this layout."""
     if node.target in proofs.TRANSPOSES:
         return tuple(layout[dim] for dim in proofs.permutation(node))
-    value = proofs.tensor(node)
-    assert value is not None
+    value = proofs.fake(node)
     return reshaped(layout, value.shape)
 
 

@@ -88,8 +88,7 @@ def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> Gathered | R
     if refused(chunks):
         unread = chunks is ReasonCode.NO_MATMUL and proofs.feeds_matmul(cats[0])
         return (ReasonCode.CHUNKS_PARTIAL if unread else chunks).at(cats[0])
-    result, source = proofs.tensor(cats[0]), proofs.tensor(chunks.source)
-    assert result is not None and source is not None
+    result, source = proofs.fake(cats[0]), proofs.fake(chunks.source)
     if chunks.source is not collective.wait or chunks.split_dim != 0 or result.ndim != source.ndim:
         return ReasonCode.CHUNKS_PARTIAL.at(cats[0])
     other = proofs.other_user([collective.wait], chunks.between)
@@ -146,8 +145,7 @@ def collect(
     """Collects the matmuls on views of the gathered tensor that can be proved. read: returns what a use is, given the
     tensor's value. It is called for uses that `_read_use` accepts.
     """
-    value = proofs.tensor(gathered.node)
-    assert value is not None
+    value = proofs.fake(gathered.node)
     views, uses = _uses(gathered.node)
     order = {node: index for index, node in enumerate(collective.node.graph.nodes)}
     refusals: list[Refusal] = []
@@ -203,8 +201,7 @@ def _transposes_matrix(node: fx.Node) -> bool:
     value = proofs.tensor(node)
     if node.target not in proofs.TRANSPOSES or value is None:
         return False
-    source = proofs.tensor(node.args[0])
-    assert source is not None
+    source = proofs.fake(node.args[0])
     moved = [dim for dim in proofs.permutation(node) if not proofs.known_equal(source.shape[dim], 1)]
     in_order = sorted(moved)
     return len(moved) > 1 and moved == [in_order[-1], *in_order[:-1]]
@@ -235,8 +232,7 @@ def _read_use(
         return found
     if refused(matmul):
         return matmul
-    rows = proofs.tensor(view)
-    assert rows is not None
+    rows = proofs.fake(view)
     if not proofs.known_equal(rows.shape[0 if use.transposed else 1], value.shape[-1]):
         return ReasonCode.LAYOUT
     # Rows follow from the number of elements, unless there are none.
@@ -250,8 +246,7 @@ def _rejected_slice(part: fx.Node) -> ReasonCode:
     if part.target is not torch.ops.aten.slice.Tensor or not proofs.feeds_matmul(part):
         return ReasonCode.NO_MATMUL
     bound = proofs.arguments(part)
-    value = proofs.tensor(part)
-    assert value is not None
+    value = proofs.fake(part)
     start = 0 if bound["start"] is None else proofs.size(bound["start"])
     cut = bound["dim"] % value.ndim < value.ndim - 1 and proofs.known_equal(start, 0)
     return ReasonCode.UNEVEN_SHARDS if cut else ReasonCode.NO_MATMUL
@@ -283,15 +278,12 @@ def replace(
         values = [_in_order(matmul.mm, matmul.transposed) for matmul in feeds.matmuls]
         values += [_in_order(gathered, swapped)] if feeds.return_gathered else []
         values.append(rewriting.new_token(value))
-        meta = rewriting.copied_meta(feeds.matmuls[0].mm)
-        call = rewriting.call_task(graph, task, {"shard": shard, "weights": operands}, meta, values)
+        first = feeds.matmuls[0].mm
+        call = rewriting.call_task(graph, task, {"shard": shard, "weights": operands}, first, values)
         call.meta[rewriting.TRANSPOSED] = swapped
-        products = [
-            rewriting.output(graph, call, index, rewriting.copied_meta(matmul.mm))
-            for index, matmul in enumerate(feeds.matmuls)
-        ]
+        products = [rewriting.output(graph, call, index, matmul.mm) for index, matmul in enumerate(feeds.matmuls)]
         if feeds.return_gathered:
-            returned = rewriting.output(graph, call, len(operands), rewriting.copied_meta(gathered))
+            returned = rewriting.output(graph, call, len(operands), gathered)
             if swapped:
                 returned = rewriting.transposed_back(graph, returned, gathered)
             gathered.replace_all_uses_with(returned)

@@ -109,8 +109,7 @@ def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNo
     x, eps = _narrow(statistics.wide), statistics.eps
     inner = [*statistics.inner, rsqrt]
     terms = widened_terms(x)
-    value = proofs.tensor(x if terms is None else terms[0])
-    assert value is not None
+    value = proofs.fake(x if terms is None else terms[0])
     if value.dtype not in ACTIVATION_DTYPES:
         return ReasonCode.DTYPE
     # A number may be a tensor of the graph where everything is dynamic.

@@ -90,6 +90,15 @@ class Product:
         return self.pre.extras, Epilogue((ProductTerm(0),), self.pre.expression).text()
 
     @property
+    def rights(self) -> list[fx.Node]:
+        return [factors.rhs for factors in self.factors]
+
+    @property
+    def operand_views(self) -> list[fx.Node]:
+        """The views that the first operands are."""
+        return [view for factors in self.factors for view in proofs.views_up(factors.lhs)[:-1]]
+
+    @property
     def counts(self) -> dict[str, Any]:
         """The fields of a node with this product."""
         return {"num_products": len(self.factors), "has_bias": bool(self.biases)}
@@ -179,8 +188,7 @@ def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
 
 def _added(node: fx.Node, left: Product, right: Product) -> Product | Refusal:
     """Returns the product that `node` is, left + right. One of them may be a bias alone."""
-    first, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
-    assert first is not None and other is not None
+    first, other = proofs.fake(left.mm), proofs.fake(right.mm)
     biases = (*left.biases, *right.biases)
     dtypes = {value.dtype for value in (first, other, *map(proofs.tensor, biases)) if value is not None}
     if len(dtypes) > 1:
@@ -257,13 +265,19 @@ def _is_task_output(node: fx.Node) -> bool:
     return any(node.args[0].target is schema.overload(kind) for kind in TASK_KINDS)
 
 
-def lhs_in_shape(
-    operand: fx.Node, product: Product, shape: tuple[Any, ...]
-) -> tuple[fx.Node, tuple[Any, ...] | None] | None:
-    """A first operand in the product's `shape` but for its last dimension: a node, and sizes to reshape it to."""
-    lhs = proofs.tensor(operand)
-    assert lhs is not None
-    wanted = (*shape[:-1], lhs.shape[-1])
+Left = tuple[fx.Node, tuple[Any, ...] | None]
+"""A first operand in the product's shape but for its last dimension: a node, and sizes to reshape it to, or None."""
+
+
+def lefts_in_shape(product: Product, shape: tuple[Any, ...]) -> tuple[Left, ...] | None:
+    """Returns the first operands for a product in this shape; None if the sizes of one are not proved."""
+    lefts = [_lhs_in_shape(factors.lhs, product, shape) for factors in product.factors]
+    proved = tuple(left for left in lefts if left is not None)
+    return proved if len(proved) == len(lefts) else None
+
+
+def _lhs_in_shape(operand: fx.Node, product: Product, shape: tuple[Any, ...]) -> Left | None:
+    wanted = (*shape[:-1], proofs.fake(operand).shape[-1])
     for view in proofs.views_up(operand):
         value = proofs.tensor(view)
         if value is not None and proofs.same_shape(value.shape, wanted):

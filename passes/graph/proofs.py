@@ -80,6 +80,20 @@ def tensor(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def fake(node: object) -> torch.Tensor:
+    """The fake tensor of a node that is known to hold one."""
+    value = tensor(node)
+    assert value is not None
+    return value
+
+
+def operand(node: fx.Node) -> fx.Node:
+    """The first argument of a call that is known to be a node."""
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
 def size(argument: Any) -> Any:
     """The (symbolic) integer that an op's argument stands for: an int, or a node that computes one."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
@@ -119,8 +133,7 @@ def keeps_order(node: fx.Node) -> bool:
 
 def permutation(node: fx.Node) -> list[int]:
     """The source's dimensions in the order of the result's, of a permute, transpose or t."""
-    bound, value = arguments(node), tensor(node)
-    assert value is not None
+    bound, value = arguments(node), fake(node)
     if node.target is aten.permute.default:
         return [dim % value.ndim for dim in bound["dims"]]
     order = list(range(value.ndim))
@@ -135,9 +148,7 @@ def views_up(node: fx.Node) -> list[fx.Node]:
     """`node` and what it is a view of, up to the first node that is no order-keeping view: [node, .., source]."""
     chain = [node]
     while keeps_order(chain[-1]):
-        source = chain[-1].args[0]
-        assert isinstance(source, fx.Node)
-        chain.append(source)
+        chain.append(operand(chain[-1]))
     return chain
 
 
@@ -237,8 +248,7 @@ def regrouped(cat: fx.Node, world_size: int) -> Regrouped | Refused:
         return ReasonCode.NO_MATMUL
     if len(found) != world_size or any(chunk.dim != first.dim for chunk in found):
         return ReasonCode.CHUNKS_PARTIAL
-    source = tensor(first.source)
-    assert source is not None
+    source = fake(first.source)
     total = source.shape[first.dim]
     # W chunks of one length that fill the dimension: this length is the dimension divided by W, on every rank.
     if not all(known_equal(chunk.length * world_size, total) for chunk in found):
@@ -316,8 +326,7 @@ def reached(nodes: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.No
 
 def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a tensor is of this dtype, or all its users round it to that at once, behind views and transposes."""
-    value = tensor(node)
-    assert value is not None
+    value = fake(node)
     if value.dtype == dtype:
         return True
     users = list(node.users)

@@ -56,8 +56,7 @@ class Sum:
     def dtype(self) -> torch.dtype:
         """The dtype of the rounded total."""
         terms = widened_terms(self.total) if self.unrounded else None
-        value = proofs.tensor(self.total if terms is None else terms[0])
-        assert value is not None
+        value = proofs.fake(self.total if terms is None else terms[0])
         return value.dtype
 
     @property
@@ -72,8 +71,7 @@ def find_sum(rows: fx.Node) -> Sum | None:
     for way in _ways(total):
         *between, reduced = way.nodes
         between = [reduced, *between[:0:-1]] if between else []
-        launch = reduced.args[0]
-        assert isinstance(launch, fx.Node)
+        launch = proofs.operand(reduced)
         terms = _terms(way)
         if terms is not None:
             views = [node for node in between[1:] if proofs.keeps_order(node)]
@@ -179,9 +177,7 @@ def _views(node: fx.Node) -> list[fx.Node]:
     """Like `proofs.views_up`, but does not go beyond a reduced tensor."""
     chain = [node]
     while not _is_reduced(chain[-1]) and proofs.keeps_order(chain[-1]):
-        source = chain[-1].args[0]
-        assert isinstance(source, fx.Node)
-        chain.append(source)
+        chain.append(proofs.operand(chain[-1]))
     return chain
 
 

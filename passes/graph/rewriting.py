@@ -145,9 +145,9 @@ def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Nod
 
 
 def call_task(
-    graph: fx.Graph, task: Node, operands: Mapping[str, Any], meta: dict[str, Any], values: Any, token: Any = None
+    graph: fx.Graph, task: Node, operands: Mapping[str, Any], origin: fx.Node, values: Any, token: Any = None
 ) -> fx.Node:
-    """Inserts the op call of a verified node at the graph's insertion point.
+    """Inserts the op call of a verified node, with the metadata of `origin`, at the graph's insertion point.
 
     operands: by name, see `Node.slots`; None or missing for those that the node does not have. values: the fake tensors
     that the call returns. token: None until a later pass orders the sites.
@@ -155,7 +155,7 @@ def call_task(
     task.verify()
     args = schema.arguments(task, token, **operands)
     call = graph.create_node("call_function", schema.overload(task.kind), args, {}, name=task.kind)
-    call.meta.update(meta)
+    call.meta.update(copied_meta(origin))
     call.meta["val"] = values
     return call
 
@@ -171,10 +171,10 @@ def change_task(call: fx.Node, task: Node, **operands: Any) -> None:
     call.args = schema.arguments(task, call.args[schema.TOKEN], **given)
 
 
-def output(graph: fx.Graph, call: fx.Node, index: int, meta: dict[str, Any]) -> fx.Node:
+def output(graph: fx.Graph, call: fx.Node, index: int, origin: fx.Node) -> fx.Node:
     """Inserts `call[index]`, with the metadata of the node that it stands for."""
     node = graph.call_function(getitem, (call, index))
-    node.meta.update(meta)
+    node.meta.update(copied_meta(origin))
     node.meta["val"] = call.meta["val"][index]
     return node
 
@@ -189,7 +189,7 @@ def regrouped(graph: fx.Graph, source: fx.Node, split_dim: int, cat_dim: int, pa
     split = graph.call_function(aten.split.Tensor, (source, sizes[split_dim], split_dim))
     split.meta.update(copied_meta(origin))
     split.meta["val"] = [fake_like(value, tuple(sizes), tuple(value.stride())) for _ in range(parts)]
-    pieces = [output(graph, split, index, copied_meta(origin)) for index in range(parts)]
+    pieces = [output(graph, split, index, origin) for index in range(parts)]
     sizes[cat_dim] *= parts
     return call(graph, aten.cat.default, (pieces, cat_dim), origin, tuple(sizes))
 
@@ -203,6 +203,16 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
     for length in reversed(shape[1:-1]):
         strides.insert(0, strides[0] * length)
     return call(graph, aten.reshape.default, (source, list(sizes)), source, shape, strides, name="rows")
+
+
+def in_shape(
+    graph: fx.Graph, lefts: Iterable[tuple[fx.Node, tuple[Any, ...] | None]], shape: Sequence[Any]
+) -> list[fx.Node]:
+    """Returns first operands (see `products.Left`) for a product in this shape. Inserts reshapes if necessary."""
+    return [
+        lhs if sizes is None else reshaped_rows(graph, lhs, sizes, (*shape[:-1], lhs.meta["val"].shape[-1]))
+        for lhs, sizes in lefts
+    ]
 
 
 def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
@@ -235,9 +245,7 @@ def column(graph: fx.Graph, row: fx.Node) -> fx.Node:
 def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
     """Inserts the transpose of a matrix, a view; the matrix itself, if `source` is a transpose of one."""
     if source.target in proofs.TRANSPOSES and proofs.permutation(source) == [1, 0]:
-        matrix = source.args[0]
-        assert isinstance(matrix, fx.Node)
-        return matrix
+        return proofs.operand(source)
     value: torch.Tensor = source.meta["val"]
     shape, strides = value.shape[::-1], value.stride()[::-1]
     return call(graph, aten.permute.default, (source, [1, 0]), source, shape, strides, name="transposed")

@@ -54,12 +54,12 @@ def replace_whole_sum(graph: fx.Graph, match: Match, task: TaskNode) -> fx.Node:
         values = (mm.meta["val"], rewriting.new_token(mm.meta["val"]))
         operands = {
             "a": [factors.lhs for factors in product.factors],
-            "b": [factors.rhs for factors in product.factors],
+            "b": product.rights,
             "bias": rewriting.bias_row(graph, product.biases),
             "extras": product.epilogue[0],
         }
-        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(mm), values)
-        reduced = rewriting.output(graph, call, 0, rewriting.copied_meta(mm))
+        call = rewriting.call_task(graph, task, operands, mm, values)
+        reduced = rewriting.output(graph, call, 0, mm)
     result = reduced
     for view in reversed(product.views):
         # What it viewed may be an add.

@@ -116,8 +116,7 @@ def share_gathers(graph: fx.Graph, *, options: Options) -> int:
     matches = [match for node in collectives(graph, ALL_GATHER) if (match := find_whole_gather(node)) is not None]
     for match in sorted(matches, key=lambda found: found.gathered):
         # Read the operand again: a gather of a gather may have been found before the inner gathers became one.
-        operand = match.collective.node.args[0]
-        assert isinstance(operand, fx.Node)
+        operand = proofs.operand(match.collective.node)
         firsts = kept.setdefault((operand, match.dim, match.collective.group_name), [])
         first = next((earlier for earlier in firsts if can_replace(match, earlier)), None)
         if first is None:
