@@ -69,9 +69,7 @@ def read(option: str | None) -> str:
 
 
 def text_of(path: Path, source: str) -> str:
-    """The text of a table's file, with plain line ends. Raises InvalidTable naming `source` if it is not UTF-8, OSError
-    if it cannot be read.
-    """
+    """The text of a table's file, with plain line ends. Raises InvalidTable if it is not UTF-8, and OSError."""
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")

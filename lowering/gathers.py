@@ -41,9 +41,7 @@ class QueuedPiece(NamedTuple):
 
 @triton.jit
 def push_piece(use, counters, piece, pieces, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Pushes a QueuedPiece, one of the `pieces` of its chunk, after the credits of all peers have come. Returns the
-    next ticket of the send queue.
-    """
+    """Pushes one of the `pieces` of its chunk after all peers' credits. Returns the next ticket of the send queue."""
     began = now(TRACE)
     if wait_credits(use, HOW.WORLD) != 0:
         for i in range(HOW.SEND_STEPS):

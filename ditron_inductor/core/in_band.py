@@ -294,9 +294,7 @@ def wait_in_band(use, known, mine, at, inside, stride, heap, piece, WORLD: tl.co
 
 @triton.jit
 def close_in_band(left, use, number, words):
-    """Does what `close` does, and also ends use `number` in band, in which so many words of an area, in whole lines,
-    may have been written.
-    """
+    """Does what `close` does, and ends use `number`, in which `words` words, in whole lines, may have been written."""
     if left == tl.num_programs(0) - 1:
         tl.store(use.ctl + IN_BAND_USES, number)
         tl.store(use.ctl + IN_BAND_LINES, words // LINE)

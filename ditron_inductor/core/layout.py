@@ -41,9 +41,7 @@ SLOT_WORDS = tl.constexpr(16 * 1025)
 """64-bit words of header for each slot: (MAX_CHUNKS flag rows + 1 credit row) * MAX_WORLD."""
 
 IN_BAND_AREAS = tl.constexpr(4)
-"""The number of areas: for one use in band, the one before, and the next. It is a power of two, because a remainder by
-3 takes many instructions.
-"""
+"""The areas: for this use in band, the one before, and the next. A power of two, as a remainder by 3 is slow."""
 
 IN_BAND_SITES = tl.constexpr(2 * 16 * 1025)
 """The place of the sites of uses in band, in 64-bit words: for each area one word of every source."""

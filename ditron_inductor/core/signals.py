@@ -64,9 +64,7 @@ class Pointers(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What a launch gets of the protocol: pointers to the heaps of all ranks and to the control words, and the numbers
-    of this rank, of the slot and of the site.
-    """
+    """What a launch gets of the protocol: pointers to all heaps and the control words; its rank, slot and site."""
 
     table: Any
     ctl: Any
@@ -274,9 +272,7 @@ def publish(use, target, row):
 
 @triton.jit
 def publish_all(use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
-    """Does `publish` to every peer at once, and to this rank if OWN. Each word is stored by a thread of its own, so
-    their releases overlap.
-    """
+    """Does `publish` to all peers, and to this rank if OWN, each by a thread of its own: their releases overlap."""
     publish_to(all_heaps(use, WORLD), use, row, WORLD, OWN)
 
 

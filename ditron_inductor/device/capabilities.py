@@ -20,9 +20,7 @@ OLDEST_CUDA = (8, 0)
 """The oldest compute capability with bf16 tensor cores and the system-scope acquire loads that Triton emits."""
 
 IN_BAND = "DITRON_IN_BAND"
-"""The environment variable that turns off sending in band (core/in_band.py): if it is 0 on any rank, kernels of its
-group send nothing in band.
-"""
+"""The variable that turns off sending in band (core/in_band.py), for all kernels of a group if any rank has 0."""
 
 SYMM_MEM_BACKEND = "CUDA"
 """torch's own backend of symmetric memory, also for ROCm. With other backends each allocation is a collective call of

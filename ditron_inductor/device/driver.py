@@ -30,9 +30,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def capture_info() -> Callable[..., int]:
-    """Returns the driver's function of (stream, status*, id*) that reads the capture in which the stream takes part; it
-    returns the driver's error.
-    """
+    """Returns the driver's function of (stream, status*, id*) that reads the stream's capture; it returns an error."""
     # Both signatures are frozen; the second version of CUDA's is followed by outputs that may be null.
     if torch.version.hip is not None:
         return library().hipStreamGetCaptureInfo  # type: ignore[no-any-return]

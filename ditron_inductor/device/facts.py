@@ -64,17 +64,13 @@ class GroupFacts:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the passes left the group's collectives as they were. Then this rank does the same whatever its peers
-        decide, and waits for nobody.
-        """
+        """Whether the passes left the collectives as they were: then this rank waits for nobody."""
         same = [launch.wire for launch in self.before] == [launch.wire for launch in self.after]
         return same and not self.moved and not any(launch.kind for launch in self.after)
 
     @property
     def form(self) -> tuple[tuple[str, ...], ...]:
-        """What the passes made of the group's collectives: wire facts and kinds, and the hash of the graph if they
-        moved anything across its collectives.
-        """
+        """What the passes made of the collectives: wire facts, kinds, and the graph's hash if anything moved across."""
         launches = tuple((launch.wire, launch.kind) for launch in self.after)
         return (*launches, (self.moved, self.structure)) if self.moved else launches
 
@@ -234,9 +230,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _diverged(lists: Sequence[Sequence[LaunchFacts]]) -> tuple[int, int, str, int, str] | None:
-    """Returns the first collective that differs between two ranks. Only collectives that both have are compared,
-    because a graph may break on one rank.
-    """
+    """Returns the first difference of two ranks in the collectives that both have: a graph may break on one."""
     for rank, launches in enumerate(lists[1:], 1):
         for number, (first, other) in enumerate(zip(lists[0], launches, strict=False)):
             sizes = {first.numel, other.numel} - {None} if first.wire.startswith(EQUAL_SIZES) else set()

@@ -108,9 +108,7 @@ class GroupLog:
 
 
 def program_of(facts: GroupFacts) -> str:
-    """Returns the group's collectives and the lines that launch them, which are equal in the graphs of all ranks that
-    run the same program.
-    """
+    """Returns the group's collectives and the lines that launch them, equal on all ranks of one program."""
     return json.dumps([[launch.wire, launch.place] for launch in facts.before])
 
 

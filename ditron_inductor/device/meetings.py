@@ -129,9 +129,7 @@ class Meetings:
             log.stopped(position_of(log.group, group))
 
     def forget(self, process_group: dist.ProcessGroup, life: str) -> None:
-        """Forgets what was decided in a group, so that its ranks meet anew for all graphs. They have come together in a
-        session of this name.
-        """
+        """Forgets what a group decided, so that its ranks, which met in a session `life`, meet anew for all graphs."""
         self._lives[process_group] = life
         self._logs.pop(process_group, None)
         # A graph of several groups may be kept with any of them.

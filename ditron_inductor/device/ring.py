@@ -161,9 +161,7 @@ def _raise_problems(group_name: str, what: str, problems: list[str]) -> None:
 
 
 def _private_words(device: torch.device, addresses: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the words that only this rank reads and writes. On CUDA they are outside the caching allocator, whose
-    memory a graph may reuse.
-    """
+    """Returns the words that this rank alone uses; on CUDA outside the caching allocator, which graphs reuse."""
     table_bytes, ctl_bytes = 8 * slot_layout.MAX_WORLD, 8 * slot_layout.CTL_WORDS
     nbytes = table_bytes + ctl_bytes + 4 * slot_layout.COUNTERS
     if device.type == "cuda":

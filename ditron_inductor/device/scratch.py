@@ -16,9 +16,7 @@ ALIGNMENT = 256
 
 
 class Scratch:
-    """The scratch memory of one workspace, with the signature of Triton's allocators. It keeps memory that a captured
-    graph may hold.
-    """
+    """The scratch memory of a workspace, in the form of Triton's allocators; keeps what a captured graph may hold."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

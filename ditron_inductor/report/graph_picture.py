@@ -103,9 +103,7 @@ def _rows(near: Sequence[PictureRecord]) -> tuple[list[list[str]], list[list[str
 
 
 def _place(name: str, above: Mapping[str, list[str]], left: Mapping[str, float], widths: Mapping[str, int]) -> float:
-    """Where a name wants to stand in its row: below what it reads, or else above its readers, as far as these follow
-    others that are placed.
-    """
+    """Where a name wants to stand in its row: below what it reads, or else above those readers that are placed."""
     anchors = above[name] or [other for names in above.values() if name in names for other in names if other in left]
     return statistics.mean(left[other] + widths[other] / 2 for other in anchors) if anchors else 0.0
 

@@ -68,9 +68,7 @@ MODELS: dict[str, LayerWidths] = {
 
 
 def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_size: int) -> list[MatmulShape]:
-    """The forward sites of one layer of `model` over `world_size` ranks. ValueError where a width does not divide over
-    the ranks.
-    """
+    """The forward sites of a layer of `model`. ValueError where a width does not divide over the ranks."""
     layer = MODELS[model]
     divided = (layer.query_dim, layer.key_dim, layer.hidden_dim, layer.vocabulary)
     if any(width % world_size for width in divided):

@@ -155,9 +155,7 @@ def _calls(
 
 
 def attempt(act: Callable[[], Result], device: torch.device) -> tuple[Result | None, str]:
-    """Returns the result and no problem, or None and what went wrong. Errors of any kind are caught, because the ranks
-    have to tell each other.
-    """
+    """Returns (result, "") or (None, what went wrong), whatever it was: the ranks have to tell each other."""
     try:
         result = act()
         if device.type == "cuda":

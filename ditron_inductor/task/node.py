@@ -178,9 +178,7 @@ class TaskNode(Node):
         return 0
 
     def slices(self, shape: Sequence[int]) -> int:
-        """The number of slices that the gathered or scattered dimension lies inside, for a first operand of this shape:
-        a batch has one for each sequence.
-        """
+        """The slices that the gathered or scattered dimension of a first operand lies inside: a batch's sequences."""
         return 1
 
     def more_products(self, shape: Sequence[int]) -> int:

@@ -52,9 +52,7 @@ EXTRAS: tuple[str, ...] = (
 )
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
 SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled", "other")
-"""Further outputs that a node with a norm may have, in their order: what a backward saves, and the norm with the other
-weight and shift.
-"""
+"""Further outputs of a node with a norm, in order: what a backward saves, and the norm by the other weight."""
 AS_SUM: tuple[str, ...] = ("normed", "total", "reduced", "other")
 """The outputs that have the shape and the dtype of the sum."""
 SHARD_EXTRAS: tuple[str, ...] = ("residual", "weight", "shift")

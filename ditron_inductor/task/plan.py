@@ -270,9 +270,7 @@ class Decisions:
             then()
 
     def last(self, group_name: str, site: str, sizes: Sizes | None = None) -> tuple[PlanRequest, Choice] | None:
-        """Returns the last request and choice of a site, those for the (m, n, k) `sizes` if there are any; None if the
-        site has not run in this process.
-        """
+        """Returns the last request and choice of a site, for these (m, n, k) if it had them; None if it has not run."""
         key = (group_name, site)
         found = self._sized.get(key, {}).get(sizes) if sizes is not None else None
         return found or self._last.get(key)

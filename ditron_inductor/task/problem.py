@@ -67,9 +67,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Requirement:
-    """The bytes of symmetric memory that the group takes if a strategy runs here. reason: why the strategy cannot run
-    at all; empty if it can.
-    """
+    """The bytes of symmetric memory that a group needs for a strategy. reason: why it cannot run at all, or ""."""
 
     nbytes: int = 0
     reason: str = ""

@@ -104,9 +104,7 @@ def parsed(kind: str, text: str) -> Any:
 
 
 def node_from_call(target: object, args: Sequence[Any]) -> Any:
-    """The node that a call of one of the Task ops stands for. Raises AssertionError for any other target: only our own
-    passes write these calls.
-    """
+    """The node that a call of a Task op stands for; AssertionError for others, as our passes alone write calls."""
     assert isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE, f"not an op of ours: {target}"
     kind = target._opname
     assert kind in NODES and len(args) == TOKEN + 1, f"not a call of a node: {kind} with {len(args)} arguments"

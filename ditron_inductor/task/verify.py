@@ -35,9 +35,7 @@ def local_calls(graph: fx.Graph) -> list[tuple[fx.Node, Node]]:
 
 
 def verify_graph(graph: fx.Graph) -> None:
-    """Checks all nodes of ours in a graph. Raises `InvalidTaskNode` for a wrong field, and `GraphVerificationError` for
-    a wrong call or a wrong chain.
-    """
+    """Checks our nodes. Raises `InvalidTaskNode` for a field, `GraphVerificationError` for a call or the chain."""
     calls = task_calls(graph)
     for call, node in [*calls, *local_calls(graph)]:
         node.verify()

@@ -97,9 +97,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Explained:
-    """By how much the fused step is shorter than the unfused one, and how the accounts explain it: by saved taxes, and
-    by other savings of the sites.
-    """
+    """By how much the fused step is shorter, and how the accounts explain it: by saved taxes, and by other savings."""
 
     measured_us: float
     taxes_us: float

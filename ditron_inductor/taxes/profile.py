@@ -378,9 +378,7 @@ def _site(
 
 
 def _with_launches(report: Report, sites: Sequence[SiteTaxes], rounds: int) -> list[SiteTaxes]:
-    """Returns the sites with the launch tax: how much more a call of each costs in eager mode than in a CUDA graph,
-    alone on random data.
-    """
+    """Returns the sites with the launch tax: what a call costs more eagerly than in a CUDA graph, on random data."""
     eager, graph = (measured_report(report, graph=graph, rounds=rounds, chosen=True) for graph in (False, True))
     priced = []
     for site, slow, fast in zip(sites, eager.matched, graph.matched, strict=True):

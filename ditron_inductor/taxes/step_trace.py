@@ -161,9 +161,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _align(device: torch.device, number: int) -> Alignment:
-    """Returns the alignment of the clocks by the quickest of several reads: the device's clock is read between two
-    reads of the host's clock.
-    """
+    """Returns the clocks' alignment by the quickest of several reads of the device's between two of the host's."""
     if device.type != "cuda":
         return Alignment()
     out = torch.zeros(1, dtype=torch.int64, device=device)

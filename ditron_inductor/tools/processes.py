@@ -99,9 +99,7 @@ def rank_environment(device_type: str) -> dict[str, str]:
 
 
 def device_for(ranks: int, wanted: str) -> tuple[str, str]:
-    """Returns the device type for `ranks` processes, or why there is none. `wanted` is `cuda`, `cpu`, or `auto`, which
-    means GPUs if there are enough.
-    """
+    """Returns the device type for `ranks` processes, or why there is none. wanted: `cuda`, `cpu`, or `auto`."""
     import torch
 
     gpus = torch.cuda.device_count()

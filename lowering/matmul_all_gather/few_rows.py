@@ -54,9 +54,7 @@ MOST_ROWS = 64
 INTERPRETED_MOST_ROWS = 16
 
 STAGES = {16: 5, 32: 4, 64: 3}
-"""The stages of the K loop, by the rows of a tile. They leave memory for a second program on an SM, which reads the
-weight while the first program is between two tiles.
-"""
+"""The stages of the K loop, by the rows of a tile; they leave memory for a second program on an SM."""
 COPY_ROWS = tl.constexpr(16)
 COPY_BYTES = 256
 """The bytes of a run that one thread copies at a time, from all peers together. All of them are under way at once."""

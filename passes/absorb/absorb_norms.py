@@ -79,9 +79,7 @@ class Match:
 
 
 def find_prologue(call: fx.Node, task: WithPrologue, options: Options) -> Match | str | None:
-    """The norm that can be absorbed with a gain, as drawn above; why it cannot, a `ReasonCode` or one of those here;
-    or None if there is no norm.
-    """
+    """Finds the norm that is absorbed with a gain; a `ReasonCode` or a reason of those here; None without a norm."""
     operands = schema.operands_from_call(call)
     shard = operands["shard"]
     assert isinstance(shard, fx.Node)
@@ -156,9 +154,7 @@ def _fused(norm: FoundNorm) -> set[fx.Node]:
 
 
 def _is_kept(node: fx.Node, call: fx.Node) -> bool:
-    """Returns whether a tensor is in memory when the node runs, whatever Inductor fuses: by itself, or as something
-    needs it that waits for the node.
-    """
+    """Whether a tensor is in memory when the node runs, itself or for a reader of it that waits for the node."""
     source = proofs.views_up(node)[-1]
     return is_stored(source) or any(proofs.depends_on(user, {call}) for user in source.users)
 

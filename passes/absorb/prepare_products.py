@@ -47,9 +47,7 @@ from ditron_inductor.task.epilogue import Expression, Extra, ProductTerm, walk
 BETWEEN: frozenset[ReasonCode] = frozenset(
     {ReasonCode.POINTWISE_BETWEEN, ReasonCode.CAST_BETWEEN, ReasonCode.BIAS, ReasonCode.NO_MATMUL}
 )
-"""The reasons that earlier passes give for an op that this pass may take. With several such ops in a row the reason is
-that there is no matmul.
-"""
+"""The reasons of earlier passes for an op that this pass may take; for several in a row there is no matmul."""
 
 
 def find_prepared(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:

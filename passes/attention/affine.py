@@ -201,9 +201,7 @@ def product(first: Affine, other: Affine) -> Affine:
 
 
 def floored(value: Affine, divisor: int, shape: Sequence[Any]) -> Affine:
-    """Returns value // divisor for a tensor of this shape. The value has to go up by one along one dimension, or to be
-    constant. Raises NotAffine.
-    """
+    """Returns value // divisor. The value goes up by one along one dimension, or is constant. Raises NotAffine."""
     dims = [dim for dim in range(len(shape)) if value.depends_on((dim,))]
     if not dims and divisor > 0:
         return replace(value, const=value.const // divisor)

@@ -114,9 +114,7 @@ def _joined(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _read_part(attention: PartAlgebra, node: fx.Node) -> tuple[bool, Symbol | None]:
-    """Returns (whether a tensor is the output of an attention and not its log-sum-exp; the sum of its weights, or None
-    if it is neither).
-    """
+    """Returns (whether a tensor is an attention's output, not its log-sum-exp; the sum of its weights, or None)."""
     try:
         value = attention.algebra.value(node)
     except Unknown:

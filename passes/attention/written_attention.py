@@ -468,9 +468,7 @@ def _shared(atoms: Atoms, chain: Sequence[Root]) -> tuple[int, ...]:
 def _batches(
     atoms: Atoms, keys: Sequence[Root], shared: tuple[int, ...], tokens: tuple[int, ...], dim: tuple[int, ...]
 ) -> int:
-    """Returns how many of the `shared` atoms are batches: as many as in the keys of the graph, or else the atoms of
-    their first dimension.
-    """
+    """Returns how many of the `shared` atoms are batches: as in the graph's keys, or else in their first dimension."""
     for root in keys:
         axes = atoms.of(root.axes)
         if len(axes) == 4 and axes[2:] == (tokens, dim) and axes[0] + axes[1] == shared:

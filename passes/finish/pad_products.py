@@ -152,9 +152,7 @@ class SiteProduct:
 
 
 def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[SiteProduct | None]:
-    """Returns, for each product that a site computes before it communicates, the product if padding K would align it,
-    and otherwise None.
-    """
+    """Returns for each product that a site computes and then sends: itself if padding K would align it, else None."""
     if not is_task(node):
         return []
     given = schema.operands_from_call(node)

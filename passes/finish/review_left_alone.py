@@ -152,9 +152,7 @@ def _widens_bytes(node: fx.Node) -> bool:
 
 
 def is_beside_matmul(collective: fx.Node) -> bool:
-    """Returns whether a matmul of any kind makes what a collective sends, or uses what it brings, with nothing between
-    but moves and casts.
-    """
+    """Whether a matmul makes what a collective sends, or uses what it brings, with only moves and casts between."""
     quiet = MOVES | proofs.CASTS
     near = _upwards(collective, quiet)
     return any(map(proofs.is_matmul, near if _reduces(collective) else chain(near, _downwards(collective, quiet))))

@@ -234,9 +234,7 @@ def _place(root: fx.Node) -> str:
 
 
 def _constants(region: Region) -> list[str]:
-    """Returns a hash of all numbers in the region and in what enters it, and then each of them once, with its op;
-    nothing if there are no numbers.
-    """
+    """Returns a hash of the numbers in the region and what enters it, then each once, with its op; or nothing."""
     reduced = {reduction.wait for reduction in region.reductions}
     found = {node for node in region.members if node not in reduced}
     pending = [source for node in found for source in node.all_input_nodes if source not in region.members]

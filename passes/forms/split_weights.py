@@ -217,9 +217,7 @@ def _product(product: fx.Node, width: int) -> torch.Tensor:
 
 
 def _outputs(graph: fx.Graph, call: fx.Node, product: fx.Node, views: tuple[fx.Node, ...], width: int) -> list[fx.Node]:
-    """A call like `call` with `views` in the place of the product's weight: its products with them. The other outputs
-    are replaced.
-    """
+    """Makes a call like `call` with `views` for the product's weight: its products. Other outputs are replaced."""
     operands = schema.operands_from_call(call)
     weights, split = operands["weights"], product.args[1]
     assert isinstance(split, int)

@@ -170,9 +170,7 @@ def _is_shared(norm: FoundNorm) -> bool:
 
 
 def _find_post_norm(rsqrt: fx.Node) -> Found | None:
-    """The norm that `rsqrt` belongs to, of reduced rows, with a residual behind it and no other norm; None if it is
-    nothing of the kind.
-    """
+    """The norm of `rsqrt` if it is of reduced rows, with a residual behind it and no other norm; else None."""
     norm = find_norm(rsqrt)
     added = None if isinstance(norm, ReasonCode) else proofs.sole_user(list(proofs.views_down(norm.result))[-1])
     if added is None or added.target is not aten.add.Tensor:

@@ -126,9 +126,7 @@ def _find_gathered(collective: Collective) -> GatheredProducts | Refused:
 
 
 def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | None:
-    """The form with a permute: a view [W, *shape] of the waited-for tensor, used for nothing else, whose first
-    dimension goes to `dim`.
-    """
+    """The form with a permute, which moves the first dimension of a view [W, *shape] of what is gathered to `dim`."""
     source = proofs.operand(move)
     chain = proofs.views_up(source)
     value = source.meta["val"]

@@ -90,9 +90,7 @@ def read_all_to_all(node: fx.Node) -> AllToAll | ReasonCode:
 
 
 def exchanged(collective: AllToAll, sent: Layout) -> tuple[Axis, Axis, Layout] | None:
-    """Returns (the axis of the ranks in what is sent, the axis of the ranks in what is received, the layout of what is
-    received); None if not certain.
-    """
+    """Returns (the ranks' axis in what is sent, theirs in what is received, its layout); None if not certain."""
     came = Axis(collective.world_size)
     dims = list(sent)
     scattered = gathered = 0
@@ -150,9 +148,7 @@ def _cat_below(node: fx.Node, world_size: int) -> proofs.Regrouped | None:
 
 
 def written(nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """Returns the first op that writes into one of these nodes. With such an op a fusion would read the node at another
-    time than the program does.
-    """
+    """Returns the first op that writes into one of these nodes, which a fusion would read at another time."""
     users = (user for node in nodes for user in node.users if isinstance(user.target, torch._ops.OpOverload))
     return next((user for user in users if user.target._schema.is_mutable), None)  # type: ignore[union-attr]
 

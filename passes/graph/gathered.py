@@ -71,9 +71,7 @@ def find_feeding(collective: Collective, match: Callable[[Gathered], Found | Ref
 
 
 def gathered_tensor(collective: Collective) -> Gathered | Refused:
-    """Returns the tensor gathered along an inner dimension if pieces of the result of the wait are put together, and
-    otherwise the result of the wait.
-    """
+    """Returns the tensor gathered along an inner dimension where pieces are put together, or what is waited for."""
     cats = _cats_of_pieces(collective.wait)
     if cats:
         return _inner_gathered(collective, cats)
@@ -133,9 +131,7 @@ class GatheredUse:
 
 
 def contracts(use: GatheredUse, last_dim: bool) -> bool:
-    """Returns whether a matmul on rows (the last dimension, and all others as one) contracts the gathered dimension,
-    given whether that is the last one.
-    """
+    """Whether a matmul on rows contracts the gathered dimension, given whether that is the last one."""
     return use.first == (use.transposed != last_dim)
 
 
@@ -195,9 +191,7 @@ def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[GatheredUse]]:
 
 
 def _transposes_matrix(node: fx.Node) -> bool:
-    """Returns whether a node transposes the matrix that its source is with all dimensions but the last one as rows.
-    Dimensions of size 1 may stand anywhere.
-    """
+    """Whether a node transposes its source as a matrix of rows. Dimensions of size 1 may stand anywhere."""
     value = proofs.tensor(node)
     if node.target not in proofs.TRANSPOSES or value is None:
         return False

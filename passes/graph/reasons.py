@@ -41,9 +41,7 @@ class ReasonCode(enum.StrEnum):
     ATTENTION_DROPOUT = "attention_dropout"
     """The attention beside the collective has dropout."""
     ATTENTION_FORM = "attention_form"
-    """The attention beside the collective is of a form that is not known, or only its keys or its values are
-    gathered.
-    """
+    """The attention beside the collective has no known form, or only its keys or its values are gathered."""
     ATTENTION_HEAD_DIM = "attention_head_dim"
     """The heads of the attention beside the collective are larger than any kernel for it takes."""
     ATTENTION_MASK = "attention_mask"
@@ -111,9 +109,7 @@ class ReasonCode(enum.StrEnum):
     OPERAND_DEPENDS = "operand_depends"
     """The other operand of the matmul is computed from the gathered tensor."""
     OPERAND_LATE = "operand_late"
-    """The other operand is computed later, behind an op that cannot be moved (a collective, or one with side
-    effects).
-    """
+    """The other operand is computed later, behind an op that cannot move: a collective, or side effects."""
     POINTWISE_BETWEEN = "pointwise_between"
     """A pointwise op lies between the matmul and the reduction."""
     PRODUCTS_COMBINED = "products_combined"
@@ -123,9 +119,7 @@ class ReasonCode(enum.StrEnum):
     REDUCE_OP = "reduce_op"
     """The reduction is neither sum nor avg."""
     ROWS_CONTRACTED = "rows_contracted"
-    """The result of an all-to-all is read only as the second operand of matmuls, or transposed, as for a weight's
-    gradient.
-    """
+    """What an all-to-all brings is only a second operand of matmuls, or transposed, as for a weight's gradient."""
     ROWS_EXCHANGED = "rows_exchanged"
     """An all-to-all exchanges rows of the matmul, and not columns for rows."""
     SHAPE_UNPROVEN = "shape_unproven"
@@ -147,9 +141,7 @@ class ReasonCode(enum.StrEnum):
 
     @property
     def changeable(self) -> bool:
-        """Whether the user could have the collective fused by a change. The option `ditron.strict` raises for these
-        reasons.
-        """
+        """Whether the user could have the collective fused by a change: `ditron.strict` raises for these reasons."""
         return self not in _NOTHING_TO_CHANGE
 
     def at(self, node: fx.Node) -> Refusal:

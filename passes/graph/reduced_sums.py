@@ -122,9 +122,7 @@ class _Way:
 
 
 def _ways(total: fx.Node) -> list[_Way]:
-    """Returns all ways from a total to a reduced tensor, through at most three sums and a norm. The way to the latest
-    reduction is the first one.
-    """
+    """Returns the ways from a total to reduced tensors, by at most three sums and a norm, the latest one first."""
     found, pending = [], [_Way((total,))]
     while pending:
         way = pending.pop()

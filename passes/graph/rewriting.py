@@ -316,9 +316,7 @@ def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 
 
 def hoist(node: fx.Node, before: fx.Node) -> None:
-    """Moves `node`, and whatever it is computed from that stands after `before`, to just before it. The caller has
-    proved that all of these may move (`can_hoist`).
-    """
+    """Moves `node`, and what it needs from behind `before`, to just before that: proved by `can_hoist`."""
     for late in _late(node, before):
         before.prepend(late)
 
