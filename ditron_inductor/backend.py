@@ -71,15 +71,10 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
     for option, pipeline in pipelines.items():
         user_passes = entries.pop(option, getattr(torch._inductor.config, option))
         entries[option] = with_user_passes(user_passes, pipeline)
-    return {**entries, **_decided_for_all(entries)}
-
-
-def _decided_for_all(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that no rank may decide alone. Warns a user who has asked for others, once."""
     for option, value in DECIDED_FOR_ALL.items():
         if entries.get(option, value) != value:
             warning_once(log, REPLACED, option, entries[option], value)
-    return DECIDED_FOR_ALL
+    return {**entries, **DECIDED_FOR_ALL}
 
 
 REPLACED = (
@@ -97,10 +92,6 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
     return dict(modes[mode])
 
 
-def _register_name() -> None:
-    """Registers the name for a checkout that is not installed, in which torch finds no entry point."""
-    if NAME not in torch._dynamo.list_backends():
-        torch._dynamo.register_backend(ditron, name=NAME)
-
-
-_register_name()
+# For a checkout that is not installed, in which torch finds no entry point.
+if NAME not in torch._dynamo.list_backends():
+    torch._dynamo.register_backend(ditron, name=NAME)

@@ -66,7 +66,9 @@ class PlainGraph:
 
     def interpret(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """The graph's outputs, computed one op after the other: nothing has to be compiled."""
-        outputs: Sequence[Any] = fx.Interpreter(self._loaded()).run(*inputs)
+        if self._module is None:
+            self._module = load(self._text)
+        outputs: Sequence[Any] = fx.Interpreter(self._module).run(*inputs)
         return outputs
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -78,11 +80,6 @@ class PlainGraph:
                 return self.interpret(inputs)
             run = self._compiled[form] = self._compile(list(inputs))
         return run(list(inputs))
-
-    def _loaded(self) -> fx.GraphModule:
-        if self._module is None:
-            self._module = load(self._text)
-        return self._module
 
     def _compile(self, inputs: list[Any]) -> Run:
         from torch._inductor import config

@@ -51,14 +51,9 @@ class SiteKernel(ir.FallbackKernel):
         if not self.call_name:
             arguments: list[str] = super().codegen_args()
             return arguments
-        token = self._token()
-        return [x.codegen_reference() for index, x in enumerate(self.inputs) if index != token]
-
-    def _token(self) -> int | None:
-        """Returns the index of the input that is the token."""
         given, _ = self.unflatten_args(list(range(len(self.inputs))), [None] * len(self.constant_args))
-        token: int | None = given[TOKEN]
-        return token
+        token = given[TOKEN]
+        return [x.codegen_reference() for index, x in enumerate(self.inputs) if index != token]
 
     def _node(self) -> str:
         given, _ = self.unflatten_args([None] * len(self.inputs), self.constant_args)

@@ -303,7 +303,8 @@ class _Meeting:
         first = sorted(said)
         for uid in first:
             if said[uid]["error"] is not None:
-                raise _raised(said[uid]["error"])
+                kind, fields = said[uid]["error"]
+                raise DitronOptionsMismatch(**fields) if kind == "options" else DitronDiverged(**fields)
         plain = next((said[uid]["plain"] for uid in first if said[uid]["plain"]), "")
         forms = {
             log.group.name: forms_of(entry.facts, verdict)
@@ -399,11 +400,6 @@ def _error(log: GroupLog, verdict: Verdict) -> list[Any] | None:
         where = f"collective {number} of a graph, "
         return ["diverged", {"rank": rank, "site": where + own, "peer": peer, "peer_site": where + other}]
     return None
-
-
-def _raised(error: Sequence[Any]) -> DitronOptionsMismatch | DitronDiverged:
-    kind, fields = error
-    return DitronOptionsMismatch(**fields) if kind == "options" else DitronDiverged(**fields)
 
 
 meetings = Meetings()

@@ -107,7 +107,9 @@ class StreamOrder:
         self.stream = current_handle(self._index)
         self.capturing = self.is_capturing()
         if self.capturing:
-            self._enter_captured()
+            stream, last = torch.cuda.current_stream(self._device), self._last_captured
+            if last is not None and last.stream != stream and last.capture == capture_id(stream):
+                stream.wait_event(last.event)
         elif self.stream != self._last_handle:
             self._change_stream()
         return self.capturing
@@ -125,12 +127,6 @@ class StreamOrder:
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
-
-    def _enter_captured(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        last = self._last_captured
-        if last is not None and last.stream != stream and last.capture == capture_id(stream):
-            stream.wait_event(last.event)
 
     def _change_stream(self) -> None:
         stream = torch.cuda.current_stream(self._device)

@@ -223,9 +223,16 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     if computes(problem) == "norm":
         device = {"library": _norm_library_us(problem, on), "tile": _norm_tile_us(problem, on)}
     elif computes(problem) == "decode":
-        device = {"library": _decode_library_us(problem, on), "tile": _decode_tile_us(problem, on)}
+        # Attention itself is left out: all strategies compute it alike, and the lengths are not known here.
+        sent_us = received_bytes(problem) / _link_rate(problem, on) * MICRO
+        device = {
+            "library": 2 * on.launch_us + collective_us(problem, on),
+            "tile": on.launch_us + on.signal_us + sent_us,
+        }
     else:
-        device = _matmul_kinds_us(problem, on)
+        device_us = {"library": _library_us, "chunked": _chunked_us, "tile": _tile_us}
+        strategies = TASKS[problem.kind].strategies
+        device = {name: device_us[name](problem, on) + beside_us(problem, on, name) for name in strategies}
     if problem.captured:
         return device
     return {strategy: max(us, host_us(problem, strategy)) for strategy, us in device.items()}
@@ -240,12 +247,6 @@ def _has_same_kernels(problem: Problem) -> bool:
     """Returns whether `chunked` and `library` call the same kernel: attention by the library's fastest one."""
     fastest = problem.library_speed == 1.0 and not problem.bias_bytes
     return computes(problem) == "attention" and fastest
-
-
-def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
-    device_us = {"library": _library_us, "chunked": _chunked_us, "tile": _tile_us}
-    strategies = TASKS[problem.kind].strategies
-    return {name: device_us[name](problem, on) + beside_us(problem, on, name) for name in strategies}
 
 
 def host_us(problem: Problem, strategy: str) -> float:
@@ -290,17 +291,6 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> int:
     """Returns the bytes that one rank receives from its peers in one call."""
     return exchange_of(problem).received_bytes(problem)
-
-
-def _decode_library_us(problem: Problem, on: Hardware) -> float:
-    """Returns the time of two kernels and a collective. Attention itself is left out: all strategies compute it alike,
-    and the lengths of the sequences are not known here.
-    """
-    return 2 * on.launch_us + collective_us(problem, on)
-
-
-def _decode_tile_us(problem: Problem, on: Hardware) -> float:
-    return on.launch_us + on.signal_us + received_bytes(problem) / _link_rate(problem, on) * MICRO
 
 
 NORM_PASSES = 4
@@ -410,17 +400,13 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
     return rate * _pair_gain(problem, on)
 
 
-def _is_attention(problem: Problem) -> bool:
-    return computes(problem) in ("attention", "attention_backward")
-
-
 def _pair_gain(problem: Problem, on: Hardware) -> float:
     return on.pair_gain if problem.world_size == 2 else 1.0
 
 
 def _matmul_us(problem: Problem, on: Hardware, *, efficiency: float) -> float:
     rate: float = getattr(on, problem.precision.flops)
-    if _is_attention(problem):
+    if computes(problem) in ("attention", "attention_backward"):
         efficiency *= ATTENTION_SPEED / (BACKWARD_WORK if computes(problem) == "attention_backward" else 1.0)
     compute = 2.0 * problem.m * problem.n * problem.k / (rate * efficiency)
     operands = (problem.m * problem.k + problem.k * problem.n) * problem.operand_bytes

@@ -208,7 +208,7 @@ class ReducedSum(WithEpilogue, SummedMatmul):
         return split_products(self.num_products, self.has_bias, operands)
 
     def verify(self) -> None:
-        verify_reduce_op(self.kind, self.reduce_op)
+        check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
         self.verify_epilogue()
         super().verify()
 
@@ -554,8 +554,3 @@ def split_products(
     products = 2 * num_products
     bias = operands[products] if has_bias else None
     return operands[:num_products], operands[num_products:products], bias, operands[products + has_bias :]
-
-
-def verify_reduce_op(kind: str, reduce_op: str) -> None:
-    """Checks that the op is sum or avg. Raises `InvalidTaskNode`."""
-    check(reduce_op in REDUCE_OPS, kind, "reduce_op", reduce_op, f"one of {', '.join(REDUCE_OPS)}")

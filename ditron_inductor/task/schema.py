@@ -67,12 +67,12 @@ def define() -> Library:
         library.define(name + schema, tags=tags)
     fakes: dict[str, Callable[..., object]] = {
         **{kind: functools.partial(_fake, kind) for kind in NODES},
-        "after": _fake_after,
+        "after": _alias,
         "after_": do_nothing,
         "token_of": new_token,
         "meet": meet_nobody,
         "own_chunk": _fake_own_chunk,
-        "replicated": _fake_replicated,
+        "replicated": _alias,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
@@ -188,7 +188,7 @@ def _fake(kind: str, operands: Sequence[torch.Tensor], node: str, token: torch.T
     return outputs if declared.exchange is None else [*outputs, new_token(operands[0])]
 
 
-def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def _alias(x: torch.Tensor, *_: Any) -> torch.Tensor:
     aliased: torch.Tensor = torch.ops.aten.alias.default(x)
     return aliased
 
@@ -197,8 +197,3 @@ def _fake_own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str)
     shape = list(x.shape)
     shape[dim] = shape[dim] // world_size
     return x.new_empty(shape)
-
-
-def _fake_replicated(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    aliased: torch.Tensor = torch.ops.aten.alias.default(x)
-    return aliased

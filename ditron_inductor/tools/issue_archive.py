@@ -62,9 +62,12 @@ def main(arguments: argparse.Namespace) -> int:
     root = arguments.debug_dir or default_root()
     path = arguments.output or Path(f"ditron_report_{datetime.now():%Y_%m_%d_%H_%M_%S}.zip")
     runs = newest_runs(root)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        doctor.main()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("versions.txt", versions_text())
-        archive.writestr("doctor.txt", doctor_text())
+        archive.writestr("doctor.txt", printed.getvalue())
         for run in runs:
             for file in run.files():
                 archive.write(file, Path(f"rank_{run.rank}") / file.relative_to(run.folder.parent))
@@ -106,10 +109,3 @@ def versions_text() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             lines.append(f"{name} {importlib.metadata.version(name)}")
     return "\n".join(lines) + "\n"
-
-
-def doctor_text() -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        doctor.main()
-    return printed.getvalue()

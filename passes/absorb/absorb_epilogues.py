@@ -148,17 +148,14 @@ def find_left_outside(call: fx.Node, task: WithEpilogue) -> tuple[str, fx.Node, 
         return None
     chain = _read_chain(call, task)
     for node in call.graph.nodes:
-        if _is_pointwise(node) and not chain.plain.keys().isdisjoint(node.all_input_nodes):
+        pointwise = node.target in expressions.POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if pointwise and not chain.plain.keys().isdisjoint(node.all_input_nodes):
             if node not in chain.values:
                 return NO_TEXT, node, None
             readers = [user for value in chain.values for user in value.users if user not in chain.values]
             open_ones = [user for user in readers if not _ends(user)]
             return (WITH_READER, node, open_ones[0]) if open_ones else None
     return None
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return node.target in expressions.POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:

@@ -110,12 +110,6 @@ class Match:
     return_gathered: bool
 
 
-def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Match | Refused:
-    """Proves that the attention `node` reads gathered keys and values as drawn above, or says why not."""
-    attention = read_attention(node)
-    return attention.at(node) if refused(attention) else find_match(attention, gathers)
-
-
 def find_match(attention: AttentionCall, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Match | Refused:
     """Proves that an attention reads gathered keys and values as drawn above, or says why not."""
     node, written = attention.node, attention.written
@@ -288,7 +282,8 @@ def all_gather_attention(graph: fx.Graph, *, options: Options) -> int:
         gathers = find_gathers(graph)
         if not gathers:
             break
-        match = find_all_gather_attention(node, gathers)
+        attention = read_attention(node)
+        match = attention.at(node) if refused(attention) else find_match(attention, gathers)
         if isinstance(match, Match) and not usable(match.attention):
             match = ReasonCode.ATTENTION_FORM.at(node)
         if isinstance(match, Match) and PATTERN not in options.fusions:

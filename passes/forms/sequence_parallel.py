@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +155,12 @@ def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
     for node in region.members:
         part = node
         if node in starts:
-            part = _scatter(graph, starts[node], match.dim)
+            start = starts[node]
+            assert start.reduce_op is not None
+            with graph.inserting_before(start.node):
+                # An operand that was a member has been gathered before.
+                operand = proofs.operand(start.node)
+                part = scattered(graph, operand, match.dim, start.reduce_op, start.world_size, start.group_name)
             for user in [user for user in node.users if user in inside]:
                 user.replace_input_with(node, part)
         else:
@@ -164,27 +168,14 @@ def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
                 node.replace_input_with(source, chunks[source])
             rewriting.recompute(node)
         if node in outside_users:
-            _gather(graph, match, part, outside_users[node], node)
+            with graph.inserting_before(part.next):
+                whole = gathered(graph, part, match.dim, match.world_size, match.group_name)
+            for user in outside_users[node]:
+                user.replace_input_with(node, whole)
         if node in starts:
             rewriting.erase_unused(graph, [node, starts[node].node])
     if region.roots or constants:
         _compare(graph, match, ("\n".join(places), "\n".join(constants)), index)
-
-
-def _scatter(graph: fx.Graph, start: Collective, dim: int) -> fx.Node:
-    """Inserts a reduce-scatter of the all-reduce's operand. One that was a member has been gathered before."""
-    operand = start.node.args[0]
-    assert isinstance(operand, fx.Node) and start.reduce_op is not None
-    with graph.inserting_before(start.node):
-        return scattered(graph, operand, dim, start.reduce_op, start.world_size, start.group_name)
-
-
-def _gather(graph: fx.Graph, match: Match, part: fx.Node, users: Sequence[fx.Node], like: fx.Node) -> None:
-    """Puts the parts together for those that read the whole of `like`."""
-    with graph.inserting_before(part.next):
-        whole = gathered(graph, part, match.dim, match.world_size, match.group_name)
-    for user in users:
-        user.replace_input_with(like, whole)
 
 
 def _own_chunk(graph: fx.Graph, match: Match, source: fx.Node) -> fx.Node:

@@ -162,12 +162,18 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     )
     with graph.inserting_before(collective.node):
         lefts, rights, value = _operands(graph, match)
-        operands = {"a": lefts, "b": rights, "bias": _bias(graph, match), "extras": product.epilogue[0]}
+        bias = rewriting.bias_row(graph, product.biases)
+        if bias is not None and match.column_sizes is not None:
+            bias = rewriting.column(graph, bias)
+        operands = {"a": lefts, "b": rights, "bias": bias, "extras": product.epilogue[0]}
         call = rewriting.call_task(graph, task, operands, product.mm, (value, rewriting.new_token(value)))
         call.meta[rewriting.TRANSPOSED] = match.column_sizes is not None
         scattered = rewriting.output(graph, call, 0, wait)
         if match.column_sizes is not None:
-            scattered = _rows_of_columns(graph, match.column_sizes, scattered, wait)
+            scattered = rewriting.transposed_back(graph, scattered, wait)
+            shape = tuple(wait.meta["val"].shape)
+            if len(shape) > 2:
+                scattered = rewriting.reshaped_rows(graph, scattered, match.column_sizes, shape)
     wait.replace_all_uses_with(scattered)
     factors = [factor for pair in product.factors for factor in (pair.lhs, pair.rhs)]
     turned = [factor for factor in factors if factor.target in proofs.TRANSPOSES]
@@ -185,19 +191,6 @@ def _operands(graph: fx.Graph, match: Match) -> tuple[list[fx.Node], list[fx.Nod
         return lefts, rights, rewriting.fake_like(value, (columns, rows), (rows, 1))
     whole = (product.views[0] if product.views else product.mm).meta["val"].shape
     return rewriting.in_shape(graph, match.lefts, whole), product.rights, value
-
-
-def _bias(graph: fx.Graph, match: Match) -> fx.Node | None:
-    """Returns the bias that every rank adds to its product: a row, or a column of the transposed product."""
-    bias = rewriting.bias_row(graph, match.product.biases)
-    return bias if bias is None or match.column_sizes is None else rewriting.column(graph, bias)
-
-
-def _rows_of_columns(graph: fx.Graph, sizes: tuple[Any, ...], scattered: fx.Node, wait: fx.Node) -> fx.Node:
-    """The result in its own shape, from scattered columns [N/W, M]."""
-    rows = rewriting.transposed_back(graph, scattered, wait)
-    shape = tuple(wait.meta["val"].shape)
-    return rows if len(shape) == 2 else rewriting.reshaped_rows(graph, rows, sizes, shape)
 
 
 matmul_reduce_scatter = Fusion(MatmulReduceScatter, (REDUCE_SCATTER,), find_matmul_reduce_scatter, rewrite)

@@ -158,7 +158,7 @@ def rsqrt_before(result: fx.Node) -> fx.Node | None:
         rsqrt = next((source for source in node.all_input_nodes if source.target is aten.rsqrt.default), None)
         if rsqrt is not None:
             return rsqrt
-        sources = [each for each in node.all_input_nodes if each.op == "call_function" and _same_rows(each, node)]
+        sources = [each for each in node.all_input_nodes if each.op == "call_function" and proofs.alike(each, node)]
         if len(sources) != 1:
             return None
         node, steps = sources[0], steps + 1
@@ -186,11 +186,6 @@ def roundings(total: fx.Node) -> list[fx.Node]:
     assert terms is not None
     dtype = terms[0].meta["val"].dtype
     return [user for user in total.users if user.target in proofs.CASTS and _converts(user, dtype)]
-
-
-def _same_rows(first: fx.Node, other: fx.Node) -> bool:
-    left, right = proofs.tensor(first), proofs.tensor(other)
-    return left is not None and right is not None and proofs.same_shape(left.shape, right.shape)
 
 
 def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Node | None:

@@ -135,7 +135,9 @@ def _read(node: fx.Node) -> Product | Refusal:
         code = proofs.proved_mm(top)
         if code is not None:
             return classify(top).at(top)
-        return Product((_factors(top),), (), top, views, tuple(chain))
+        lhs, rhs = top.args
+        assert isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)
+        return Product((Factors(lhs, rhs),), (), top, views, tuple(chain))
     total = _read_addmm(top) if top.target is aten.addmm.default else _read_add(top)
     if isinstance(total, Refusal):
         return total
@@ -157,7 +159,7 @@ def _read_addmm(node: fx.Node) -> Product | Refusal:
 def _read_add(node: fx.Node) -> Product | Refusal:
     bound = proofs.arguments(node)
     left, right = bound["self"], bound["other"]
-    terms = [_read(term) if _same_shape(term, node) else ReasonCode.NO_MATMUL.at(node) for term in (left, right)]
+    terms = [_read(term) if proofs.alike(term, node) else ReasonCode.NO_MATMUL.at(node) for term in (left, right)]
     products = [term for term in terms if isinstance(term, Product)]
     if not products:
         named = [term for term in terms if isinstance(term, Refusal) and term.code is not ReasonCode.NO_MATMUL]
@@ -171,7 +173,7 @@ def _read_add(node: fx.Node) -> Product | Refusal:
 
 def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
     """Returns the product that `node` is: `product` plus `other`, which is a row or products in front of it."""
-    if _same_shape(other, node):
+    if proofs.alike(other, node):
         before = _read(other)  # type: ignore[arg-type]
         if isinstance(before, Product):
             return _added(node, before, product)
@@ -200,17 +202,6 @@ def _added(node: fx.Node, left: Product, right: Product) -> Product | Refusal:
     return Product(factors, biases, path.mm, path.views, steps)
 
 
-def _factors(mm: fx.Node) -> Factors:
-    lhs, rhs = mm.args
-    assert isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)
-    return Factors(lhs, rhs)
-
-
-def _same_shape(operand: object, node: fx.Node) -> bool:
-    value, result = proofs.tensor(operand), proofs.tensor(node)
-    return value is not None and result is not None and proofs.same_shape(value.shape, result.shape)
-
-
 def _is_row(operand: object, node: fx.Node) -> bool:
     """Returns whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
     value, result = proofs.tensor(operand), proofs.tensor(node)
@@ -226,7 +217,8 @@ def classify(node: fx.Node) -> ReasonCode:
         return ReasonCode.SUM_OF_MATMULS if _is_product(node.args[0]) else ReasonCode.BIAS
     if code is not ReasonCode.NO_MATMUL and code is not None:
         return code
-    if node.target is aten.constant_pad_nd.default or _has_padded_part(node):
+    padded = node.target is aten.cat.default and any(proofs.padded(part) for part in node.all_input_nodes)
+    if padded or node.target is aten.constant_pad_nd.default:
         return ReasonCode.UNEVEN_SHARDS
     if _is_task_output(node):
         return ReasonCode.ALREADY_FUSED
@@ -243,10 +235,6 @@ def classify(node: fx.Node) -> ReasonCode:
         return ReasonCode.CHUNKS_PARTIAL
     pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     return ReasonCode.POINTWISE_BETWEEN if pointwise else ReasonCode.NO_MATMUL
-
-
-def _has_padded_part(node: fx.Node) -> bool:
-    return node.target is aten.cat.default and any(proofs.padded(part) for part in node.all_input_nodes)
 
 
 def _is_product(node: object) -> bool:

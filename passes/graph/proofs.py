@@ -94,6 +94,12 @@ def operand(node: fx.Node) -> fx.Node:
     return first
 
 
+def alike(node: object, other: object) -> bool:
+    """Returns whether two nodes hold tensors of one shape."""
+    value, like = tensor(node), tensor(other)
+    return value is not None and like is not None and same_shape(value.shape, like.shape)
+
+
 def size(argument: Any) -> Any:
     """The (symbolic) integer that an op's argument stands for: an int, or a node that computes one."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
@@ -255,15 +261,12 @@ def regrouped(cat: fx.Node, world_size: int) -> Regrouped | Refused:
         return ReasonCode.CHUNKS_PARTIAL
     if not all(known_equal(chunk.start, index * chunk.length) for index, chunk in enumerate(found)):
         return ReasonCode.CHUNKS_PERMUTED
-    between = list(dict.fromkeys([*_splits(parts), *parts]))
+    splits = [part.args[0] for part in parts if part.target is getitem and isinstance(part.args[0], fx.Node)]
+    between = list(dict.fromkeys([*splits, *parts]))
     other = other_user(between, {cat, *between})
     if other is not None:
         return ReasonCode.INTERMEDIATE_USED.at(other)
     return Regrouped(first.source, cat, first.dim, bound["dim"] % result.ndim, tuple(between))
-
-
-def _splits(parts: list[fx.Node]) -> list[fx.Node]:
-    return [part.args[0] for part in parts if part.target is getitem and isinstance(part.args[0], fx.Node)]
 
 
 def padded(node: fx.Node) -> bool:

@@ -75,7 +75,7 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
         return _size(graph, reader, source.args[1 + dim], dim, asked)  # type: ignore[arg-type]
     if source.target is aten.add.Tensor:
         # An operand that is not broadcast to the result's shape.
-        alike = [node for node in source.all_input_nodes if _has_shape(node, value.shape)]
+        alike = [node for node in source.all_input_nodes if proofs.alike(node, source)]
         return _size(graph, reader, alike[0], dim, asked) if alike else None
     if source.target is aten.bmm.default:
         return _size(graph, reader, source.args[dim // 2], dim, asked)  # type: ignore[arg-type]
@@ -85,11 +85,6 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
     if source.target is aten.cat.default:
         return _size_of_cat(graph, reader, source, dim, asked)
     return None
-
-
-def _has_shape(node: fx.Node, shape: tuple[Any, ...]) -> bool:
-    value = proofs.tensor(node)
-    return value is not None and proofs.same_shape(value.shape, shape)
 
 
 def _communicated(source: fx.Node) -> tuple[object, fx.Node, Any] | None:
