@@ -59,9 +59,8 @@ class _Settings(ModuleType):
 @contextlib.contextmanager
 def patch(changes: Mapping[str, Any] | str | None = None, value: Any = None, /, **named: Any) -> Iterator[None]:
     """Sets options inside a `with` block, or while the decorated function runs. They may be given by name
-    (`patch(strategy="tile")`), as a mapping, or as one name and its value (`patch("strategy", "tile")`).
-
-    Raises UnknownOption and InvalidOptionValue, and then sets none.
+    (`patch(strategy="tile")`), as a mapping, or as one name and its value (`patch("strategy", "tile")`). Raises
+    UnknownOption and InvalidOptionValue, and then sets none.
     """
     given = {changes: value} if isinstance(changes, str) else dict(changes or {})
     checked = {}

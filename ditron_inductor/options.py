@@ -33,9 +33,7 @@ MODE_IS_NO_OPTION = (
 class Options:
     """The options of a compilation, with their defaults. What each of them may be and does is in `docs/options.md`.
     They have to be equal on all ranks of a group, which compare them at first use. Of `table` alone rank 0's value is
-    used.
-
-    Raises ``InvalidOptionValue``.
+    used. Raises ``InvalidOptionValue``.
     """
 
     strategy: str = OPTIONS["strategy"].default
@@ -83,11 +81,9 @@ class Options:
     def parse(
         options: Mapping[str, Any] | None, environment: Mapping[str, str] | None = None
     ) -> tuple[Options, dict[str, Any]]:
-        """Splits the ``options`` of ``torch.compile`` into Ditron's and Inductor's.
-
-        Returns (Options, config patches for Inductor). Options of Ditron that are not given are as in `current`. Raises
-        ``UnknownOption`` for a key that neither knows and ``InvalidOptionValue`` for a value that its option cannot
-        take.
+        """Splits the ``options`` of ``torch.compile`` into Ditron's and Inductor's. Returns (Options, config patches
+        for Inductor). Options of Ditron that are not given are as in `current`. Raises ``UnknownOption`` for a key that
+        neither knows and ``InvalidOptionValue`` for a value that its option cannot take.
         """
         own = _settings(environment)
         inductor: dict[str, Any] = {}

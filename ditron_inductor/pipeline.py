@@ -287,10 +287,9 @@ def mark_branches(graph: fx.Graph) -> None:
 
 @functools.cache
 def declare_calls() -> None:
-    """Declares to Inductor, once, that its graphs call our ops as they are, and how sites are called.
-
-    Inductor would find out by itself that the ops are called. But up to torch 2.12 it would then write, for a log that
-    nobody asked for, everything from which the first call of each op is computed. For a few layers this took a minute.
+    """Declares to Inductor, once, that its graphs call our ops as they are, and how sites are called. Inductor would
+    find out by itself that the ops are called. But up to torch 2.12 it would then write, for a log that nobody asked
+    for, everything from which the first call of each op is computed. For a few layers this took a minute.
     """
     declare_meeting()
     declare(tuple(NODES))
@@ -305,7 +304,6 @@ def mark_calls(graph: fx.Graph) -> None:
 
 def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options: Options) -> None:
     """Makes the ranks compare the graph when it first runs. Its sites carry the key by which they find the result.
-
     before: the facts of the graph as Inductor alone would run it. plain: that graph as text (see
     codegen/plain_graph.py). moved: what the passes changed of its collectives.
     """

@@ -27,9 +27,8 @@ def prepare() -> None:
 
 def use(options: Options) -> None:
     """What runs from now on follows these options, as far as they act when a model runs: groups that are first used
-    take their strategies from their table, and the summary line is logged if they ask for it.
-
-    Raises InvalidOptionValue and InvalidTable, as `user_table.read` does.
+    take their strategies from their table, and the summary line is logged if they ask for it. Raises InvalidOptionValue
+    and InvalidTable, as `user_table.read` does.
     """
     prepare()
     workspaces.use_table(user_table.read(options.table))

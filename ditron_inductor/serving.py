@@ -63,9 +63,8 @@ def options(cudagraphs: bool | None = None, **more: Any) -> dict[str, Any]:
 
 
 def compile_step(model: nn.Module, cudagraphs: bool | None = None, **more: Any) -> Callable[..., Any]:
-    """Compiles a forward of ``model`` for serving: with `local_parameters`, and with `options`.
-
-    The result is called like the model, without gradients. Whoever replaces weights or modules afterwards compiles
-    again; writing into a weight is fine.
+    """Compiles a forward of ``model`` for serving: with `local_parameters`, and with `options`. The result is called
+    like the model, without gradients. Whoever replaces weights or modules afterwards compiles again; writing into a
+    weight is fine.
     """
     return torch.compile(local_parameters(model), backend="ditron", options=options(cudagraphs, **more))

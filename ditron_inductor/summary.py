@@ -69,10 +69,8 @@ def counts_text(counts: Counter[str]) -> str:
 
 class Summary:
     """Counts the collectives of the graphs of a process that have run: those that were matched, by kind, what these ran
-    by, and those left alone, by reason. The counts are used for the text of the log only.
-
-    wanted: the option `ditron.summary` of the model that was compiled last; None until then, when the environment
-    decides.
+    by, and those left alone, by reason. The counts are used for the text of the log only. wanted: the option
+    `ditron.summary` of the model that was compiled last; None until then, when the environment decides.
     """
 
     def __init__(self) -> None:
@@ -85,10 +83,8 @@ class Summary:
 
     def begin(self, facts: GraphFacts, left_alone: Mapping[str, int], plain: str) -> FirstRun | None:
         """The first execution of a graph begins: it is counted when all its sites have run. Returns None if there is
-        nothing to wait for.
-
-        left_alone: the number of its collectives that were left alone, by reason. plain: why the graph runs as Inductor
-        alone would run it; empty if it does not.
+        nothing to wait for. left_alone: the number of its collectives that were left alone, by reason. plain: why the
+        graph runs as Inductor alone would run it; empty if it does not.
         """
         wanted = Options.current().summary if self.wanted is None else self.wanted
         if not wanted:

@@ -40,10 +40,9 @@ def path_of(option: str | None) -> Path | None:
 
 
 def read(option: str | None) -> str:
-    """Returns the text of the user's table, empty if there is none.
-
-    option: a path, `shipped` for the shipped tables alone, or None for the default path, which need not exist. Raises
-    InvalidOptionValue for a path that cannot be read and InvalidTable for a file that is not a table.
+    """Returns the text of the user's table, empty if there is none. option: a path, `shipped` for the shipped tables
+    alone, or None for the default path, which need not exist. Raises InvalidOptionValue for a path that cannot be read
+    and InvalidTable for a file that is not a table.
     """
     path = path_of(option)
     if path is None:

@@ -43,10 +43,9 @@ PIECES = ("first", "count", "parts", "row")
 
 
 class Kernels:
-    """The kernels that the calls of one site with operands of one form have in common.
-
-    There is a launcher for each kernel, and for `reduce` one for each number of rows, because all else about the sizes
-    of a launcher's calls is fixed except pieces and flag rows. Launches with time stamps have launchers of their own.
+    """The kernels that the calls of one site with operands of one form have in common. There is a launcher for each
+    kernel, and for `reduce` one for each number of rows, because all else about the sizes of a launcher's calls is
+    fixed except pieces and flag rows. Launches with time stamps have launchers of their own.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -86,10 +85,8 @@ class ChunkedExchange:
 
     def stage(self, numel: int, *, copied: bool, count: int = 1) -> Bound:
         """(shards, copies): copies `shards`, a tuple of `count` contiguous tensors of `numel` elements, one behind the
-        other into this rank's slot, for all peers to read.
-
-        copied: copies them into the tuple `copies` too. Otherwise `copies` is any tuple of such tensors, for instance
-        the shards.
+        other into this rank's slot, for all peers to read. copied: copies them into the tuple `copies` too. Otherwise
+        `copies` is any tuple of such tensors, for instance the shards.
         """
 
         def arguments() -> Arguments:
@@ -221,10 +218,9 @@ class ChunkedExchange:
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of sum_i a_i @ b_i + bias, with the a_i cut into runs of rows.
-
-    lefts[i][place]: a run of a_i, [m, K_i], or [outer, m, K_i] if its rows do not lie together. rights: the b_i
-    [K_i, N]. bias: [N], or a column [m, 1] for each run, or None. pre: prepares the sum before it is sent, or None.
+    """The operands of sum_i a_i @ b_i + bias, with the a_i cut into runs of rows. lefts[i][place]: a run of a_i, [m,
+    K_i], or [outer, m, K_i] if its rows do not lie together. rights: the b_i [K_i, N]. bias: [N], or a column [m, 1]
+    for each run, or None. pre: prepares the sum before it is sent, or None.
     """
 
     lefts: Sequence[Sequence[torch.Tensor]]
@@ -281,9 +277,8 @@ def exchange_in_turns(
     lane: Lane, groups: Sequence[PieceGroup], operands: Products, target: int
 ) -> AbstractContextManager[object]:
     """Multiplies and sends all groups, and receives the peers' pieces at the address `target`. Returns the stream, as a
-    context manager, on which the caller should compute the rank's own product.
-
-    The groups alternate between two streams, so a product begins while the last tiles of the product before it run.
+    context manager, on which the caller should compute the rank's own product. The groups alternate between two
+    streams, so a product begins while the last tiles of the product before it run.
     """
     for turn, group in enumerate(groups):
         with lane.beside() if turn % 2 == 1 else HERE:

@@ -11,7 +11,6 @@ import torch
 @dataclass(frozen=True)
 class Config:
     """A tile of a matrix product: `block_m` x `block_n` elements of the output, computed in steps of `block_k`.
-
     `group_m` is the number of block rows whose tiles run together (see `order.grouped`). `programs_per_sm` is the
     number of programs that a persistent grid has for each SM.
     """
@@ -81,10 +80,8 @@ def select_config(
     *, rows: int, columns: int, repeats: int, dtype: torch.dtype, interpreted: bool, num_sms: int
 ) -> Config:
     """Returns the tile shape for `repeats` outputs [rows, columns]. All arguments, and so the result, are equal on all
-    ranks.
-
-    With many rows it is the shape that ends first, given its rate and a last wave of tiles that is partly empty. With
-    the few rows of decoding the tiles are flat.
+    ranks. With many rows it is the shape that ends first, given its rate and a last wave of tiles that is partly empty.
+    With the few rows of decoding the tiles are flat.
     """
     if interpreted:
         return INTERPRETER

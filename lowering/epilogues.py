@@ -57,10 +57,9 @@ INT32 = 1 << 31
 
 @functools.cache
 def generated(source: str) -> Any:
-    """Returns the epilogue with this text as a `@triton.jit` function of PARAMETERS.
-
-    The function returns the outputs of group GROUP, fp32, as a tuple. mm: the group's products, rounded, in fp32. x:
-    pointers to all extra tensors. The other parameters are the fields of `Elements`.
+    """Returns the epilogue with this text as a `@triton.jit` function of PARAMETERS. The function returns the outputs
+    of group GROUP, fp32, as a tuple. mm: the group's products, rounded, in fp32. x: pointers to all extra tensors. The
+    other parameters are the fields of `Elements`.
     """
     # The name is unique, because a compiled kernel tells apart the functions that it calls by their names.
     function = f"epilogue_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
@@ -366,10 +365,9 @@ class Elementwise:
     def __call__(
         self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
-        """Computes the epilogue of `mm` into `outs` on the current stream. An output may be one of the products.
-
-        All of them are contiguous [.., N]. If no extra tensor has a value for each row, they may also be [runs, rows,
-        N] with contiguous runs that are equally far apart in all of them.
+        """Computes the epilogue of `mm` into `outs` on the current stream. An output may be one of the products. All of
+        them are contiguous [.., N]. If no extra tensor has a value for each row, they may also be [runs, rows, N] with
+        contiguous runs that are equally far apart in all of them.
         """
         x = extras_or(mm[0], extras)
         for number, group in enumerate(self._groups):
@@ -437,10 +435,9 @@ class Finisher:
         extras: Sequence[torch.Tensor],
         made: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Returns the outputs, in the node's order. An output that is a product is one of `mm`.
-
-        mm: the products, contiguous, by weight, with `biases` added. made: the result of `new_outputs`, if `make` has
-        computed all of its rows already.
+        """Returns the outputs, in the node's order. An output that is a product is one of `mm`. mm: the products,
+        contiguous, by weight, with `biases` added. made: the result of `new_outputs`, if `make` has computed all of its
+        rows already.
         """
         if made is None:
             made = self.new_outputs(mm)

@@ -73,10 +73,8 @@ def owned_elements(tile, offs_m, HOW: tl.constexpr):
 @triton.jit
 def put_prepared(outbox, acc, x, tile, PRE: tl.constexpr, SLICE: tl.constexpr, HOW: tl.constexpr):
     """Applies PRE, if there is one, to a tile of the product, rounds it to the dtype of the outbox, and does
-    `put_in_outbox`.
-
-    acc: the tile, fp32. tile: its place, an Owned. x: the extra tensors that PRE reads. SLICE: the rows that are
-    computed at once if PRE needs as many registers as the tile itself (PRE_IN_SLICES).
+    `put_in_outbox`. acc: the tile, fp32. tile: its place, an Owned. x: the extra tensors that PRE reads. SLICE: the
+    rows that are computed at once if PRE needs as many registers as the tile itself (PRE_IN_SLICES).
     """
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M

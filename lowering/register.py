@@ -67,10 +67,9 @@ def lookup(kind: str, text: str, operands: Sequence[torch.Tensor]) -> tuple[Hash
 
 
 def implementation(kind: str, prepare: Prepare) -> Callable[..., list[torch.Tensor]]:
-    """Returns the implementation of the op of a kind.
-
-    prepare: a function of the key of a call, its node and its operands. It returns the function that runs this call and
-    later calls with the same key, and that takes the operands as `node.split` returns them.
+    """Returns the implementation of the op of a kind. prepare: a function of the key of a call, its node and its
+    operands. It returns the function that runs this call and later calls with the same key, and that takes the operands
+    as `node.split` returns them.
     """
 
     def op(operands: Sequence[torch.Tensor], text: str, token: torch.Tensor | None) -> list[torch.Tensor]:

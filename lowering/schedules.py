@@ -96,11 +96,9 @@ NARROW = 0.5
 
 @dataclass(frozen=True)
 class Gathering:
-    """The pieces that are copied and multiplied after the rank's own shard.
-
-    The `groups` are in the order of time. Each is one product for every weight, or two products if its rows lie at both
-    ends of the output. The weights whose indices are in `whole` are multiplied only once, with all rows, after the last
-    rows have arrived.
+    """The pieces that are copied and multiplied after the rank's own shard. The `groups` are in the order of time. Each
+    is one product for every weight, or two products if its rows lie at both ends of the output. The weights whose
+    indices are in `whole` are multiplied only once, with all rows, after the last rows have arrived.
     """
 
     groups: tuple[tuple[Piece, ...], ...]
@@ -222,11 +220,9 @@ def partition(runs: Iterable[tuple[int, int]]) -> tuple[list[int], dict[int, int
 
 @dataclass(frozen=True)
 class Reduction:
-    """How partial products are cut.
-
-    The rows of every owner are cut into `parts` pieces, on all ranks alike. Pieces are numbered by owner, rank + 1
-    first, and then by part. Each of `groups` is (first, count) of consecutive pieces that one product computes. The
-    rank's own rows are one more product, the last.
+    """How partial products are cut. The rows of every owner are cut into `parts` pieces, on all ranks alike. Pieces are
+    numbered by owner, rank + 1 first, and then by part. Each of `groups` is (first, count) of consecutive pieces that
+    one product computes. The rank's own rows are one more product, the last.
     """
 
     parts: int

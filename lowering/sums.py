@@ -60,11 +60,9 @@ class How(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layout of a call, from sizes that all ranks share.
-
-    One rank computes M rows and N columns for another rank, in `tiles` tiles of shape `config`, of which `chunk_tiles`
-    share a flag. The launch has `programs` programs and a slot of at least `nbytes` bytes. `arrangement` is the
-    epilogue.
+    """The layout of a call, from sizes that all ranks share. One rank computes M rows and N columns for another rank,
+    in `tiles` tiles of shape `config`, of which `chunk_tiles` share a flag. The launch has `programs` programs and a
+    slot of at least `nbytes` bytes. `arrangement` is the epilogue.
     """
 
     M: int
@@ -90,10 +88,9 @@ def carrying(
     flags: int = MAX_CHUNKS.value,
     arrangement: Arrangement = PLAIN_SUM,
 ) -> Geometry:
-    """Returns the Geometry of a kernel whose K loops carry finished tiles to peers.
-
-    Each rank computes `computed` tiles. `tiles` of them are for one peer and share at most `flags` flags. The slot has
-    room for `places` received tiles and for `boxes` outboxes of each program.
+    """Returns the Geometry of a kernel whose K loops carry finished tiles to peers. Each rank computes `computed`
+    tiles. `tiles` of them are for one peer and share at most `flags` flags. The slot has room for `places` received
+    tiles and for `boxes` outboxes of each program.
     """
     programs = launch.programs(computed, config)
     return Geometry(

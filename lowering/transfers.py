@@ -98,9 +98,8 @@ def stage(
     WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Copies `shards`, a tuple of contiguous [numel] tensors, one behind the other to the start of this rank's slot,
-    and then publishes flag row PIECE_ROWS to all peers.
-
-    COPY: it copies them to the tuple `copies` of such tensors too, even after a failure.
+    and then publishes flag row PIECE_ROWS to all peers. COPY: it copies them to the tuple `copies` of such tensors too,
+    even after a failure.
     """
     use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
@@ -153,10 +152,9 @@ def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr, TRACE: tl.const
 def publish_pieces(
     table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0
 ):
-    """Tells their readers that the pieces `first`, .., `first + count - 1` in this rank's slot are complete.
-
-    Piece i is for rank + 1 + i // parts, in its flag row `row + i % parts`. Products before this launch wrote it. If
-    the use began without its credits, or in a poisoned workspace, nothing is published.
+    """Tells their readers that the pieces `first`, .., `first + count - 1` in this rank's slot are complete. Piece i is
+    for rank + 1 + i // parts, in its flag row `row + i % parts`. Products before this launch wrote it. If the use began
+    without its credits, or in a poisoned workspace, nothing is published.
     """
     use = use_of(Words(table, ctl, rank, slot, site))
     began = now(TRACE)
@@ -168,10 +166,9 @@ def publish_pieces(
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
 def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
-    """Waits until the pieces `first`, .., `first + count - 1` are complete in the slots of their sources.
-
-    Piece i comes from rank - 1 - i // parts, with flag row `row + i % parts`. A failure poisons the workspace, and the
-    data that the copies behind this launch read is not used.
+    """Waits until the pieces `first`, .., `first + count - 1` are complete in the slots of their sources. Piece i comes
+    from rank - 1 - i // parts, with flag row `row + i % parts`. A failure poisons the workspace, and the data that the
+    copies behind this launch read is not used.
     """
     use = use_of(Words(table, ctl, rank, slot, site))
     began = now(TRACE)

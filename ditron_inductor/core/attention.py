@@ -62,10 +62,8 @@ def softcapped(s, SOFTCAP: tl.constexpr):
 @triton.jit
 def attend(state, q, keys, begin, end, seen, scale, HOW: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
     """Returns the state after keys begin, .., end - 1. q is [BLOCK_M, BLOCK_D]. scale: log2(e) times the scale of the
-    softmax, positive. HOW: a `How`.
-
-    MASKED: row i sees only keys below seen.end[i]. WINDOWED: it sees only keys from seen.first[i] on. Without either,
-    rows see all keys, and end - begin is a multiple of BLOCK_N.
+    softmax, positive. HOW: a `How`. MASKED: row i sees only keys below seen.end[i]. WINDOWED: it sees only keys from
+    seen.first[i] on. Without either, rows see all keys, and end - begin is a multiple of BLOCK_N.
     """
     acc, most, total = state
     offs_d = tl.arange(0, HOW.BLOCK_D)

@@ -175,9 +175,8 @@ def sign(use, number, WORLD: tl.constexpr):
 @triton.jit
 def announce(asked, use, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """Tells the peers the site in flag row 0 of the slot too, if they have all given their credits for it. This is for
-    a peer that runs another kernel, which waits for flags, and would not notice that the ranks have diverged.
-
-    asked: of `ask_to_send`. Nobody waits for this, so it does not wait either. It says nothing about data.
+    a peer that runs another kernel, which waits for flags, and would not notice that the ranks have diverged. asked: of
+    `ask_to_send`. Nobody waits for this, so it does not wait either. It says nothing about data.
     """
     lanes = tl.arange(0, THREADS)
     late = (lanes < WORLD) & (lanes != use.rank) & behind(asked, use.epoch - 1)

@@ -263,10 +263,8 @@ def matmul_run_by_descriptors(acc, a, b, row, a_first, column, b_first, K, TILES
 @triton.jit
 def matmul_tile(a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
     """Returns acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]. It carries as
-    matmul_tile_by_descriptors does.
-
-    a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, which all have to be valid (clamp them). weight: B, a
-    Weight. Columns beyond N are 0.
+    matmul_tile_by_descriptors does. a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, which all have to be
+    valid (clamp them). weight: B, a Weight. Columns beyond N are 0.
     """
     return matmul_steps(zeros_of(TILES), a_rows, weight, column, N, K, carried, TILES)
 

@@ -343,10 +343,9 @@ def granted(request, THREADS: tl.constexpr):
 
 @triton.jit
 def ask_to_send(use, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """Begins to read the credits of all peers, and the health of the workspace. `may_send` has the answer.
-
-    Each of the words is read by a thread of its own, as in `request_ticket`, so nothing waits for them before
-    `may_send`. There is no acquire: credits carry no data, and the stores that they allow stand behind a branch.
+    """Begins to read the credits of all peers, and the health of the workspace. `may_send` has the answer. Each of the
+    words is read by a thread of its own, as in `request_ticket`, so nothing waits for them before `may_send`. There is
+    no acquire: credits carry no data, and the stores that they allow stand behind a branch.
     """
     lanes = tl.arange(0, THREADS)
     words = tl.where(lanes == WORLD, use.ctl + POISON + lanes * 0, flag(use, use.rank, CREDIT_ROW, 0) + lanes)
@@ -357,10 +356,8 @@ def ask_to_send(use, WORLD: tl.constexpr, THREADS: tl.constexpr):
 @triton.jit
 def may_send(asked, due, use, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """Waits until every peer has finished with the previous use of the slot. Returns 1 if they have and the workspace
-    is healthy.
-
-    asked: the result of `ask_to_send`. due: `last_use` if this program has the first ticket, and otherwise 0; it is for
-    `settle` before a wait.
+    is healthy. asked: the result of `ask_to_send`. due: `last_use` if this program has the first ticket, and otherwise
+    0; it is for `settle` before a wait.
     """
     lanes = tl.arange(0, THREADS)
     late = (lanes < WORLD) & (lanes != use.rank) & behind(asked, use.epoch - 1)
@@ -392,9 +389,8 @@ def credits_due(use, alive):
 
 @triton.jit
 def settle(due, use, WORLD: tl.constexpr):
-    """Gives the credits that are due: all kernels of that use have ended, so nobody reads its slot any more.
-
-    The program with the first ticket does this before it waits for anything, because a peer may be waiting for these
+    """Gives the credits that are due: all kernels of that use have ended, so nobody reads its slot any more. The
+    program with the first ticket does this before it waits for anything, because a peer may be waiting for these
     credits. Giving them twice does no harm, because newer credits come only from later launches.
     """
     if due != 0:

@@ -24,10 +24,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class AgreedOptions:
     """The options of a site that all ranks of its group must share, because they decide what runs and how long it
-    waits.
-
-    strategy: one of `nodes.STRATEGIES`. workspace_limit: bytes. timeout_s: seconds, 0.0 for the group's own timeout.
-    trials: whether the first calls try several strategies.
+    waits. strategy: one of `nodes.STRATEGIES`. workspace_limit: bytes. timeout_s: seconds, 0.0 for the group's own
+    timeout. trials: whether the first calls try several strategies.
     """
 
     strategy: str

@@ -33,23 +33,18 @@ class Heap(Protocol):
 
     def offer(self) -> dict[str, Any]:
         """Returns what the other ranks need to map this heap, as JSON."""
-        ...
 
     def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
         """Does all that has to succeed on every rank before any of them joins. Raises OSError or RuntimeError."""
-        ...
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
         """Maps the heaps of all ranks from `offers`, by group rank. Collective. Raises OSError or RuntimeError."""
-        ...
 
     def joined(self) -> None:
         """Releases what only the mapping needed; all ranks have mapped this heap."""
-        ...
 
     def view(self, rank: int) -> torch.Tensor:
         """The bytes of the heap of `rank`, as this process sees them: uint8 [nbytes]. Only after `join`."""
-        ...
 
 
 def make_heap(device: torch.device, nbytes: int) -> Heap:
@@ -58,11 +53,9 @@ def make_heap(device: torch.device, nbytes: int) -> Heap:
 
 
 class RendezvousCount:
-    """The number of rendezvous for our heaps in which this process has taken part.
-
-    torch numbers the store keys of its rendezvous by process, not by group. Ranks with different histories (for
-    example, one is in a further group) would wait for keys that the other never writes. So ranks with fewer rendezvous
-    catch up alone.
+    """The number of rendezvous for our heaps in which this process has taken part. torch numbers the store keys of its
+    rendezvous by process, not by group. Ranks with different histories (for example, one is in a further group) would
+    wait for keys that the other never writes. So ranks with fewer rendezvous catch up alone.
     """
 
     def __init__(self) -> None:
@@ -135,10 +128,9 @@ def private_cuda_bytes(device: torch.device, nbytes: int) -> torch.Tensor:
 
 
 def outside_pools(device: torch.device, act: Callable[[], Any]) -> Any:
-    """Runs `act` on a thread of its own, with `device` as its current device, and returns the result.
-
-    Memory that a thread allocates while it warms up a CUDA graph goes into the graph's pool, where nothing may stay.
-    But torch's rendezvous keeps two small tables for good.
+    """Runs `act` on a thread of its own, with `device` as its current device, and returns the result. Memory that a
+    thread allocates while it warms up a CUDA graph goes into the graph's pool, where nothing may stay. But torch's
+    rendezvous keeps two small tables for good.
     """
 
     def run() -> Any:
@@ -185,9 +177,8 @@ class CpuHeap:
 
     def _map_peer(self, offer: dict[str, Any]) -> torch.Tensor:
         """Maps what a rank offered. The offer came through a store to which others may write, so anything but a heap
-        like ours raises OSError.
-
-        Memory without a name has a device number of its own, so no file of any file system is accepted as a heap.
+        like ours raises OSError. Memory without a name has a device number of its own, so no file of any file system is
+        accepted as a heap.
         """
         pid, number, device, inode = (_whole_number(offer, name) for name in ("pid", "fd", "device", "inode"))
         # With O_NONBLOCK, a pipe or a device cannot block this process before it is refused.

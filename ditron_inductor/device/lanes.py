@@ -70,27 +70,21 @@ class Lane(Protocol):
 
     def beside(self) -> AbstractContextManager[object]:
         """Returns a context in which launches go to the second main stream, and `here` and `wait` refer to it."""
-        ...
 
     def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
         """Queues copies to the tensor at this address on the side stream."""
-        ...
 
     def here(self) -> torch.cuda.Event | None:
         """Returns a mark at the present end of the main stream."""
-        ...
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
         """Makes the side stream wait for a mark of the main stream."""
-        ...
 
     def mark(self) -> torch.cuda.Event | None:
         """Returns a mark at the present end of the side stream."""
-        ...
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
         """Makes the main stream wait for a mark of the side stream."""
-        ...
 
 
 class HostLane:

@@ -141,7 +141,6 @@ class Meetings:
 
     def meet(self, facts: GraphFacts, limit_s: float) -> Decision:
         """Reaches an agreement with the peers of a graph that is about to run. Peers that will not come are detected.
-
         Raises DitronStaleGraph, DitronOptionsMismatch and DitronDiverged, the latter two on all ranks alike, and
         DitronHandshakeError when a store cannot be reached.
         """
@@ -211,9 +210,8 @@ class _Meeting:
 
     def hold(self, believe_bare: bool) -> Agreement | Decision:
         """Waits for the peers, compares the graphs, and returns the agreement. If a rank does not come, it returns a
-        decision without an agreement.
-
-        believe_bare: whether to assume that a peer that does not come runs the bare graph that it once posted.
+        decision without an agreement. believe_bare: whether to assume that a peer that does not come runs the bare
+        graph that it once posted.
         """
         found: list[dict[int, LogEntry]] = [{log.group.rank: own} for log, own in zip(self.logs, self.own, strict=True)]
         decision = self._held(found, believe_bare)

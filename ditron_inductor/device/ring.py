@@ -88,7 +88,6 @@ class Generation:
 
 def slot_size(nbytes: int, limit: int) -> int | None:
     """Returns the bytes of a slot for calls of `nbytes`, or None if slots of `nbytes` together take more than `limit`.
-
     Sizes are rounded up to a quarter of a power of two. So growing sizes need only few generations, and at most a
     quarter is wasted.
     """
@@ -112,10 +111,8 @@ def _pages(nbytes: int) -> int:
 
 def make_generation(session: Session, device: torch.device, slot_bytes: int, timeout_s: float, why: str) -> Generation:
     """Makes the next ring. Collective, after a device synchronisation: it returns when no rank uses an older ring any
-    more.
-
-    Raises WorkspaceError, on all ranks alike, when a rank asks for another size, cannot allocate its heap or cannot map
-    the others'; DitronHandshakeError and DitronDiverged when the ranks do not all come here.
+    more. Raises WorkspaceError, on all ranks alike, when a rank asks for another size, cannot allocate its heap or
+    cannot map the others'; DitronHandshakeError and DitronDiverged when the ranks do not all come here.
     """
     group = session.group
     name = session.next_place()

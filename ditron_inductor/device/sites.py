@@ -15,10 +15,9 @@ LOOKUP_TIMEOUT_S = 0.5
 
 
 class SiteNames:
-    """The numbers of the sites of one workspace.
-
-    A site's number is a hash of its text. If two texts share a hash, the text that reached the store first keeps the
-    number, and the other text takes its next hash. The store decides once, so all ranks agree without a meeting.
+    """The numbers of the sites of one workspace. A site's number is a hash of its text. If two texts share a hash, the
+    text that reached the store first keeps the number, and the other text takes its next hash. The store decides once,
+    so all ranks agree without a meeting.
     """
 
     def __init__(self, group: Group, session_name: str) -> None:

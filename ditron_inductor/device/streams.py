@@ -53,11 +53,9 @@ class CallOrder(Protocol):
 
     def enter(self) -> bool:
         """Orders what follows on the current stream after the last call. Returns whether it is being captured."""
-        ...
 
     def leave(self) -> None:
         """Ends a call, whose work is on the stream that was current in `enter`."""
-        ...
 
     def is_capturing(self) -> bool: ...
 

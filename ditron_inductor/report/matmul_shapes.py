@@ -42,11 +42,9 @@ class LayerWidths:
     vocabulary: int
 
     def widths(self, op: str, part: str, world_size: int) -> tuple[int, int]:
-        """Returns (N, K) of one rank's matmul; `part` is one of `PARTS`.
-
-        All-gathers feed the projections of attention (queries, keys and values in one) and of the feed-forward (gate
-        and up in one). The matmuls behind these are reduced. A gather behind a matmul is that of the logits, whatever
-        the part.
+        """Returns (N, K) of one rank's matmul; `part` is one of `PARTS`. All-gathers feed the projections of attention
+        (queries, keys and values in one) and of the feed-forward (gate and up in one). The matmuls behind these are
+        reduced. A gather behind a matmul is that of the logits, whatever the part.
         """
         exchange = TASKS[op].exchange
         if exchange == GATHERED_PRODUCT:

@@ -105,9 +105,8 @@ class AllGatherAttention(AttentionNode):
 @dataclass(frozen=True)
 class AttentionReduceScatter(AttentionNode):
     """The backward of `AllGatherAttention`: grad_q, and of grad_k and grad_v, summed over the ranks, this rank's part.
-
-    From grad_out, q, out [B, Hq, Sq, D], the gathered k and v [B, Hkv, W*S, D] and lse; grad_k and grad_v are
-    [B, Hkv, S, D]. Of a bias there is no gradient.
+    From grad_out, q, out [B, Hq, Sq, D], the gathered k and v [B, Hkv, W*S, D] and lse; grad_k and grad_v are [B, Hkv,
+    S, D]. Of a bias there is no gradient.
     """
 
     kind: ClassVar[str] = "attention_reduce_scatter"

@@ -36,11 +36,9 @@ INLINED: Mapping[str, bool] = {"inlined": True}
 
 
 class _Field(NamedTuple):
-    """A field that a text may name.
-
-    kind: its type if it is not None: bool, int, float, str, tuple, or a frozen dataclass. default: its value if the
-    text does not name it; MISSING if the text has to name it. inside: (the field, the class) of the inlined structure
-    that declares it, or None.
+    """A field that a text may name. kind: its type if it is not None: bool, int, float, str, tuple, or a frozen
+    dataclass. default: its value if the text does not name it; MISSING if the text has to name it. inside: (the field,
+    the class) of the inlined structure that declares it, or None.
     """
 
     kind: Any

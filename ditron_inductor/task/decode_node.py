@@ -17,10 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FlashDecode(TaskNode):
-    """out = attention of one query per sequence over the tokens of all ranks, bit-identical on every rank.
-
-    q and out are [B, Hq, D]. Each rank holds some tokens of every sequence, in caches [B, S, Hkv, D] or (paged) blocks
-    [blocks, tokens, Hkv, D]. Scores are q . k * scale; if softcap > 0, they become softcap * tanh(scores / softcap).
+    """out = attention of one query per sequence over the tokens of all ranks, bit-identical on every rank. q and out
+    are [B, Hq, D]. Each rank holds some tokens of every sequence, in caches [B, S, Hkv, D] or (paged) blocks [blocks,
+    tokens, Hkv, D]. Scores are q . k * scale; if softcap > 0, they become softcap * tanh(scores / softcap).
     """
 
     kind: ClassVar[str] = "flash_decode"

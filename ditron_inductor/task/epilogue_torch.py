@@ -41,9 +41,8 @@ def out_dtypes(epilogue: Epilogue, dtype: torch.dtype) -> list[torch.dtype]:
 
 def evaluate(epilogue: Epilogue, products: Sequence[Tensor], extras: Sequence[Tensor]) -> list[Tensor]:
     """Returns the outputs, each [rows, N]. products: by weight, [rows, N_i] in the node's dtype. extras: of any shape
-    with as many elements as their kinds need.
-
-    Products in fp64 give outputs in fp64 with no rounding in between, which are the exact values for tests.
+    with as many elements as their kinds need. Products in fp64 give outputs in fp64 with no rounding in between, which
+    are the exact values for tests.
     """
     exact = products[0].dtype == torch.float64
     known: dict[Expression, Tensor] = {}

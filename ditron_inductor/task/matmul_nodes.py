@@ -421,7 +421,6 @@ class MatmulAllReduce(ReducedSum):
 @dataclass(frozen=True)
 class MatmulAllGather(SummedMatmul):
     """out = all_gather(sum_i a_i @ b_i + bias, gather_dim): the sums of all ranks, in rank order, along `gather_dim`.
-
     a_i is [.., K_i], b_i is [K_i, N], and a bias is a row [N]. The sum [.., N] has the same shape on every rank, and
     `gather_dim` is any of its dimensions.
     """
@@ -455,10 +454,9 @@ class MatmulAllGather(SummedMatmul):
 
 @dataclass(frozen=True)
 class MatmulAllToAll(SummedMatmul):
-    """out = all_to_all(sum_i a_i @ b_i + bias): this rank's columns of every rank's product, in rank order.
-
-    a_i is [.., S, .., K_i] with S at `gather_dim`, which is never the last dimension. b_i is [K_i, N], and a bias is a
-    row [N], with N = parts * W * C. out is [.., W*S, .., parts * C].
+    """out = all_to_all(sum_i a_i @ b_i + bias): this rank's columns of every rank's product, in rank order. a_i is [..,
+    S, .., K_i] with S at `gather_dim`, which is never the last dimension. b_i is [K_i, N], and a bias is a row [N],
+    with N = parts * W * C. out is [.., W*S, .., parts * C].
     """
 
     kind: ClassVar[str] = "matmul_all_to_all"

@@ -14,10 +14,9 @@ from ditron_inductor.task.table import MEASURED, Entry
 
 @dataclass(frozen=True)
 class ModelError:
-    """The error of one op by one strategy over `count` measurements, relative to the measured time.
-
-    mean, median, worst: those of its absolute value. bias: the median with its sign, above 0 if the model predicts too
-    long times. worst_at: the sizes at which the error is worst.
+    """The error of one op by one strategy over `count` measurements, relative to the measured time. mean, median,
+    worst: those of its absolute value. bias: the median with its sign, above 0 if the model predicts too long times.
+    worst_at: the sizes at which the error is worst.
     """
 
     op: str

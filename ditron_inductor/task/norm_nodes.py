@@ -124,7 +124,6 @@ class AllReduceRmsNorm(ReductionWithNorm):
 @dataclass(frozen=True)
 class MatmulAllReduceRmsNorm(ReductionWithNorm):
     """Like `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias, the sum that `MatmulAllReduce` reduces.
-
     has_bias: whether there is a product_bias, a row that every rank adds before the reduction. num_extras, epilogue:
     those of an epilogue that has only a part before the reduction.
     """
@@ -185,17 +184,7 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
     @functools.cached_property
     def reduction(self) -> MatmulAllReduce:
         """The node without its norm."""
-        return MatmulAllReduce(
-            self.reduce_op,
-            self.world_size,
-            self.group_name,
-            self.site,
-            self.policy,
-            num_products=self.num_products,
-            has_bias=self.has_bias,
-            num_extras=self.num_extras,
-            epilogue=self.epilogue,
-        )
+        return MatmulAllReduce(**{field.name: getattr(self, field.name) for field in fields(MatmulAllReduce)})
 
     def verify(self) -> None:
         super().verify()

@@ -96,7 +96,6 @@ class Choice:
 @functools.lru_cache(maxsize=4096)
 def choose(request: PlanRequest, table: str = "") -> Choice:
     """Returns the strategy for one call. table: the text of the group's table of measured choices, equal on all ranks.
-
     Raises `StrategyUnavailable` if a strategy is forced and cannot run here; `DitronRunsUnfused` if an obstacle leaves
     only the library and the request is strict.
     """

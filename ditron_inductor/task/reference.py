@@ -82,9 +82,8 @@ def sum_of_products(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns sum_i a_i @ b_i + bias, [.., N], contiguous. a_i is [.., K_i], with shapes that differ only in K_i; b_i
-    is [K_i, N]. bias is [N], or [M, 1] for matrices.
-
-    It uses one buffer: every matmul but the first adds to the buffer, and rounds.
+    is [K_i, N]. bias is [N], or [M, 1] for matrices. It uses one buffer: every matmul but the first adds to the buffer,
+    and rounds.
     """
     if bias is None and len(a) == 1:
         return torch.matmul(a[0], b[0])

@@ -13,28 +13,11 @@ from typing import Any
 
 import torch
 
+from ditron_inductor.task import nodes
 from ditron_inductor.task.attention_masks import ALIGNED
 from ditron_inductor.task.epilogue import extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.node import Node
-from ditron_inductor.task.nodes import (
-    AllGatherMatmul,
-    AllReduceRmsNorm,
-    AllToAllMatmul,
-    AttentionNode,
-    ExpertProjections,
-    FlashDecode,
-    MatmulAllGather,
-    MatmulAllReduceRmsNorm,
-    MatmulAllToAll,
-    MatmulReduceScatter,
-    Projections,
-    ReducedSum,
-    ReductionWithNorm,
-    ShardNorm,
-    SummedMatmul,
-    WithEpilogue,
-)
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OPERAND_DTYPES
 
 Given = Mapping[str, Any]
@@ -79,7 +62,7 @@ def _fit(rows: list[torch.Tensor], weights: list[torch.Tensor], factor: int = 1)
         yield weight.shape[0] == left.shape[-1] * factor, "multiplies shapes that do not fit"
 
 
-def _summed(node: SummedMatmul, given: Given) -> Rules:
+def _summed(node: nodes.SummedMatmul, given: Given) -> Rules:
     """Yields the rules of a sum: all terms have one shape, except a bias, which is a row of it."""
     rows, weights = given["a"], given["b"]
     yield from _matmul(rows, weights)
@@ -106,7 +89,7 @@ def _sum(
         yield bias.shape[0] == columns, "has a bias that is no row"
 
 
-def _gathered(node: AllGatherMatmul, given: Given) -> Rules:
+def _gathered(node: nodes.AllGatherMatmul, given: Given) -> Rules:
     shard, weights = given["shard"], given["weights"]
     yield from _matmul([shard] * len(weights), weights)
     yield from _fit([shard] * len(weights), weights)
@@ -119,7 +102,7 @@ def _gathered(node: AllGatherMatmul, given: Given) -> Rules:
             yield given["residual"].numel() == shard.numel(), "adds a residual of another size"
 
 
-def _received(node: AllToAllMatmul, given: Given) -> Rules:
+def _received(node: nodes.AllToAllMatmul, given: Given) -> Rules:
     x = given["x"]
     yield from _matmul([x], [given["weight"]])
     yield from _fit([x], [given["weight"]], node.world_size)
@@ -128,31 +111,31 @@ def _received(node: AllToAllMatmul, given: Given) -> Rules:
     yield x.shape[-1] % node.parts == 0, f"has columns that do not divide into {node.parts} parts"
 
 
-def _scattered(node: MatmulReduceScatter, given: Given) -> Rules:
+def _scattered(node: nodes.MatmulReduceScatter, given: Given) -> Rules:
     first = given["a"][0]
     yield node.scatter_dim < first.ndim - 1, f"scatters dimension {node.scatter_dim} of {first.ndim}"
     yield first.shape[node.scatter_dim] % node.world_size == 0, NOT_DIVIDED
 
 
-def _reduced(node: ReducedSum, given: Given) -> Rules:
+def _reduced(node: nodes.ReducedSum, given: Given) -> Rules:
     whole = (*given["a"][0].shape[:-1], given["b"][0].shape[1])
     *kept, columns = node.exchanged(whole)
     yield from _epilogue(node, given, math.prod(kept), [columns], math.prod(whole[:-1]))
 
 
-def _product_gathered(node: MatmulAllGather, given: Given) -> Rules:
+def _product_gathered(node: nodes.MatmulAllGather, given: Given) -> Rules:
     first = given["a"][0]
     yield node.gather_dim < first.ndim, f"gathers dimension {node.gather_dim} of {first.ndim}"
 
 
-def _projected(node: Projections, given: Given) -> Rules:
+def _projected(node: nodes.Projections, given: Given) -> Rules:
     x, weights = given["x"], given["weights"]
     yield from _matmul([x] * len(weights), weights)
     yield from _fit([x] * len(weights), weights)
     yield from _epilogue(node, given, x.shape[0], [weight.shape[1] for weight in weights])
 
 
-def _experts(node: ExpertProjections, given: Given) -> Rules:
+def _experts(node: nodes.ExpertProjections, given: Given) -> Rules:
     x, experts, weights = given["x"], given["experts"], given["weights"]
     yield x.ndim == 2, f"has a first operand with {x.ndim} dimensions, not 2"
     yield x.dtype in OPERAND_DTYPES, f"has dtype {x.dtype}, which no kernel takes"
@@ -168,26 +151,26 @@ def _experts(node: ExpertProjections, given: Given) -> Rules:
     yield from _epilogue(node, given, experts.shape[0], [weight.shape[2] for weight in weights])
 
 
-def _columns_exchanged(node: MatmulAllToAll, given: Given) -> Rules:
+def _columns_exchanged(node: nodes.MatmulAllToAll, given: Given) -> Rules:
     first, columns = given["a"][0], given["b"][0].shape[1]
     yield node.gather_dim < first.ndim - 1, f"gathers dimension {node.gather_dim} of {first.ndim}"
     divides = columns % (node.parts * node.world_size) == 0
     yield divides, "scatters columns that do not divide by the number of ranks"
 
 
-def _rows_reduced(node: AllReduceRmsNorm, given: Given) -> Rules:
+def _rows_reduced(node: nodes.AllReduceRmsNorm, given: Given) -> Rules:
     x = given["x"]
     yield x.ndim >= 1, "reduces and normalises a scalar"
     yield x.dtype in ACTIVATION_DTYPES, f"has dtype {x.dtype}, which no kernel takes"
     yield from _norm_operands(node, given, x, x.shape[-1])
 
 
-def _sum_reduced(node: MatmulAllReduceRmsNorm, given: Given) -> Rules:
+def _sum_reduced(node: nodes.MatmulAllReduceRmsNorm, given: Given) -> Rules:
     yield from rules_of(node.reduction, node.of_reduction(given))
     yield from _norm_operands(node, given, given["a"][0], given["b"][0].shape[1])
 
 
-def _epilogue(node: WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0) -> Rules:
+def _epilogue(node: nodes.WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0) -> Rules:
     """Yields the rules for the widths of products that are combined, and for the sizes of the extra tensors beside so
     many `rows`. whole: the number of rows that are reduced.
     """
@@ -208,7 +191,9 @@ def _epilogue(node: WithEpilogue, given: Given, rows: Any, widths: list[Any], wh
             yield fits, f"has an extra tensor that is no {extra.kind}: x{extra.index}"
 
 
-def _norm_operands(norm: ReductionWithNorm | ShardNorm, given: Given, first: torch.Tensor, columns: Any) -> Rules:
+def _norm_operands(
+    norm: nodes.ReductionWithNorm | nodes.ShardNorm, given: Given, first: torch.Tensor, columns: Any
+) -> Rules:
     """Yields the rules for the tensors of a norm over rows of so many columns."""
     for name in norm.extras:
         value = given[name]
@@ -220,7 +205,7 @@ def _norm_operands(norm: ReductionWithNorm | ShardNorm, given: Given, first: tor
             yield value.numel() == columns, f"has a {name} that does not fit"
 
 
-def _decoded(node: FlashDecode, given: Given) -> Rules:
+def _decoded(node: nodes.FlashDecode, given: Given) -> Rules:
     q, k, v, lengths = (given[name] for name in ("q", "k", "v", "lengths"))
     yield (q.ndim, k.ndim, v.ndim) == (3, 4, 4), "has a query or a cache of other dimensions"
     yield q.dtype in ACTIVATION_DTYPES, f"has dtype {q.dtype}, which no kernel takes"
@@ -234,7 +219,7 @@ def _decoded(node: FlashDecode, given: Given) -> Rules:
         yield k.shape[0] == q.shape[0], "has a cache of another number of sequences"
 
 
-def _attended(node: AttentionNode, given: Given) -> Rules:
+def _attended(node: nodes.AttentionNode, given: Given) -> Rules:
     """Queries, keys and values that fit together, and what a backward has beside them."""
     q, k, *others = (given[name] for name in ("q", "k", "v", "grad_out", "out") if name in given)
     for value in (q, k, *others):
@@ -252,7 +237,7 @@ def _attended(node: AttentionNode, given: Given) -> Rules:
     yield from _scores(node, given, k.shape[2] // shards)
 
 
-def _scores(node: AttentionNode, given: Given, keys: Any) -> Rules:
+def _scores(node: nodes.AttentionNode, given: Given, keys: Any) -> Rules:
     """keys: of one rank. A bias can be broadcast to the scores of all keys; whether there is one, the mask says."""
     q = given["q"]
     if node.mask.kind in ALIGNED:
@@ -270,17 +255,17 @@ NOT_DIVIDED = "scatters a dimension that does not divide by the number of ranks"
 NO_BIAS = "has a bias that is no tensor of queries and keys"
 RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     Node: _every_operand,
-    SummedMatmul: _summed,
-    ReducedSum: _reduced,
-    AllGatherMatmul: _gathered,
-    AllToAllMatmul: _received,
-    MatmulReduceScatter: _scattered,
-    MatmulAllGather: _product_gathered,
-    MatmulAllToAll: _columns_exchanged,
-    Projections: _projected,
-    ExpertProjections: _experts,
-    AllReduceRmsNorm: _rows_reduced,
-    MatmulAllReduceRmsNorm: _sum_reduced,
-    FlashDecode: _decoded,
-    AttentionNode: _attended,
+    nodes.SummedMatmul: _summed,
+    nodes.ReducedSum: _reduced,
+    nodes.AllGatherMatmul: _gathered,
+    nodes.AllToAllMatmul: _received,
+    nodes.MatmulReduceScatter: _scattered,
+    nodes.MatmulAllGather: _product_gathered,
+    nodes.MatmulAllToAll: _columns_exchanged,
+    nodes.Projections: _projected,
+    nodes.ExpertProjections: _experts,
+    nodes.AllReduceRmsNorm: _rows_reduced,
+    nodes.MatmulAllReduceRmsNorm: _sum_reduced,
+    nodes.FlashDecode: _decoded,
+    nodes.AttentionNode: _attended,
 }

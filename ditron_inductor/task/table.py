@@ -109,11 +109,9 @@ _TIMES = tuple(f"{name}_us" for name in MEASURED)
 
 @dataclass(frozen=True)
 class Measured:
-    """What a table says about a shape.
-
-    ratio: the time of each strategy divided by that of `library`. library_us: the time of `library` if this shape
-    itself was measured (`exact`), and None if only a neighbour was. text: what was measured, for people. slices: of the
-    calls that were measured, those that were asked for or 1.
+    """What a table says about a shape. ratio: the time of each strategy divided by that of `library`. library_us: the
+    time of `library` if this shape itself was measured (`exact`), and None if only a neighbour was. text: what was
+    measured, for people. slices: of the calls that were measured, those that were asked for or 1.
     """
 
     ratio: Mapping[str, float]
@@ -140,9 +138,8 @@ class Table:
     @staticmethod
     def parse(text: str, source: str = "the table") -> Table:
         """Returns the table that `text` holds. Of two lines with one key the later one counts. Lines of deleted kinds
-        are left out, and so are times of strategies that a kind does not have.
-
-        Raises InvalidTable, which names `source`, the line and what is wrong there.
+        are left out, and so are times of strategies that a kind does not have. Raises InvalidTable, which names
+        `source`, the line and what is wrong there.
         """
         entries = []
         unused: Counter[str] = Counter()
@@ -190,7 +187,6 @@ class Table:
         self, *, gpu: str, world: int, dtype: str, op: str, m: int, n: int, k: int, graph: bool, slices: int = 1
     ) -> Measured | None:
         """Returns what is known about a matmul of these sizes (all at least 1); None if nothing close was measured.
-
         graph: inside CUDA graphs. Times of the other mode count only if there are none of this mode. slices: calls of
         one slice count only if there are none of so many.
         """

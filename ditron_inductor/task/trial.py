@@ -99,10 +99,8 @@ def running(planned: Choice, strategy: str, tried: Sequence[str]) -> Choice:
 
 def measured_alone(request: PlanRequest, times: Mapping[str, Times]) -> tuple[dict[str, float], dict[str, float]]:
     """The times of a trial as a table of measured choices holds them: microseconds by strategy in eager mode, and
-    inside CUDA graphs, without what an epilogue or a norm is predicted to cost beside the products.
-
-    request: of the site that began the trial. Each is empty where `library`, with which a table compares, has no time,
-    or is alone.
+    inside CUDA graphs, without what an epilogue or a norm is predicted to cost beside the products. request: of the
+    site that began the trial. Each is empty where `library`, with which a table compares, has no time, or is alone.
     """
     problem, on = request.problem, cost.hardware(request.device_name)
     beside = {strategy: cost.beside_us(problem, on, strategy) for strategy in times}

@@ -29,11 +29,9 @@ UNFUSED, FUSED, INDUCTOR = "unfused", "fused", "inductor"
 
 @dataclass(frozen=True)
 class Account:
-    """Microseconds of one site in one step, all its calls together, the largest of any rank.
-
-    launch_us: how much more its calls cost in eager mode than in a CUDA graph, each call alone; None without CUDA
-    graphs. It is not a part of `us`. in_kernel_us: the time that a program of its kernels waited, by its own time
-    stamps, if these were asked for.
+    """Microseconds of one site in one step, all its calls together, the largest of any rank. launch_us: how much more
+    its calls cost in eager mode than in a CUDA graph, each call alone; None without CUDA graphs. It is not a part of
+    `us`. in_kernel_us: the time that a program of its kernels waited, by its own time stamps, if these were asked for.
     """
 
     strategy: str

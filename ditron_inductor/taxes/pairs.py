@@ -21,10 +21,9 @@ def distinct(sites: Iterable[ExplainedSite]) -> list[ExplainedSite]:
 def paired(
     fused: Sequence[ExplainedSite], unfused: Sequence[ExplainedSite]
 ) -> list[tuple[ExplainedSite, ExplainedSite | None]]:
-    """Returns every fused site, in order, with its unfused counterpart, or None if that is not certain.
-
-    Sites of one name are counterparts. The other sites of a kind are paired in their order, if both graphs have as many
-    of them, with the same rows.
+    """Returns every fused site, in order, with its unfused counterpart, or None if that is not certain. Sites of one
+    name are counterparts. The other sites of a kind are paired in their order, if both graphs have as many of them,
+    with the same rows.
     """
     by_name = {_name(site): site for site in unfused}
     names = {_name(site) for site in fused}

@@ -273,10 +273,8 @@ def _probed(
     clock: Clock, calls: Mapping[str, Callable[[int], None]], steps: Mapping[str, StepTimes], rounds: int
 ) -> dict[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]]:
     """Returns for each contestant the times of the calls of every site: medians over the rounds, the largest of any
-    rank.
-
-    They are given by key, and also by group and site, for requests of other sizes than the compiler's hints. On a GPU
-    they are scaled to the time of the step without marks, which may run at another clock rate.
+    rank. They are given by key, and also by group and site, for requests of other sizes than the compiler's hints. On a
+    GPU they are scaled to the time of the step without marks, which may run at another clock rate.
     """
     import torch
     import torch.distributed as dist

@@ -28,10 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 @dataclass(frozen=True)
 class LlamaConfig:
     """The sizes of a model. With ``vocab_size`` 0 it has no token embedding and no head: it maps hidden states to
-    hidden states.
-
-    Tensor parallelism over W ranks needs num_heads, num_kv_heads and hidden_dim to divide by W, and sequence
-    parallelism the sequence length too. Raises ValueError for sizes that do not fit each other.
+    hidden states. Tensor parallelism over W ranks needs num_heads, num_kv_heads and hidden_dim to divide by W, and
+    sequence parallelism the sequence length too. Raises ValueError for sizes that do not fit each other.
     """
 
     dim: int = 64
@@ -117,10 +115,8 @@ class Layer(nn.Module):
 
 class Llama(nn.Module):
     """Maps tokens [batch, sequence] to logits [batch, sequence, vocab_size]; without a vocabulary, hidden states to
-    hidden states.
-
-    Under sequence parallelism without a vocabulary, input and output are this rank's part of the sequence. ``seq_len``
-    is the length of the whole sequence if the input holds only a part of it.
+    hidden states. Under sequence parallelism without a vocabulary, input and output are this rank's part of the
+    sequence. ``seq_len`` is the length of the whole sequence if the input holds only a part of it.
     """
 
     def __init__(self, config: LlamaConfig) -> None:

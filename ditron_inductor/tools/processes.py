@@ -63,10 +63,9 @@ class Rank:
 def run_ranks(
     target: Callable[[Rank, Any], bool], argument: Any, *, world_size: int, device_type: str, limit_s: float
 ) -> list[int | None]:
-    """Runs `target(rank, argument)`, a module-level function, in `world_size` new processes.
-
-    Returns their exit codes: 0 if it returned True, 1 if it returned False or raised (the traceback is on stderr), None
-    if it was still running after `limit_s` seconds. After a failure the other ranks are soon ended.
+    """Runs `target(rank, argument)`, a module-level function, in `world_size` new processes. Returns their exit codes:
+    0 if it returned True, 1 if it returned False or raised (the traceback is on stderr), None if it was still running
+    after `limit_s` seconds. After a failure the other ranks are soon ended.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ditron-ranks-") as folder, _environment(rank_environment(device_type)):

@@ -86,10 +86,8 @@ def all_gather_matmul(
     given: tuple[torch.Tensor | None, ...] = (),
 ) -> list[torch.Tensor]:
     """Runs a call (see the module). shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i]. extras, given: the
-    extra tensors of the epilogue and of the prologue.
-
-    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node returns it, then what the
-    prologue returns.
+    extra tensors of the epilogue and of the prologue. Returns the outputs [rows, N_i], then the gathered tensor [..,
+    W*S, .., K] if the node returns it, then what the prologue returns.
     """
     shape = shard.shape
     shard = shard.contiguous()

@@ -171,7 +171,6 @@ def all_gather_matmul_kernel(
     HOW: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. shard is [rows, K], contiguous; weights, extras and outs are tuples of pointers, see Widths.
-
     HOW.GROUPS: the weights that are multiplied in one tile. EPILOGUE: computes the outputs from them (see
     lowering/epilogues.py), or None. With HOW.TILES.DESCRIPTORS, K is a multiple of 16 bytes.
     """
@@ -351,10 +350,8 @@ def all_gather_matmul(
     given: tuple[torch.Tensor | None, ...] = (),
 ) -> list[torch.Tensor]:
     """Runs a call (see the module). shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i]. extras, given: the
-    extra tensors of the epilogue and of the prologue.
-
-    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node returns it, then what the
-    prologue returns.
+    extra tensors of the epilogue and of the prologue. Returns the outputs [rows, N_i], then the gathered tensor [..,
+    W*S, .., K] if the node returns it, then what the prologue returns.
     """
     shard = shard.contiguous()
     returned: tuple[torch.Tensor, ...] = ()

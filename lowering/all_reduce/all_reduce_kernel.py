@@ -71,10 +71,9 @@ INTERPRETED_PROGRAMS = 4
 
 @triton.jit
 def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, AVERAGE: tl.constexpr):
-    """Returns the sum of all ranks' elements, added in rank order in fp32; NaN if `whole` is 0.
-
-    mine: this rank's elements. own: pointer to this rank's slot, where the elements of source s lie at `places` + s *
-    stride. inside: which of them exist; the results of the others have no meaning.
+    """Returns the sum of all ranks' elements, added in rank order in fp32; NaN if `whole` is 0. mine: this rank's
+    elements. own: pointer to this rank's slot, where the elements of source s lie at `places` + s * stride. inside:
+    which of them exist; the results of the others have no meaning.
     """
     theirs = ()
     for source in tl.static_range(WORLD):
@@ -228,9 +227,8 @@ def all_reduce_kernel(
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Overwrites x [numel / N, N], contiguous, this rank's product, by the sum over ranks. It has one program for each
-    of `pieces` pieces.
-
-    extras, outs: tuples of pointers to the extra tensors and the outputs of EPILOGUE; without an epilogue outs is (x,).
+    of `pieces` pieces. extras, outs: tuples of pointers to the extra tensors and the outputs of EPILOGUE; without an
+    epilogue outs is (x,).
     """
     # Ask for everything before the first answer is needed: one after the other, the loads would take as long as a
     # signal.
@@ -256,10 +254,9 @@ class Cut:
 
 
 def cut(numel: int, itemsize: int, world_size: int, *, programs: int, least_piece: int, round_bytes: int) -> Cut:
-    """Returns the Cut with the smallest pieces, of 2^n elements, of which there are at most `programs`.
-
-    round_bytes: two shots are chosen if a rank then sends fewer bytes by more than this number. In one shot it sends
-    numel elements to each of its W - 1 peers, and in two shots 2 / W of them.
+    """Returns the Cut with the smallest pieces, of 2^n elements, of which there are at most `programs`. round_bytes:
+    two shots are chosen if a rank then sends fewer bytes by more than this number. In one shot it sends numel elements
+    to each of its W - 1 peers, and in two shots 2 / W of them.
     """
     saved = (world_size - 1) * (world_size - 2) * numel * itemsize // max(world_size, 1)
     in_one_shot = saved <= round_bytes

@@ -82,10 +82,9 @@ class Local:
         return self.windowed_speed if mask.window else self.speed
 
     def anchored(self, bias: torch.Tensor | None, dtype: torch.dtype, *, whole: bool = False) -> Anchored:
-        """Does `anchored` for a bias of floats. Any other bias is returned as it is, with anchors None.
-
-        whole: the bias is for one call with all keys, like torch's own. Then this does nothing on a GPU unless the
-        kernel gets the bias in another dtype, which may have another range.
+        """Does `anchored` for a bias of floats. Any other bias is returned as it is, with anchors None. whole: the bias
+        is for one call with all keys, like torch's own. Then this does nothing on a GPU unless the kernel gets the bias
+        in another dtype, which may have another range.
         """
         if bias is None or bias.dtype == torch.bool or (whole and bias.is_cuda and bias.dtype == dtype):
             return bias, None

@@ -95,7 +95,6 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 
 class Merge:
     """Merges partials that cover these `rows` of q [B, H, Sq, D]. Their strides have to be the same in all calls.
-
     merge(stream, partials) returns out and lse of all rows, and merge.add(..) the sum of tensors. The results out and
     sum have the memory of a contiguous [B, Sq, H, D].
     """

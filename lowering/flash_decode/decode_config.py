@@ -140,7 +140,6 @@ def merged_splits(heads: Heads, head_dim: int, splits: int, interpreted: bool) -
 
 def count_splits(heads: int, capacity: int, programs: int, config: DecodeConfig) -> int:
     """Returns into how many splits the cache of every piece of heads is cut, for `programs` programs that run together.
-
     capacity: the tokens that a cache has room for. Only the device knows how many there are. With fewer tokens the
     splits are shorter, and there are fewer splits if they would be shorter than `least_blocks`.
     """

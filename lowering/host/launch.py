@@ -196,10 +196,8 @@ class Launch:
 
     def run(self, kernel: Any, nbytes: int, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]) -> None:
         """Launches `kernel` once, as a use of a slot with at least `nbytes` bytes. It raises what `Workspace.call`
-        raises.
-
-        kernel: see `launcher`. tensors: its other pointers by name, in the same order in every call. arguments: returns
-        the rest; `Launcher.__call__` says what it may depend on.
+        raises. kernel: see `launcher`. tensors: its other pointers by name, in the same order in every call. arguments:
+        returns the rest; `Launcher.__call__` says what it may depend on.
         """
         workspace = self.workspace
         shared = workspace.shared

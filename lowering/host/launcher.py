@@ -274,7 +274,6 @@ class Launcher:
 @contextlib.contextmanager
 def interpreting(kernel: Any) -> Iterator[None]:
     """Holds Triton's interpreter for one launch. The interpreter has global state, so only one thread can use it.
-
     Raises DitronInterpreterBusy if another thread holds it. To wait would risk a deadlock: the launch of the other
     thread may be waiting for a peer, and that peer for this launch.
     """

@@ -22,10 +22,9 @@ def facts_of(device: torch.device) -> RankFacts:
 
 
 class LocalCalls(Generic[N]):
-    """The results of `prepare`, by the node and the forms of the operands.
-
-    prepare: a function of the node, its operands as `node.split` returns them, and the node's strategy. It returns the
-    function of such operands that runs these calls.
+    """The results of `prepare`, by the node and the forms of the operands. prepare: a function of the node, its
+    operands as `node.split` returns them, and the node's strategy. It returns the function of such operands that runs
+    these calls.
     """
 
     def __init__(self, prepare: Callable[..., Callable[..., list[torch.Tensor]]]) -> None:

@@ -33,11 +33,9 @@ def form(x: torch.Tensor) -> Form:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """One site with operands of one form.
-
-    eager, captured: what runs outside and inside CUDA graphs; often they are the same object. agreed: the result of
-    `Workspace.agreed(what)`, the local size on which the ranks agreed. trial: the site's part of a trial (see
-    trials.py), None if none is running.
+    """One site with operands of one form. eager, captured: what runs outside and inside CUDA graphs; often they are the
+    same object. agreed: the result of `Workspace.agreed(what)`, the local size on which the ranks agreed. trial: the
+    site's part of a trial (see trials.py), None if none is running.
     """
 
     workspace: Workspace | Holder
@@ -74,9 +72,8 @@ class PreparedCalls:
 
     def find(self, key: Hashable) -> Callable[..., Any] | None:
         """Returns what runs the call `key`, and notes the choice as the site's last one. Returns None if nothing is
-        prepared, or if it does not hold any more.
-
-        Raises RuntimeError if the group of the workspace does not exist any more.
+        prepared, or if it does not hold any more. Raises RuntimeError if the group of the workspace does not exist any
+        more.
         """
         prepared = self._known.get(key)
         if prepared is None or not prepared.holds():

@@ -92,10 +92,9 @@ class Scout:
 
 
 class Recorder(Scout, TorchDispatchMode):
-    """Watches everything that a call does.
-
-    `operands` have to be used in the block instead of the given ones. `allocated` and `launches` are in their order.
-    `prepared` and `chosen` are what the call looked up. `problem` is the first thing that a record cannot hold, or ''.
+    """Watches everything that a call does. `operands` have to be used in the block instead of the given ones.
+    `allocated` and `launches` are in their order. `prepared` and `chosen` are what the call looked up. `problem` is the
+    first thing that a record cannot hold, or ''.
     """
 
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:

@@ -85,10 +85,8 @@ def matmul_all_gather_kernel(
     lefts, rights, ends, pointers, M, sizes, rank, slot, site, run_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts, rights: tuples of pointers to [M, K_i], M <= BLOCK_M, with contiguous K, and to [K_i, N],
-    see Terms. The output is [WORLD * M, N] with rows as in interleaved_row.
-
-    A slot has places [peer][M][pitch]; pitch is a multiple of BLOCK_N. There is a program for each run of run_tiles
-    tiles.
+    see Terms. The output is [WORLD * M, N] with rows as in interleaved_row. A slot has places [peer][M][pitch]; pitch
+    is a multiple of BLOCK_N. There is a program for each run of run_tiles tiles.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES

@@ -73,9 +73,8 @@ def matmul_all_gather_kernel(
     lefts, rights, ends, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts, rights: tuples of pointers to [M, K_i] with contiguous K, and to [K_i, N], see Terms. The
-    output is [WORLD * M, N], contiguous, with rows as in interleaved_row.
-
-    A slot has places [peer][tile], and an outbox for each program.
+    output is [WORLD * M, N], contiguous, with rows as in interleaved_row. A slot has places [peer][tile], and an outbox
+    for each program.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES

@@ -77,10 +77,8 @@ def store_tile(acc, out, tile, num_m, num_n, M, N, TILES: tl.constexpr):
 @triton.jit
 def destinations(use, owner, tile, tiles_per_owner, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK):
     """Returns the destinations of the tile in the outbox: (pointers to blocks of WORLD - 1 slots; how many of them are
-    valid).
-
-    A partial tile goes to the slot of its owner. A result, whose owner is this rank, goes to the slots of all peers,
-    behind the partial tiles, by owner. If owner is -1, there is no tile.
+    valid). A partial tile goes to the slot of its owner. A result, whose owner is this rank, goes to the slots of all
+    peers, behind the partial tiles, by owner. If owner is -1, there is no tile.
     """
     is_result = owner == use.rank
     block = tl.where(is_result, WORLD + use.rank, use.rank) * tiles_per_owner + tile
@@ -110,7 +108,6 @@ def publish_carried(use, chunks, owner, tile, tiles_per_owner, HOW: tl.constexpr
 @triton.jit
 def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
     """Returns (step; tile of its owner, or -1; whether it is a copy) of a ticket. The owner is scatter_order(step).
-
     Stage s of the pipeline pushes part s, adds up part s - 1 and copies part s - 2. The tickets of parts that do not
     exist are empty. Steps 0..WORLD-2 are the peers, and step WORLD-1 is this rank.
     """

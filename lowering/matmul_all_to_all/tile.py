@@ -75,9 +75,8 @@ def matmul_all_to_all_kernel(
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts, rights: tuples of pointers to [M, K_i] with contiguous K, and to [K_i, parts * WORLD * N],
-    see Terms. The output is [WORLD * M, parts * N], contiguous, with rows as in interleaved_row.
-
-    A slot has places [peer][tile], and an outbox for each program.
+    see Terms. The output is [WORLD * M, parts * N], contiguous, with rows as in interleaved_row. A slot has places
+    [peer][tile], and an outbox for each program.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES

@@ -41,11 +41,9 @@ from ditron_inductor.task.nodes import MatmulReduceScatter
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The layout of a call, from sizes that all ranks share.
-
-    The output is [rows, N], and its rows are `outer` runs of the product's rows. `cut` is how an owner's rows are cut
-    and grouped. In the slot, the partial product of the next owner begins after `stride` elements. `arrangement` is the
-    epilogue, and `preparer` its part before the reduction.
+    """The layout of a call, from sizes that all ranks share. The output is [rows, N], and its rows are `outer` runs of
+    the product's rows. `cut` is how an owner's rows are cut and grouped. In the slot, the partial product of the next
+    owner begins after `stride` elements. `arrangement` is the epilogue, and `preparer` its part before the reduction.
     """
 
     rows: int

@@ -114,7 +114,6 @@ def row_of(pointer, cols, N, PRESENT: tl.constexpr):
 @triton.jit
 def extras(given, at, cols, inside, N, FORM: tl.constexpr):
     """Loads the tensors that a node has besides its operands: the residual as [ROWS, BLOCK], the others as [1, BLOCK].
-
     given: pointers in the order of nodes.EXTRAS. at, inside: the places of the rows' elements in a tensor with rows of
     N columns, and which of them exist. cols: [1, BLOCK]. The values of tensors that FORM does not have are not used.
     """

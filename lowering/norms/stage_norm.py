@@ -38,10 +38,8 @@ def stage_norm(
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Normalises x [M, N], contiguous, into the start of this rank's slot, and then publishes row PIECE_ROWS to all
-    peers.
-
-    given, outputs: see `rows.extras` and `rows.normalised`. The first output, the norm, is stored only if COPY, and
-    then even after a failure.
+    peers. given, outputs: see `rows.extras` and `rows.normalised`. The first output, the norm, is stored only if COPY,
+    and then even after a failure.
     """
     use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)

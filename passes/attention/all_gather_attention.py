@@ -178,16 +178,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     attention, keys, values = match.attention, match.keys, match.values
     node = attention.node
     collective = keys.collective
-    task = AllGatherAttention(
-        attention.mask,
-        attention.scale,
-        attention.softcap,
-        collective.world_size,
-        collective.group_name,
-        rewriting.UNNAMED_SITE,
-        rewriting.policy(options),
-        match.return_gathered,
-    )
+    site = rewriting.site_fields(collective.world_size, collective.group_name, options)
+    task = AllGatherAttention(*attention.of_scores, return_gathered=match.return_gathered, **site)
     with graph.inserting_before(node):
         locals_ = [
             replay(graph, tensor.chain, tensor.gathered.dim, collective.world_size, tensor.collective.operand)

@@ -100,6 +100,11 @@ class AttentionCall:
         return self.shown.mask
 
     @property
+    def of_scores(self) -> tuple[Mask, float, float]:
+        """The first fields of our nodes."""
+        return self.mask, self.scale, self.softcap
+
+    @property
     def bias(self) -> fx.Node | None:
         """The tensor that our op gets as its bias, or None."""
         return self.tensor if self.mask.kind == GIVEN else None
@@ -109,10 +114,9 @@ class AttentionCall:
         return self if self.shown.ranks in (0, world_size) else self.with_bias()
 
     def with_bias(self) -> AttentionCall | Refused:
-        """Returns the call with its mask as a bias of which nothing is known, if our op accepts that.
-
-        The answer is the same on all ranks, because the dtype and the sizes of the bias are those of one program,
-        whatever its constants are.
+        """Returns the call with its mask as a bias of which nothing is known, if our op accepts that. The answer is the
+        same on all ranks, because the dtype and the sizes of the bias are those of one program, whatever its constants
+        are.
         """
         if self.tensor is None:
             return ReasonCode.FLEX_BLOCK_MASK if self.node.target in FLEX else ReasonCode.ATTENTION_MASK

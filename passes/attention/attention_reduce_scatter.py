@@ -146,15 +146,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     attention, node = match.attention, match.attention.node
     collective = match.keys.collective
     world = collective.world_size
-    task = AttentionReduceScatter(
-        attention.mask,
-        attention.scale,
-        attention.softcap,
-        world,
-        collective.group_name,
-        rewriting.UNNAMED_SITE,
-        rewriting.policy(options),
-    )
+    site = rewriting.site_fields(world, collective.group_name, options)
+    task = AttentionReduceScatter(*attention.of_scores, **site)
     gradient, out, lse = backward_operands(node)
     with graph.inserting_before(node):
         if attention.kernel.lse:

@@ -41,11 +41,9 @@ class UnknownMask(Exception):
 
 
 class Masks:
-    """The values of the nodes of a graph, each of them found once.
-
-    known: the values of placeholders in a graph that works on single numbers, as FlexAttention's functions of one score
-    do. They are affine in numbers that stand for the indices of dimensions of these `sizes`, and every node has these
-    sizes.
+    """The values of the nodes of a graph, each of them found once. known: the values of placeholders in a graph that
+    works on single numbers, as FlexAttention's functions of one score do. They are affine in numbers that stand for the
+    indices of dimensions of these `sizes`, and every node has these sizes.
     """
 
     def __init__(self, known: dict[fx.Node, Value] | None = None, sizes: tuple[Any, ...] = ()) -> None:

@@ -36,10 +36,8 @@ class Shown:
 
 def read_mask(node: fx.Node, queries: Any, keys: Any, *, hides: bool = False, lowest: float | None = None) -> Shown:
     """Returns what a mask, or a bias that is added to the scores, shows of `queries` x `keys` scores. Raises
-    UnknownMask.
-
-    lowest: the number that replaces hidden scores; None for a bias, or a mask that hides by -inf. hides: the mask is
-    true where it hides.
+    UnknownMask. lowest: the number that replaces hidden scores; None for a bias, or a mask that hides by -inf. hides:
+    the mask is true where it hides.
     """
     value, shape = Masks().value(node), shape_of(node)
     if hides and isinstance(value, Truth):
@@ -112,10 +110,9 @@ def all_see(mask: Mask, queries: Any, keys: Any) -> bool:
 
 
 def _in_chunks(mask: Mask, queries: int) -> bool:
-    """Returns whether the runs of rows begin at multiples of half the number of a rank's rows.
-
-    A shift by one position would put one row in front of the first key, on rank 0 alone, and rank 0 alone would not
-    prove the mask. So masks with such shifts are proved on no rank.
+    """Returns whether the runs of rows begin at multiples of half the number of a rank's rows. A shift by one position
+    would put one row in front of the first key, on rank 0 alone, and rank 0 alone would not prove the mask. So masks
+    with such shifts are proved on no rank.
     """
     chunk = queries // 2 if queries % 2 == 0 else queries
     return not any(edge % chunk for run in mask.positions(0, 1, queries) for edge in (run.first, run.start))

@@ -324,10 +324,9 @@ class Proof:
 
 
 def prove(graph: fx.Graph, written: Written, gathered: Collection[fx.Node]) -> AttentionCall | Refused:
-    """Returns the attention [B, H, S, D] that is written out, or why it is not proved.
-
-    If keys and values do not have these dimensions in this order, it inserts views in front of the result. A caller
-    that does not use them erases them.
+    """Returns the attention [B, H, S, D] that is written out, or why it is not proved. If keys and values do not have
+    these dimensions in this order, it inserts views in front of the result. A caller that does not use them erases
+    them.
     """
     proof = Proof(written, gathered)
     try:

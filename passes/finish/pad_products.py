@@ -72,11 +72,9 @@ GPUS = ("cuda",)
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """The layout in memory of a matrix, or of a batch of matrices.
-
-    by_rows: whether the elements of a row are adjacent; otherwise those of a column are. aligned: the largest number of
-    bytes of which every row (or column) begins at a multiple. whole: whether rows (or columns) lie without gaps, so
-    that longer ones would lie further apart.
+    """The layout in memory of a matrix, or of a batch of matrices. by_rows: whether the elements of a row are adjacent;
+    otherwise those of a column are. aligned: the largest number of bytes of which every row (or column) begins at a
+    multiple. whole: whether rows (or columns) lie without gaps, so that longer ones would lie further apart.
     """
 
     by_rows: bool

@@ -50,7 +50,6 @@ LOCAL_FIELDS = (
 
 def launches_of(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, LaunchFacts]]]:
     """The launches of every group with more than one rank, by the group's name, in graph order: nodes and their facts.
-
     Groups that the graph holds as objects are left out, and so are groups that this process does not know, because it
     is not known by which store their ranks would meet.
     """

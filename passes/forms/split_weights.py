@@ -60,10 +60,9 @@ RESHAPES: frozenset[object] = frozenset({aten.reshape.default, aten.view.default
 
 @dataclass(frozen=True)
 class Match:
-    """A product, an output of an `all_gather_matmul` or an `mm`, and its halves: each a node, first or second.
-
-    steps: from the product to what is cut, views and the sum with a bias. view: the last view among them, in the shape
-    of the halves but for their width; the product itself if there is none.
+    """A product, an output of an `all_gather_matmul` or an `mm`, and its halves: each a node, first or second. steps:
+    from the product to what is cut, views and the sum with a bias. view: the last view among them, in the shape of the
+    halves but for their width; the product itself if there is none.
     """
 
     product: fx.Node

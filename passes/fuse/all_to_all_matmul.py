@@ -49,11 +49,9 @@ from ditron_inductor.task.nodes import AllToAllMatmul
 
 @dataclass(frozen=True)
 class Match:
-    """An all-to-all and the matmul that it feeds.
-
-    x: the node that the op reads as [first, W * second, parts * columns]. received: the node whose place the received
-    tensor takes, [first, second, K] and views of it. first_use: the first node that reads elements of it. steps: all
-    nodes from x to the views of what is received.
+    """An all-to-all and the matmul that it feeds. x: the node that the op reads as [first, W * second, parts *
+    columns]. received: the node whose place the received tensor takes, [first, second, K] and views of it. first_use:
+    the first node that reads elements of it. steps: all nodes from x to the views of what is received.
     """
 
     collective: AllToAll

@@ -51,10 +51,9 @@ INDICES = 1
 
 @dataclass(frozen=True)
 class Match:
-    """A bmm whose one factor is a copy of the weights of each slot.
-
-    rows: [T, K] if `by_token`, else [S, K] or a view of that. experts: [S]. weight: [E, .., ..], in which `swapped`
-    says that N stands before K. result: the view [S, N] of the product. top_k: the slots of a token.
+    """A bmm whose one factor is a copy of the weights of each slot. rows: [T, K] if `by_token`, else [S, K] or a view
+    of that. experts: [S]. weight: [E, .., ..], in which `swapped` says that N stands before K. result: the view [S, N]
+    of the product. top_k: the slots of a token.
     """
 
     bmm: fx.Node

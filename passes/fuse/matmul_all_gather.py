@@ -56,10 +56,9 @@ PICKS: frozenset[object] = frozenset({aten.index_select.default, aten.index.Tens
 
 @dataclass(frozen=True)
 class GatheredProducts:
-    """The node `result` holds the products of all ranks, each of `shape`, concatenated along dimension `dim`.
-
-    between: the nodes from the result of the wait to `result`, without both. sizes: the sizes of `result` as arguments
-    of a reshape, if the ranks are a dimension of their own there.
+    """The node `result` holds the products of all ranks, each of `shape`, concatenated along dimension `dim`. between:
+    the nodes from the result of the wait to `result`, without both. sizes: the sizes of `result` as arguments of a
+    reshape, if the ranks are a dimension of their own there.
     """
 
     result: fx.Node
@@ -71,9 +70,8 @@ class GatheredProducts:
 
 @dataclass(frozen=True)
 class Match:
-    """A product, or a sum of them, and the gather of it.
-
-    `lefts` are the first operands, `steps` the nodes from the products to the result, all included.
+    """A product, or a sum of them, and the gather of it. `lefts` are the first operands, `steps` the nodes from the
+    products to the result, all included.
     """
 
     collective: Collective

@@ -66,10 +66,9 @@ from ditron_inductor.task.nodes import MatmulReduceScatter
 
 @dataclass(frozen=True)
 class Match:
-    """A product, or a sum of them, and the reduce-scatter of it.
-
-    `lefts` are the first operands. Where the product's columns are scattered, `column_sizes` are the result's sizes,
-    and there are no `lefts`. `steps` are the nodes from the products to the result, all included.
+    """A product, or a sum of them, and the reduce-scatter of it. `lefts` are the first operands. Where the product's
+    columns are scattered, `column_sizes` are the result's sizes, and there are no `lefts`. `steps` are the nodes from
+    the products to the result, all included.
     """
 
     collective: Collective

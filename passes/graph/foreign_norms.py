@@ -42,7 +42,6 @@ CONVERT = torch.ops.prims.convert_element_type.default
 @dataclass(frozen=True)
 class NormOp:
     """An op that normalises rows: the names of its arguments, and which of them are x, the residual, weight and eps.
-
     results: what the op returns at each place, `normed` or `total`; None is the place of a result that is alone.
     absent: arguments that must not be given.
     """

@@ -233,10 +233,9 @@ def _of_rows(node: fx.Node) -> bool:
 
 
 class _Tail:
-    """The ops that follow the scaled rows [.., N], node by node: conversion, weight, shift.
-
-    branch: which of two readers to follow, 0 or 1, where two nodes read a value that has no weight and no shift yet.
-    None: the walk ends there.
+    """The ops that follow the scaled rows [.., N], node by node: conversion, weight, shift. branch: which of two
+    readers to follow, 0 or 1, where two nodes read a value that has no weight and no shift yet. None: the walk ends
+    there.
     """
 
     def __init__(self, scaled: fx.Node, dtype: torch.dtype, columns: Any, branch: int | None = None) -> None:

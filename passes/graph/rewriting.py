@@ -147,10 +147,9 @@ def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Nod
 def call_task(
     graph: fx.Graph, task: Node, operands: Mapping[str, Any], origin: fx.Node, values: Any, token: Any = None
 ) -> fx.Node:
-    """Inserts the op call of a verified node, with the metadata of `origin`, at the graph's insertion point.
-
-    operands: by name, see `Node.slots`; None or missing for those that the node does not have. values: the fake tensors
-    that the call returns. token: None until a later pass orders the sites.
+    """Inserts the op call of a verified node, with the metadata of `origin`, at the graph's insertion point. operands:
+    by name, see `Node.slots`; None or missing for those that the node does not have. values: the fake tensors that the
+    call returns. token: None until a later pass orders the sites.
     """
     task.verify()
     args = schema.arguments(task, token, **operands)
@@ -278,11 +277,9 @@ def reshape_views(nodes: Iterable[fx.Node]) -> None:
 
 
 def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
-    """Returns (a node and all nodes that view or move its elements, whether all users of these accept any strides).
-
-    A tensor that is saved for the backward has the strides of the traced graph. If its strides differ, the backward
-    would take those of the first call as numbers. So with sizes that change from call to call it has to keep its
-    strides.
+    """Returns (a node and all nodes that view or move its elements, whether all users of these accept any strides). A
+    tensor that is saved for the backward has the strides of the traced graph. If its strides differ, the backward would
+    take those of the first call as numbers. So with sizes that change from call to call it has to keep its strides.
     """
     has_symbols = any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
     views: dict[fx.Node, None] = {node: None}

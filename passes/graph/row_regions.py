@@ -63,10 +63,9 @@ DETERMINISTIC: frozenset[object] = REDUCTIONS | {
 
 @dataclass(frozen=True)
 class Region:
-    """Row-wise work behind `reductions`; `rows` is the shape of all members but for the last dimension.
-
-    `members` are in graph order, results of the reductions included. `entering` are whole tensors that members read,
-    `roots` the placeholders that have to be equal on all ranks.
+    """Row-wise work behind `reductions`; `rows` is the shape of all members but for the last dimension. `members` are
+    in graph order, results of the reductions included. `entering` are whole tensors that members read, `roots` the
+    placeholders that have to be equal on all ranks.
     """
 
     rows: tuple[int, ...]

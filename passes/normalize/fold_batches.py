@@ -39,10 +39,9 @@ GROWN: frozenset[object] = frozenset({aten.expand.default, aten.repeat.default})
 
 @dataclass(frozen=True)
 class Match:
-    """A bmm of `lhs [B, M, K]` with the same matrix in every batch.
-
-    The matrix is `source`, in two dimensions or with leading ones, and transposed if `transposed`. `lhs_sizes` and
-    `out_sizes` are the reshapes' arguments: ints, nodes of the graph, and -1 at most once.
+    """A bmm of `lhs [B, M, K]` with the same matrix in every batch. The matrix is `source`, in two dimensions or with
+    leading ones, and transposed if `transposed`. `lhs_sizes` and `out_sizes` are the reshapes' arguments: ints, nodes
+    of the graph, and -1 at most once.
     """
 
     bmm: fx.Node
