@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,9 +63,7 @@ class Lane(Protocol):
 
     def __enter__(self) -> Lane: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
 
     def beside(self) -> AbstractContextManager[object]:
         """Returns a context in which launches go to the second main stream, and `here` and `wait` refer to it."""
@@ -96,9 +93,7 @@ class HostLane:
     def __enter__(self) -> Lane:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         pass
 
     def beside(self) -> AbstractContextManager[object]:
@@ -166,9 +161,7 @@ class StreamLane:
         self.follow(self._start)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._second_used:
             assert self._beside is not None
             self.wait(self._record(self._beside.stream))
@@ -234,9 +227,7 @@ class _Beside:
         self._lane._current = self.stream
         self._enter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         lane = self._lane
         lane.main = lane._caller_handle
         lane._current = lane._caller

@@ -26,8 +26,7 @@ from ditron_inductor.task.site_records import GraphRecord, SiteRecord, collect_s
 if TYPE_CHECKING:
     import torch
 
-    from ditron_inductor.report.measure import SiteShape, Timings
-    from ditron_inductor.task.plan import PlanRequest
+    from ditron_inductor.report.measure import Timings
 
 # A report must not raise, and needs no summary line.
 UNASKED = {"ditron.strict": False, "ditron.summary": False}
@@ -139,7 +138,7 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None, c
     """
     import torch
 
-    from ditron_inductor.report.measure import SiteShape
+    from ditron_inductor.report.measure import SiteShape, measure
     from ditron_inductor.report.timing import ROUNDS
     from ditron_inductor.task.nodes import Policy
     from ditron_inductor.task.plan import possible
@@ -160,31 +159,19 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None, c
         key = (record.group_name, replace(request, site=""), node, strategies)
         if key not in known:
             shape = SiteShape(node, call[1], getattr(torch, record.dtype))
-            known[key] = _timings(shape, request, report.options, strategies, graph, rounds or ROUNDS)
+            on_gpu = request.device_type == "cuda"
+            known[key] = measure(
+                shape,
+                group_name=shape.node.group_name,
+                device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+                strategies=strategies,
+                graph=graph and on_gpu,
+                rounds=rounds or ROUNDS,
+                workspace_limit=report.options.workspace_limit,
+                timeout_s=report.options.timeout_arg,
+            )
         sites.append(replace(site, measured=known[key]))
     return replace(report, sites=tuple(sites))
-
-
-def _timings(
-    shape: SiteShape, request: PlanRequest, options: Options, strategies: Sequence[str], graph: bool, rounds: int
-) -> Timings:
-    import torch
-
-    from ditron_inductor.report.measure import measure
-
-    device = torch.device("cpu")
-    if request.device_type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    return measure(
-        shape,
-        group_name=shape.node.group_name,
-        device=device,
-        strategies=strategies,
-        graph=graph and request.device_type == "cuda",
-        rounds=rounds,
-        workspace_limit=options.workspace_limit,
-        timeout_s=options.timeout_arg,
-    )
 
 
 def uses_graphs(mode: str | None) -> bool:

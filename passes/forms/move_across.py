@@ -135,9 +135,7 @@ def _copy_row_major(graph: fx.Graph, node: fx.Node) -> None:
     """Inserts a row-major copy. A collective returns a row-major tensor, so what replaces it has to do the same."""
     users = list(node.users)
     with graph.inserting_before(node.next):
-        shape = tuple(node.meta["val"].shape)
-        copy = rewriting.call(graph, aten.clone.default, (node,), node, shape)
-        copy.kwargs = {"memory_format": torch.contiguous_format}
+        copy = rewriting.row_major_copy(graph, node, node)
     for user in users:
         user.replace_input_with(node, copy)
 

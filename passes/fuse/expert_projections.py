@@ -95,9 +95,8 @@ def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> M
     result = _as_matrix(bmm, S, value.shape[3 - contracted])
     if result is None:
         return None
-    views = proofs.views_up(rows)
-    of_tokens = _repeated(views[-1], S // top_k, top_k)
-    x = of_tokens or _of_shape(views, (S, value.shape[contracted])) or rows
+    of_tokens = _repeated(proofs.views_up(rows)[-1], S // top_k, top_k)
+    x = of_tokens or proofs.view_in_shape(rows, (S, value.shape[contracted])) or rows
     if written((x, experts, weight)) is not None:
         # The call would read it later than the copy does.
         return None
@@ -142,18 +141,12 @@ def _repeated(source: fx.Node, tokens: int, top_k: int) -> fx.Node | None:
     if copied.target is not aten.expand.default or not isinstance(copied.args[0], fx.Node):
         return None
     single, value = proofs.tensor(copied.args[0]), proofs.tensor(copied)
-    x = proofs.views_up(copied.args[0])
     if single is None or value is None or value.ndim != 3:
         return None
     shape = (tokens, top_k, value.shape[2])
     if not proofs.same_shape(tuple(value.shape), shape) or not proofs.known_equal(single.shape[1], 1):
         return None
-    return _of_shape(x, (tokens, value.shape[2]))
-
-
-def _of_shape(views: list[fx.Node], shape: tuple[Any, ...]) -> fx.Node | None:
-    """Returns the first of these views of one tensor that has this shape."""
-    return next((view for view in views if proofs.same_shape(tuple(view.meta["val"].shape), shape)), None)
+    return proofs.view_in_shape(copied.args[0], (tokens, value.shape[2]))
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

@@ -41,9 +41,9 @@ def read_matmul(node: fx.Node) -> Matmul | ReasonCode:
     return Matmul(bound["mat1"], bound["mat2"], bound["self"])
 
 
-def with_bias_column(product: fx.Node, matmul: fx.Node) -> fx.Node:
-    """Returns what replaces the transpose of `matmul`, given `product`, the transpose of its product. If there is a
-    bias, an add of the bias as a column is inserted in front of `matmul`.
+def with_bias(product: fx.Node, matmul: fx.Node, *, transposed: bool = False) -> fx.Node:
+    """Returns what replaces `matmul`, given its product, or its transpose, given that of the product. If there is a
+    bias, an add of it, as a row or as a column, is inserted in front of `matmul`.
     """
     read = read_matmul(matmul)
     assert isinstance(read, Matmul)
@@ -51,21 +51,7 @@ def with_bias_column(product: fx.Node, matmul: fx.Node) -> fx.Node:
         return product
     graph = matmul.graph
     with graph.inserting_before(matmul):
-        bias = rewriting.row(graph, read.bias)
-        column = rewriting.column(graph, bias)
-        added = graph.create_node("call_function", aten.add.Tensor, (product, column), name="biased")
-    added.meta.update(rewriting.copied_meta(product))
-    return added
-
-
-def with_bias(product: fx.Node, matmul: fx.Node) -> fx.Node:
-    """Returns what replaces `matmul`: its product, or an add of the bias, inserted in front of `matmul`."""
-    read = read_matmul(matmul)
-    assert isinstance(read, Matmul)
-    if read.bias is None:
-        return product
-    graph = matmul.graph
-    with graph.inserting_before(matmul):
-        added = graph.create_node("call_function", aten.add.Tensor, (product, read.bias), name="biased")
-    added.meta.update(rewriting.copied_meta(matmul))
+        bias = rewriting.column(graph, rewriting.row(graph, read.bias)) if transposed else read.bias
+        added = graph.create_node("call_function", aten.add.Tensor, (product, bias), name="biased")
+    added.meta.update(rewriting.copied_meta(product if transposed else matmul))
     return added

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.biases import read_matmul, with_bias, with_bias_column
+from ditron_inductor.passes.graph.biases import read_matmul, with_bias
 from ditron_inductor.passes.graph.collectives import Collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused, refused
 from ditron_inductor.task.nodes import TaskNode
@@ -286,12 +286,10 @@ def replace(
                 if view < call and view is not gathered and proofs.depends_on(view, {returned}):
                     first_use.prepend(view)
     for matmul, product in zip(feeds.matmuls, products, strict=True):
+        product = with_bias(product, matmul.mm, transposed=matmul.transposed)
         if matmul.transposed:
-            product = with_bias_column(product, matmul.mm)
             with graph.inserting_before(matmul.mm):
                 product = rewriting.transposed_back(graph, product, matmul.mm)
-        else:
-            product = with_bias(product, matmul.mm)
         matmul.mm.replace_all_uses_with(product)
     turned = [matmul.operand for matmul in feeds.matmuls if matmul.operand.target in proofs.TRANSPOSES]
     rewriting.erase_unused(graph, [*feeds.steps, *(matmul.mm for matmul in feeds.matmuls), *turned])

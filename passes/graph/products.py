@@ -266,10 +266,9 @@ def lefts_in_shape(product: Product, shape: tuple[Any, ...]) -> tuple[Left, ...]
 
 def _lhs_in_shape(operand: fx.Node, product: Product, shape: tuple[Any, ...]) -> Left | None:
     wanted = (*shape[:-1], proofs.fake(operand).shape[-1])
-    for view in proofs.views_up(operand):
-        value = proofs.tensor(view)
-        if value is not None and proofs.same_shape(value.shape, wanted):
-            return view, None
+    view = proofs.view_in_shape(operand, wanted)
+    if view is not None:
+        return view, None
     sizes = sizes_in_graph(product, wanted)
     return None if sizes is None else (operand, sizes)
 

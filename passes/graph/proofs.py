@@ -158,6 +158,15 @@ def views_up(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
+def view_in_shape(node: fx.Node, shape: tuple[Any, ...]) -> fx.Node | None:
+    """The first of `views_up` that has this shape; None if none has."""
+    for view in views_up(node):
+        value = tensor(view)
+        if value is not None and same_shape(value.shape, shape):
+            return view
+    return None
+
+
 def views_down(node: fx.Node) -> Iterator[fx.Node]:
     """`node` and all order-keeping views of it, each before its own views."""
     yield node

@@ -80,7 +80,7 @@ def _shared_matrix(node: Any) -> fx.Node | None:
         return None
     matrix = value.shape[1:]
     if proofs.known_equal(value.shape[0], 1):
-        return _in_two_dimensions(node, matrix) or node  # type: ignore[no-any-return]
+        return proofs.view_in_shape(node, matrix) or node  # type: ignore[no-any-return]
     for view in proofs.views_up(node):
         if view.target not in GROWN or proofs.keeps_order(view):
             continue
@@ -93,16 +93,7 @@ def _shared_matrix(node: Any) -> fx.Node | None:
         whole = proofs.same_shape(grown.shape[-2:], matrix) and proofs.same_shape(given.shape[-2:], matrix)
         if not whole or not all(proofs.known_equal(size, 1) for size in given.shape[:-2]):
             return None
-        return _in_two_dimensions(source, matrix) or source
-    return None
-
-
-def _in_two_dimensions(node: fx.Node, matrix: tuple[Any, ...]) -> fx.Node | None:
-    """Returns the source of `node`, if `node` is a view of the matrix itself; otherwise None."""
-    for view in proofs.views_up(node):
-        value = proofs.tensor(view)
-        if value is not None and proofs.same_shape(value.shape, matrix):
-            return view
+        return proofs.view_in_shape(source, matrix) or source
     return None
 
 
@@ -123,7 +114,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     rows, columns = left.shape[0] * left.shape[1], out.shape[2]
     with graph.inserting_before(bmm):
         matrix = _matrix(graph, match)
-        lhs = _in_two_dimensions(match.lhs, (rows, left.shape[2]))
+        lhs = proofs.view_in_shape(match.lhs, (rows, left.shape[2]))
         if lhs is None:
             args = (match.lhs, list(match.lhs_sizes))
             lhs = rewriting.call(graph, aten.reshape.default, args, match.lhs, *_folded(left))

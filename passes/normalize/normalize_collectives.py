@@ -157,9 +157,7 @@ def _ends(graph: fx.Graph, chain: set[fx.Node]) -> set[fx.Node]:
 def _views_to_reshapes(chain: set[fx.Node]) -> int:
     """Replaces views by reshapes, which do not depend on strides: a rewrite may change those. Returns how many."""
     views = [node for node in chain if node.target in rewriting.VIEWS]
-    for view in views:
-        view.target = aten.reshape.default
-        view.meta.pop("eager_input_vals", None)
+    rewriting.reshape_views(views)
     return len(views)
 
 
