@@ -70,11 +70,10 @@ class GraphMeeting:
         self._lock = threading.Lock()
 
     def __call__(self) -> Other | None:
-        """Returns None if the graph runs as it was rewritten, and otherwise what runs in its place.
-
-        Raises what `Meetings.meet` raises; DitronCaptureError if a graph that waits for its peers is captured before it
-        has run; DitronRunsUnfused if the graph runs as Inductor alone would run it, and the option `ditron.strict`
-        forbids that; and RuntimeError if a group does not exist any more.
+        """Returns None if the graph runs as it was rewritten, and otherwise what runs in its place. Raises what
+        `Meetings.meet` raises; DitronCaptureError if a graph that waits for its peers is captured before it has run;
+        DitronRunsUnfused if the graph runs as Inductor alone would run it, and the option `ditron.strict` forbids that;
+        and RuntimeError if a group does not exist any more.
         """
         if self._first_run is not None:
             # The first execution has ended, whether all sites have run or not.

@@ -217,10 +217,9 @@ class DitronPipeline(CustomGraphPass):
 
     def uuid(self) -> str:
         """Returns a hash of everything that decides what the passes do: sources, shipped tables, options, order, the
-        groups behind names in the graph that are not torch's, and the size of each group.
-
-        What acts only at run time, such as a user's tuned table, is not a part of it: it may differ between a run that
-        fills the cache and a run that reads it.
+        groups behind names in the graph that are not torch's, and the size of each group. What acts only at run time,
+        such as a user's tuned table, is not a part of it: it may differ between a run that fills the cache and a run
+        that reads it.
         """
         parts = [source_digest(self.root), self.options.text(), *(name_pass.__name__ for name_pass in self.passes)]
         parts += [f"{name}={known}" for name, known in group_names().items()]

@@ -147,10 +147,9 @@ class ChunkedExchange:
         row: int = 0,
     ) -> Bound:
         """(partials, extras, outs): adds up the partials [W, rows, columns], which lie `stride` elements apart, and
-        computes the outputs [rows, columns]; see `transfers.reduce_partials`. `extras` must not be empty.
-
-        result: the element of this rank's slot where the sum is stored too, with flag row `row`; None if the launch
-        ends the use of the slot.
+        computes the outputs [rows, columns]; see `transfers.reduce_partials`. `extras` must not be empty. result: the
+        element of this rank's slot where the sum is stored too, with flag row `row`; None if the launch ends the use of
+        the slot.
         """
 
         def arguments() -> Arguments:

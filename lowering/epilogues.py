@@ -116,11 +116,10 @@ def _line(expression: Expression, group: OutputGroup, names: dict[Expression, st
 
 
 class Groups(NamedTuple):
-    """The groups of products that are computed together, known at compile time.
-
-    In group g the weights from FIRST_WEIGHTS[g] on, NUM_TOGETHER[g] in number (1 or 2), are multiplied in one tile,
-    from which the outputs from FIRST_OUTS[g] on are computed, NUM_OUTS[g] in number. Each of these lists is one integer
-    with 8 bits for each g (see `unpacked`).
+    """The groups of products that are computed together, known at compile time. In group g the weights from
+    FIRST_WEIGHTS[g] on, NUM_TOGETHER[g] in number (1 or 2), are multiplied in one tile, from which the outputs from
+    FIRST_OUTS[g] on are computed, NUM_OUTS[g] in number. Each of these lists is one integer with 8 bits for each g (see
+    `unpacked`).
     """
 
     NUM_GROUPS: Any
@@ -388,10 +387,9 @@ class Elementwise:
 
 class Finisher:
     """Computes the outputs of a node from products of the library. The library adds a bias where the epilogue does no
-    more than that; for each other group there is one elementwise launch. All calls have operands of one form.
-
-    biases: the index of the extra tensor that the library adds to a product, by the product's index. The library rounds
-    only once, after the sum.
+    more than that; for each other group there is one elementwise launch. All calls have operands of one form. biases:
+    the index of the extra tensor that the library adds to a product, by the product's index. The library rounds only
+    once, after the sum.
     """
 
     def __init__(

@@ -141,11 +141,9 @@ def received_block(own, block, ok, TILES: tl.constexpr):
 @triton.jit
 def reduced_slice(use, own, tile, tiles_per_owner, slice_, ok, ROWS: tl.constexpr, HOW: tl.constexpr):
     """Returns the sum over all ranks of the rows from slice_ * ROWS on of this rank's tile `tile`, fp32 [ROWS,
-    BLOCK_N]; NaN if ok is 0.
-
-    own: pointer to this rank's own partial tile, a block. Partial tiles are added in rank order 0..W-1, whatever the
-    order of arrival, so equal inputs give equal bits. A slice is small enough that all its loads are under way at once.
-    The caller has waited for every peer's flag of the tile.
+    BLOCK_N]; NaN if ok is 0. own: pointer to this rank's own partial tile, a block. Partial tiles are added in rank
+    order 0..W-1, whatever the order of arrival, so equal inputs give equal bits. A slice is small enough that all its
+    loads are under way at once. The caller has waited for every peer's flag of the tile.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES

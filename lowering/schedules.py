@@ -117,11 +117,10 @@ def gather_schedule(
     *,
     apart: bool = False,
 ) -> Gathering:
-    """Returns the fastest Gathering of shards of `rows` rows for weights with these `columns`, by the model.
-
-    apart: the rows of a shard do not lie together, so shards are multiplied one by one. Narrow weights, such as those
-    of keys and values, have few tiles in a group of rows. While the products with wide weights hide the transfer, the
-    narrow products can wait until they fill the GPU.
+    """Returns the fastest Gathering of shards of `rows` rows for weights with these `columns`, by the model. apart: the
+    rows of a shard do not lie together, so shards are multiplied one by one. Narrow weights, such as those of keys and
+    values, have few tiles in a group of rows. While the products with wide weights hide the transfer, the narrow
+    products can wait until they fill the GPU.
     """
     widest_first = sorted(range(len(columns)), key=lambda i: -columns[i])
     ways: list[tuple[float, Gathering]] = []

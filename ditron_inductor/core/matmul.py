@@ -369,11 +369,9 @@ def plus_column(acc, bias, row, last, BLOCK_M: tl.constexpr, HAS_BIAS: tl.conste
 @triton.jit
 def matmul_tile_of_few_rows(a, M, b, terms, column, N, TILES: tl.constexpr):
     """Returns acc[m, n] = sum_i sum_k A_i[m, k] * B_i[k, column + n], fp32 [BLOCK_M, BLOCK_N], for all M <= BLOCK_M
-    rows.
-
-    It takes as long as reading B does. The transpose is computed: tensor cores need many rows, and B has many columns,
-    so the blocks of B go from shared memory directly into the tensor cores. a: pointers to A_i [M, K_i] with contiguous
-    K, b: pointers to B_i [K_i, N], both as tuples with these Terms.
+    rows. It takes as long as reading B does. The transpose is computed: tensor cores need many rows, and B has many
+    columns, so the blocks of B go from shared memory directly into the tensor cores. a: pointers to A_i [M, K_i] with
+    contiguous K, b: pointers to B_i [K_i, N], both as tuples with these Terms.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N

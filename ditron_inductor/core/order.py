@@ -33,10 +33,9 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 @triton.jit
 def interleaved_row(row, chunk, rows, block, WORLD: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Returns the row of the whole tensor that corresponds to row `row` of the shard of rank `chunk`, which has `rows`
-    rows.
-
-    A gather or scatter along an inner dimension interleaves the shards (INTERLEAVED). Each shard then holds runs of
-    `block` consecutive rows, where `block` is the product of the shard's sizes from that dimension to the last but one.
+    rows. A gather or scatter along an inner dimension interleaves the shards (INTERLEAVED). Each shard then holds runs
+    of `block` consecutive rows, where `block` is the product of the shard's sizes from that dimension to the last but
+    one.
     """
     if INTERLEAVED:
         return (row // block) * (block * WORLD) + chunk * block + row % block

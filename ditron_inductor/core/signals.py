@@ -158,11 +158,9 @@ def fail(use, code: tl.constexpr, source, row, seen):
 @triton.jit
 def wait(use, row, source):
     """Waits until `source` has published this use in flag `row` of this rank. Returns 1 if it has, and 0 after a
-    failure.
-
-    It acquires at system scope: what `source` wrote before it published is visible to the whole program afterwards. The
-    wait is bounded. It expires after POLL_LIMIT polls, and soon after another program of this launch has failed. Then
-    `fail` records why, and the caller must not read the data.
+    failure. It acquires at system scope: what `source` wrote before it published is visible to the whole program
+    afterwards. The wait is bounded. It expires after POLL_LIMIT polls, and soon after another program of this launch
+    has failed. Then `fail` records why, and the caller must not read the data.
     """
     address = flag(use, use.rank, row, source)
     limit = tl.load(use.ctl + POLL_LIMIT)
@@ -261,7 +259,6 @@ def proxy_fence(ok):
 @triton.jit
 def publish(use, target, row):
     """Tells `target` that everything that this program wrote for it, and everything that it has acquired, is visible.
-
     This rank is the only writer of the word, and it stores, never adds. The barrier makes the stores of all warps
     precede the release, which one thread performs. The next use of the slot overwrites the word. For that use `target`
     must have given its credit, so the word has been read by then.
@@ -419,7 +416,6 @@ def leave(use, ticket, due, THREADS: tl.constexpr, wanted):
 @triton.jit
 def close(number, use):
     """If this program is the last one, resets the tickets, advances the epoch, and notes that the credits are due.
-
     number: the number of programs that had left before. They may still be working, and reading the slot. Nothing that
     is written here is read before the next launch, so nothing has to be ordered. The epoch of a failed launch advances
     too, because the next launch finds the poison word and returns NaN.

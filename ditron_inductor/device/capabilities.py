@@ -30,12 +30,10 @@ all ranks of the program.
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What all ranks of a group can do. It is equal on every rank, and the weakest rank decides.
-
-    `arch` is "sm_90", "gfx942", "interpreter" or "cpu". `num_sms` is the smallest of the ranks' devices. `peer_access`:
-    every rank can load and store the memory of every other. `tile_available`: the `tile` kernels can run, which needs
-    peer access. A reason is a sentence without a full stop, empty if the flag beside it is True. `in_band`: kernels may
-    send in band.
+    """What all ranks of a group can do. It is equal on every rank, and the weakest rank decides. `arch` is "sm_90",
+    "gfx942", "interpreter" or "cpu". `num_sms` is the smallest of the ranks' devices. `peer_access`: every rank can
+    load and store the memory of every other. `tile_available`: the `tile` kernels can run, which needs peer access. A
+    reason is a sentence without a full stop, empty if the flag beside it is True. `in_band`: kernels may send in band.
     """
 
     device_type: str
@@ -56,12 +54,10 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's view of itself and of the devices it sees.
-
-    `host` is equal for processes that can hand each other memory: one machine, one container. `device_id` is the UUID
-    of a GPU, or "cpu". `peers` maps the other devices that this process sees to whether it can access their memory.
-    `tile_problem` says why this rank alone could not run a `tile` kernel, or is empty. `in_band`: kernels of this rank
-    may send in band.
+    """One rank's view of itself and of the devices it sees. `host` is equal for processes that can hand each other
+    memory: one machine, one container. `device_id` is the UUID of a GPU, or "cpu". `peers` maps the other devices that
+    this process sees to whether it can access their memory. `tile_problem` says why this rank alone could not run a
+    `tile` kernel, or is empty. `in_band`: kernels of this rank may send in band.
     """
 
     host: str

@@ -49,7 +49,6 @@ class LaunchFacts:
 @dataclass(frozen=True)
 class GroupFacts:
     """The launches of one group in one graph. before: as Inductor alone would run them; after: as the passes left them.
-
     world_size: the number of ranks that the graph was compiled for. moved: what the passes moved from one side of a
     collective to the other, or merged, so that other numbers are sent, or in another order; empty if nothing.
     structure: a hash of all ops of the graph before the passes.

@@ -13,12 +13,10 @@ from torch.distributed import distributed_c10d
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """One process group as the Device level sees it.
-
-    `rank` and `world_size` count inside the group. `global_ranks` are its members' ranks in the default group. `store`
-    is the group's c10d store under a prefix of ours. `timeout_s` is the time that its own collectives may take. Two
-    groups are the same only if they are the same object: if a group was destroyed and made again under the same name,
-    its peers have kept nothing of the old group.
+    """One process group as the Device level sees it. `rank` and `world_size` count inside the group. `global_ranks` are
+    its members' ranks in the default group. `store` is the group's c10d store under a prefix of ours. `timeout_s` is
+    the time that its own collectives may take. Two groups are the same only if they are the same object: if a group was
+    destroyed and made again under the same name, its peers have kept nothing of the old group.
     """
 
     name: str

@@ -78,11 +78,9 @@ def agree_options(
     session: Session, options: AgreedOptions, timeout_s: float, site: str = "new options", size: int = 0
 ) -> list[int]:
     """Reaches an agreement on further options, or on the options and sizes of a further site, in a group that has
-    shaken hands.
-
-    Returns every rank's `size`. Collective: the ranks meet here for both reasons, so that a rank with other options
-    gets an error that says so. Raises what `shake_hands` raises, and DitronDiverged if the options are equal and the
-    sites are not.
+    shaken hands. Returns every rank's `size`. Collective: the ranks meet here for both reasons, so that a rank with
+    other options gets an error that says so. Raises what `shake_hands` raises, and DitronDiverged if the options are
+    equal and the sites are not.
     """
     offer = {"settings": _settings(options), "site": site, "size": size}
     offers = session.all_gather("agree on a site and its options", offer, timeout_s)

@@ -36,7 +36,6 @@ HIGH_PRIORITY = -1
 
 class Transfer(NamedTuple):
     """A copy on the side stream, from a peer's slot into a tensor. All numbers but `source` and `runs` are bytes.
-
     offset: of the target in its tensor. source: an address in a peer's slot. nbytes: of one run. runs: how many runs of
     `nbytes` follow each other at the source; in the target they begin `pitch` apart, as the rows of one rank do in each
     sequence of a batch.
@@ -117,11 +116,10 @@ class HostLane:
 
 
 class StreamLane:
-    """The lane of a CUDA device. There is one object for each workspace, which one call after another uses.
-
-    order: knows the stream of the present call. The side stream and the second main stream are made when they are first
-    used. Marks are events, which are kept for the next call. Inside a capture they are new, because an event that a
-    finished capture recorded must not be used again.
+    """The lane of a CUDA device. There is one object for each workspace, which one call after another uses. order:
+    knows the stream of the present call. The side stream and the second main stream are made when they are first used.
+    Marks are events, which are kept for the next call. Inside a capture they are new, because an event that a finished
+    capture recorded must not be used again.
     """
 
     def __init__(self, device: torch.device, order: CallOrder) -> None:

@@ -92,8 +92,7 @@ class StreamOrder:
         self.stream = NO_STREAM
         self._device = device
         self._index: int = device.index
-        # The stream of the last call outside captures, by handle and as an object, and the event recorded behind the
-        # call.
+        # The stream of the last call outside captures, by handle and as an object, and the event behind that call.
         self._last_handle = NO_STREAM
         self._last: torch.cuda.Stream | None = None
         self._last_is_foreign = False

@@ -72,8 +72,7 @@ class Health:
             raise DitronPoisoned(group_name=self._group.name, cause=self._cause)
         if error is not None:
             self._cause = str(error)
-            # Raise a copy: the traceback of a raised error would keep its callers' tensors as long as we keep the
-            # error.
+            # Raise a copy: the traceback of a raised error keeps its callers' tensors as long as we keep the error.
             raise type(error)(**error.fields)
 
     def fail(self, cause: BaseException) -> None:

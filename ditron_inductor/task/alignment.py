@@ -55,11 +55,10 @@ def _frozen(values: dict[object, float]) -> Mapping[object, float]:
 
 @dataclass(frozen=True)
 class Rule:
-    """The constants of the rule, for a GPU of the class of an H200.
-
-    flops_per_s: by dtype, the rate of a large aligned product. operand: by the bytes to which the rows of the operands
-    are aligned, the part of this rate that is reached; result: the same for the result alone. fp32 without
-    TensorFloat-32 has no kernels that need alignment: `plain` is its part.
+    """The constants of the rule, for a GPU of the class of an H200. flops_per_s: by dtype, the rate of a large aligned
+    product. operand: by the bytes to which the rows of the operands are aligned, the part of this rate that is reached;
+    result: the same for the result alone. fp32 without TensorFloat-32 has no kernels that need alignment: `plain` is
+    its part.
     """
 
     flops_per_s: Mapping[object, float] = field(

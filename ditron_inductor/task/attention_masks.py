@@ -48,11 +48,10 @@ LONGEST_WINDOW = 2**63 - 1
 
 @dataclass(frozen=True)
 class Mask:
-    """What rows see; the module lists the kinds. window: the most keys that a row sees, 0 for no limit.
-
-    offset, jumps: the positions of rows, for the kinds in PLACED. Row i stands at offset + i, plus the jumps in front
-    of it: `8+24` adds 24 from row 8 on, and several jumps are separated by blanks. They belong to this rank alone.
-    Nothing that the ranks have to agree on may depend on them.
+    """What rows see; the module lists the kinds. window: the most keys that a row sees, 0 for no limit. offset, jumps:
+    the positions of rows, for the kinds in PLACED. Row i stands at offset + i, plus the jumps in front of it: `8+24`
+    adds 24 from row 8 on, and several jumps are separated by blanks. They belong to this rank alone. Nothing that the
+    ranks have to agree on may depend on them.
     """
 
     kind: str

@@ -14,12 +14,10 @@ from ditron_inductor.task.problem import Problem
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a node sends between the ranks.
-
-    wire: the collective of the library that sends the same number of bytes. of: what is sent: the `operand` [m, k], the
-    `product` [m, n], or the `parts` of an attention. is_whole: each rank contributes all of [m, n]; otherwise all ranks
-    together contribute it, and a rank receives the parts of its peers. rate: the field of `cost.Hardware` that holds
-    the rate of the links. rounds: how often every element is sent.
+    """What a node sends between the ranks. wire: the collective of the library that sends the same number of bytes. of:
+    what is sent: the `operand` [m, k], the `product` [m, n], or the `parts` of an attention. is_whole: each rank
+    contributes all of [m, n]; otherwise all ranks together contribute it, and a rank receives the parts of its peers.
+    rate: the field of `cost.Hardware` that holds the rate of the links. rounds: how often every element is sent.
     """
 
     wire: str

@@ -488,7 +488,6 @@ class MatmulAllToAll(SummedMatmul):
 @dataclass(frozen=True)
 class AllToAllMatmul(TaskNode):
     """out = received @ weight, received = all_to_all(x): of every rank's x, in rank order as columns, this rank's rows.
-
     x [.., W*S, .., parts * C] with W*S at `scatter_dim`, never the last dimension; received [.., S, .., K] with K =
     parts * W * C, weight [K, N], out [rows, N] with all dimensions of received but the last one flattened into rows.
     received is returned too, if `return_received`.

@@ -26,7 +26,6 @@ Shapes = Mapping[str, Any]
 @dataclass(frozen=True)
 class Sizes:
     """The product [m, k] @ [k, n] that one rank computes. Attention and norms have the sizes of an equivalent product.
-
     m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights, and k the contracted
     widths of all products that are added up. local: the one of n and k that may differ between ranks; the other sizes
     are equal on all ranks. wire: the sizes that all ranks must share, by which peers name the site.
@@ -54,7 +53,6 @@ class Output:
 @dataclass(frozen=True)
 class Node:
     """A declared node kind: a frozen dataclass of everything that a site needs at run time, except its tensors.
-
     exchange: the collective; None for a kind that does not communicate. computes: `matmul`, `norm`, `attention`,
     `attention_backward` or `decode`. host_us: microseconds of the host for one eager call by each strategy, measured by
     `python -m benchmarks.host`. planned_as: the kind whose strategies are chosen for this one, empty for its own.

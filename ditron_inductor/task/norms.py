@@ -63,10 +63,9 @@ SHARD_SAVED: tuple[str, ...] = ("mean", "rstd", "scaled")
 @dataclass(frozen=True)
 class ShardNorm:
     """The norm that computes the shard of a gather from x: total = x + residual, rounded to the dtype of x, and shard =
-    norm(total), or the norm of the sum before it is rounded (see `Norm`).
-
-    extras: the operands that are present, of `SHARD_EXTRAS`. With a residual the total is an output too. saved: the
-    outputs of `SHARD_SAVED`, as for a reduction with a norm.
+    norm(total), or the norm of the sum before it is rounded (see `Norm`). extras: the operands that are present, of
+    `SHARD_EXTRAS`. With a residual the total is an output too. saved: the outputs of `SHARD_SAVED`, as for a reduction
+    with a norm.
     """
 
     norm: Norm

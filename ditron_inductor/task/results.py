@@ -23,11 +23,10 @@ _SIZES = {"M", "N", "K"}
 
 
 def read_results(text: str, source: str = "the results") -> list[Entry]:
-    """Returns the entries of a results file: the shapes at which `library` and another strategy were measured.
-
-    Only times of the last run that measured `library` are used, because times of different runs cannot be compared.
-    Rows whose `shape` has more keys than M, N and K are variants that a plan cannot distinguish; they are left out.
-    Raises InvalidTable, which names `source`, the line and what is wrong there.
+    """Returns the entries of a results file: the shapes at which `library` and another strategy were measured. Only
+    times of the last run that measured `library` are used, because times of different runs cannot be compared. Rows
+    whose `shape` has more keys than M, N and K are variants that a plan cannot distinguish; they are left out. Raises
+    InvalidTable, which names `source`, the line and what is wrong there.
     """
     reader = csv.DictReader(io.StringIO(text, newline=None), restval="")
     shapes: dict[tuple[str, ...], dict[str, tuple[int, Mapping[str, str]]]] = {}

@@ -202,7 +202,8 @@ def _lookup(weights: Mapping[tuple[int, int], list[Entry]], m: int, n: int, k: i
     """`Table.lookup` among the entries of one family, by (n, k)."""
     for entry in _of_mode([entry for entry in weights.get((n, k), []) if entry.m == m], graph):
         ratio = {name: us / entry.library_us for name, us in entry.us.items()}
-        return Measured(ratio, entry.library_us, _times_text(entry))
+        times = ", ".join(f"{name} {us:.0f} us" for name, us in entry.us.items())
+        return Measured(ratio, entry.library_us, f"{times} in a CUDA graph" if entry.graph else times)
     near = [(_apart(n, wide) * _apart(k, deep), wide, deep) for wide, deep in weights if _near(n, k, wide, deep)]
     for _, wide, deep in sorted(near):
         found = _curves(_of_mode(weights[wide, deep], graph), bucket(m))
@@ -266,11 +267,6 @@ def _at(curve: Mapping[int, float], asked: int) -> float | None:
     if above - below <= BRIDGED_BUCKETS:
         return max(curve[below], curve[above])
     return None
-
-
-def _times_text(entry: Entry) -> str:
-    times = ", ".join(f"{name} {us:.0f} us" for name, us in entry.us.items())
-    return f"{times} in a CUDA graph" if entry.graph else times
 
 
 def _ratios_text(ratios: Mapping[str, float]) -> str:

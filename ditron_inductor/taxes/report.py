@@ -39,11 +39,10 @@ TAXES = {
 
 @dataclass(frozen=True)
 class TaxReport:
-    """The costs of the taxes: `sites` that were fused, in graph order, and whole `steps` by contestant.
-
-    left_alone: collectives that are the same in all contestants and are in no account. bytes_per_us: the speed of the
-    copy by which the locality tax is priced. rounds: samples of each time. notes: what is missing and why. trace: the
-    trace of one step, if it was asked for. Equal on all ranks.
+    """The costs of the taxes: `sites` that were fused, in graph order, and whole `steps` by contestant. left_alone:
+    collectives that are the same in all contestants and are in no account. bytes_per_us: the speed of the copy by which
+    the locality tax is priced. rounds: samples of each time. notes: what is missing and why. trace: the trace of one
+    step, if it was asked for. Equal on all ranks.
     """
 
     sites: tuple[SiteTaxes, ...]

@@ -156,11 +156,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> Llama:
-    """Shards ``model`` in place over the one-dimensional ``mesh`` and returns it.
-
-    sequence_parallel: norms and residuals hold a part of the sequence, so a layer has two all-gathers and two
-    reduce-scatters. Without it they are replicated and a layer has two all-reduces. Raises ValueError if the number of
-    heads does not divide by the mesh's size.
+    """Shards ``model`` in place over the one-dimensional ``mesh`` and returns it. sequence_parallel: norms and
+    residuals hold a part of the sequence, so a layer has two all-gathers and two reduce-scatters. Without it they are
+    replicated and a layer has two all-reduces. Raises ValueError if the number of heads does not divide by the mesh's
+    size.
     """
     ranks = mesh.size()
     config = model.config

@@ -156,11 +156,10 @@ def all_gather_attention(
 def _landing(
     node: AllGatherAttention, sizes: Geometry, like: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns (the targets of the copies; the gathered keys and values in them, each [W, B, S, Hkv, D]).
-
-    There are two targets if the gathered tensors are returned, because outputs of an op must not share memory.
-    Otherwise there is one. If `paired`, the keys and values of a source lie together in it, as in the slot, and are one
-    copy. If not, the keys of neighbouring sources lie together, for calls with several sources.
+    """Returns (the targets of the copies; the gathered keys and values in them, each [W, B, S, Hkv, D]). There are two
+    targets if the gathered tensors are returned, because outputs of an op must not share memory. Otherwise there is
+    one. If `paired`, the keys and values of a source lie together in it, as in the slot, and are one copy. If not, the
+    keys of neighbouring sources lie together, for calls with several sources.
     """
     world = node.world_size
     if node.return_gathered:

@@ -230,8 +230,7 @@ def all_reduce_kernel(
     of `pieces` pieces. extras, outs: tuples of pointers to the extra tensors and the outputs of EPILOGUE; without an
     epilogue outs is (x,).
     """
-    # Ask for everything before the first answer is needed: one after the other, the loads would take as long as a
-    # signal.
+    # Ask for all before the first answer is needed: one by one, the loads would take as long as a signal.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, HOW.THREADS, True)
     use = use_of(words)

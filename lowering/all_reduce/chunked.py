@@ -39,11 +39,9 @@ from ditron_inductor.task.nodes import ReducedSum
 @dataclass(frozen=True, eq=False)
 class Parts:
     """The layout of a call, from sizes that all ranks share: the output [M, N] has `parts` parts, each with `length`
-    rows for every rank.
-
-    groups: (first, count) of the steps from this rank whose products are computed as one. stride: the elements from one
-    partial product in the slot to the next. results: the element where the results begin. finisher, preparer: the parts
-    of the epilogue behind and before the reduction, or None.
+    rows for every rank. groups: (first, count) of the steps from this rank whose products are computed as one. stride:
+    the elements from one partial product in the slot to the next. results: the element where the results begin.
+    finisher, preparer: the parts of the epilogue behind and before the reduction, or None.
     """
 
     M: int

@@ -205,8 +205,7 @@ def all_reduce_rms_norm_kernel(
     `rows.extras` and `rows.finish`. There is a program for each of the `pieces` of a run of `run` rows, or for each of
     its SLICES, which have columns.width columns in SLICE places.
     """
-    # Ask for everything before the first answer is needed: one after the other, the loads would take as long as a
-    # signal.
+    # Ask for all before the first answer is needed: one by one, the loads would take as long as a signal.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET if HOW.SLICES == 1 else SEND_TICKET, HOW.THREADS, True)
     use = use_of(words)
@@ -249,10 +248,8 @@ def cut(
 ) -> RowCut:
     """Returns the RowCut. A tile has at most `tile` elements, or one row, and there is a piece for each of `programs`
     if there are enough rows. Otherwise, in two shots, a row is cut into 2^n slices of at least `least_slice` elements,
-    as far as there are programs for them.
-
-    round_bytes: two shots are chosen if a rank then sends fewer bytes by more than this number. In one shot it sends
-    all rows to each of its W - 1 peers, and in two shots 2 / W of them.
+    as far as there are programs for them. round_bytes: two shots are chosen if a rank then sends fewer bytes by more
+    than this number. In one shot it sends all rows to each of its W - 1 peers, and in two shots 2 / W of them.
     """
     saved = (world_size - 1) * (world_size - 2) * M * N * itemsize // world_size
     in_one_shot = saved <= round_bytes

@@ -158,10 +158,8 @@ def all_to_all_matmul_kernel(
 ):  # fmt: skip
     """See the module. x is [WORLD * rows, parts * C], contiguous, by the rank that gets the rows. weight is [parts *
     WORLD * C, N]. out [rows, N] and received [rows, parts * WORLD * C] are contiguous. A slot has rows [WORLD * rows,
-    parts * C], by the rank from which they come.
-
-    With TILES.DESCRIPTORS, C is a multiple of BLOCK_K and rows of x are multiples of 16 bytes. With TILES.EVEN_K, C is
-    a multiple of BLOCK_K.
+    parts * C], by the rank from which they come. With TILES.DESCRIPTORS, C is a multiple of BLOCK_K and rows of x are
+    multiples of 16 bytes. With TILES.EVEN_K, C is a multiple of BLOCK_K.
     """
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M

@@ -197,7 +197,6 @@ def normalised(acc, most, total):
 @triton.jit
 def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
     """Attends to one split, and stores its part in `partials`: o [head][split][ROWS, HEAD_DIM], then lse [..][ROWS].
-
     first_length: the length of the first sequence if it was loaded before the ticket was known, and otherwise None.
     (With a single sequence this saves the time of a load.) Returns (the head, the number of its splits, whether this
     was the last of them; then all parts are visible to this program).

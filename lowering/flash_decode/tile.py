@@ -158,8 +158,7 @@ def flash_decode_kernel(
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and split_attention.py for the operands. out is [heads * ROWS, HEAD_DIM], contiguous."""
-    # Ask for everything before the first answer is needed: one after the other, the loads would take as long as a
-    # signal.
+    # Ask for all before the first answer is needed: one by one, the loads would take as long as a signal.
     words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, SENDING.THREADS, True)
     use = use_of(words)

@@ -120,11 +120,10 @@ class Ready:
 
 
 class Launcher:
-    """One kernel at one site, whose operands differ from call to call only in their addresses.
-
-    numbers: names of the int parameters whose values come with every call; the kernel must not specialise on them.
-    words: names of pointers, or of structures of pointers, whose dtype and alignment never change. allocator: allocates
-    scratch memory. `ready` has the kernels that the JIT has compiled so far, by specialisation.
+    """One kernel at one site, whose operands differ from call to call only in their addresses. numbers: names of the
+    int parameters whose values come with every call; the kernel must not specialise on them. words: names of pointers,
+    or of structures of pointers, whose dtype and alignment never change. allocator: allocates scratch memory. `ready`
+    has the kernels that the JIT has compiled so far, by specialisation.
     """
 
     def __init__(
@@ -302,9 +301,8 @@ def _no_scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor
 
 
 class Bound:
-    """Launches of a launcher that differ in the addresses of tensors only; the numbers and words are fixed.
-
-    tensors: the names of all operands of the kernel, in the order in which they come with every call. arguments: see
+    """Launches of a launcher that differ in the addresses of tensors only; the numbers and words are fixed. tensors:
+    the names of all operands of the kernel, in the order in which they come with every call. arguments: see
     `Launcher.__call__`. The list of arguments is made once for each specialisation. traced: returns a Bound for the
     same launches with time stamps, which run instead while a trace is taken.
     """

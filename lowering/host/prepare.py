@@ -69,7 +69,6 @@ def prepare(
     rows_decide: bool = False,
 ) -> Callable[..., Any]:
     """Returns what runs a call, and keeps it in `calls` under `key`. It is collective if the ranks have to agree first.
-
     x: the tensor that is communicated, or multiplied before the result is communicated. sizes: those of this rank.
     rows_decide: whether the size that each rank has of its own depends on the number of rows, as that of attention
     does.

@@ -37,11 +37,10 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class SiteCall:
-    """One site of one compiled graph. It is called with the operands of its op, in their order.
-
-    text: the node's text. implementation: what the op runs. static: whether every call has operands of the same form,
-    so that calls may be recorded. `repeated` has the recorded calls, and `problem` says why the last call that was
-    recorded cannot be repeated.
+    """One site of one compiled graph. It is called with the operands of its op, in their order. text: the node's text.
+    implementation: what the op runs. static: whether every call has operands of the same form, so that calls may be
+    recorded. `repeated` has the recorded calls, and `problem` says why the last call that was recorded cannot be
+    repeated.
     """
 
     def __init__(self, kind: str, static: bool, text: str, implementation: Callable[..., Any]) -> None:

@@ -75,11 +75,10 @@ class Sample:
 
 
 class Trial:
-    """A trial of one problem.
-
-    name: a text that is equal on all ranks. request: that of the site that began the trial. tried: the strategies, the
-    planned one first. refused: whether some rank asks for determinism, so that nothing is tried. `begun` is the result
-    of `Workspace.agreed` when the trial began. `times` are the times by which the ranks decided, None until then.
+    """A trial of one problem. name: a text that is equal on all ranks. request: that of the site that began the trial.
+    tried: the strategies, the planned one first. refused: whether some rank asks for determinism, so that nothing is
+    tried. `begun` is the result of `Workspace.agreed` when the trial began. `times` are the times by which the ranks
+    decided, None until then.
     """
 
     def __init__(

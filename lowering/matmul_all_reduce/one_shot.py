@@ -84,9 +84,8 @@ def matmul_all_reduce_kernel(
 ):  # fmt: skip
     """See the module. lefts, rights: tuples of pointers to [M, K_i], M <= BLOCK_M, with contiguous K, and to [K_i, N],
     see Terms. bias: [N], or anything if there is none. extras: the tensors that PRE and EPILOGUE read. outs: the
-    results of EPILOGUE, or the sum, [M, N] contiguous.
-
-    given, norm_outs: for `rows.finish_all`, if there is a norm (NORMS), with ROW >= N. There is no EPILOGUE then.
+    results of EPILOGUE, or the sum, [M, N] contiguous. given, norm_outs: for `rows.finish_all`, if there is a norm
+    (NORMS), with ROW >= N. There is no EPILOGUE then.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES

@@ -113,11 +113,10 @@ def matmul_reduce_scatter(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the calls that use one slot have in common: launches, copies, and the places of rows.
-
-    `lengths` has the rows of each run of `a` that is multiplied as one, in their order. It is None if an owner's rows
-    do not lie together; then all rows have the shape `apart`, and the rows of each owner are one run. `own` is the
-    index of this rank's run, whose product has the shape `own_shape` and is the rows `own_rows` of the partials.
+    """What the calls that use one slot have in common: launches, copies, and the places of rows. `lengths` has the rows
+    of each run of `a` that is multiplied as one, in their order. It is None if an owner's rows do not lie together;
+    then all rows have the shape `apart`, and the rows of each owner are one run. `own` is the index of this rank's run,
+    whose product has the shape `own_shape` and is the rows `own_rows` of the partials.
     """
 
     open: Bound

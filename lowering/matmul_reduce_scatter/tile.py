@@ -66,10 +66,8 @@ def matmul_reduce_scatter_kernel(
 ):  # fmt: skip
     """See the module. lefts, rights: tuples of pointers to [WORLD * M, K_i] with contiguous K, and to [K_i, N], see
     Terms. bias: [N], [WORLD * M, 1] if not INTERLEAVED, or anything if there is none. extras: the tensors that PRE and
-    EPILOGUE read. outs: the results of EPILOGUE, or the sum, [M, N] contiguous.
-
-    With TILES.DESCRIPTORS the rows of a tile have to follow each other: sizes.block is a multiple of BLOCK_M, or
-    INTERLEAVED is false.
+    EPILOGUE read. outs: the results of EPILOGUE, or the sum, [M, N] contiguous. With TILES.DESCRIPTORS the rows of a
+    tile have to follow each other: sizes.block is a multiple of BLOCK_M, or INTERLEAVED is false.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES

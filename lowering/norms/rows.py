@@ -179,7 +179,6 @@ def weigh(
 @triton.jit
 def normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.constexpr):
     """Returns the norm of whole rows. It stores their total, unless that is TOTAL_KNOWN, and what is saved of them.
-
     reduced: [ROWS, BLOCK] in the node's dtype. loaded: the result of `extras`. outputs: pointers to normed and total,
     then in the order of nodes.SAVED. rows: [ROWS, 1], the numbers of the rows, below M if they exist. at, inside: see
     `extras`.

@@ -297,8 +297,7 @@ def _where(masks: Masks, node: fx.Node) -> Value | None:
     if no.truth == TRUE:
         chosen: Selection | None = Selection(truth, yes.yes, no.yes)
     elif yes.yes in (no.yes, no.no):
-        # The result is `yes` where the truth or the other choice's own truth (or its opposite) holds: the negation of
-        # neither.
+        # `yes` holds where the truth or the other choice's own truth (or its opposite) does: the negation of neither.
         own = no.truth if yes.yes == no.yes else no.truth.negated()
         other = no.no if yes.yes == no.yes else no.yes
         neither = truth.negated().both(own.negated())

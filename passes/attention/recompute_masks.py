@@ -49,7 +49,9 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
     known: set[tuple[fx.Node, ...]] = set()
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in BACKWARD]:
         masks = mask_tensors(node)
-        if not masks or tuple(masks) in known or not _is_gathered(operands(node)[1], gathers):
+        # Keys are views, or parts put together, of what a collective gathers.
+        sources = proofs.reached([operands(node)[1]], lambda key: key.all_input_nodes if key.target in BETWEEN else ())
+        if not masks or tuple(masks) in known or gathers.isdisjoint(sources):
             continue
         attention = read_attention(node)
         if refused(attention) or attention.bias is not None:
@@ -59,12 +61,6 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
             # A mark that the user's own checkpointing has put on a node stays.
             source.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
     return len(known)
-
-
-def _is_gathered(keys: fx.Node, gathers: set[fx.Node]) -> bool:
-    """Returns whether keys are views, or parts put together, of what a collective gathers."""
-    sources = proofs.reached([keys], lambda node: node.all_input_nodes if node.target in BETWEEN else ())
-    return any(node in gathers for node in sources)
 
 
 def _made_of(masks: list[fx.Node]) -> set[fx.Node]:

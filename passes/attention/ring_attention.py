@@ -43,9 +43,11 @@ def ring_attention(collective: fx.Node) -> fx.Node | None:
         return None
     waits = [user for user in collective.users if user.target is WAIT]
     for kernel in kernels:
-        if any(_is_part(operand, waits) for operand in operands(kernel)[1:]):
+        chains = [views_above(operand, waits) or () for operand in operands(kernel)[1:]]
+        if any(view.target in proofs.SLICES for chain in chains for view in chain):
             return kernel
-        if passed_on and kernel.target in BACKWARD and _gradients(kernel) & set(_made_of(collective)):
+        gradients = {user for user in kernel.users if user.target is getitem and user.args[1] in (1, 2)}
+        if passed_on and kernel.target in BACKWARD and gradients & set(_made_of(collective)):
             return kernel
         # Nobody reads what is gathered.
         if not any(wait.users for wait in waits) and _roots(*operands(kernel)[1:]) == _roots(*_parts(collective)):
@@ -61,16 +63,6 @@ def _is_passed_on(exchange: fx.Node) -> bool:
         isinstance(splits, (list, tuple)) and len(splits) > 1 and sum(size != 0 for size in splits) == 1
         for splits in both
     )
-
-
-def _is_part(operand: fx.Node, waits: list[fx.Node]) -> bool:
-    """Returns whether keys are views of a part of what came."""
-    chain = views_above(operand, waits)
-    return chain is not None and any(view.target in proofs.SLICES for view in chain)
-
-
-def _gradients(backward: fx.Node) -> set[fx.Node]:
-    return {user for user in backward.users if user.target is getitem and user.args[1] in (1, 2)}
 
 
 def _made_of(collective: fx.Node) -> Iterator[fx.Node]:

@@ -59,8 +59,7 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
     queries, keys = shape[-2:]
     if truth == TRUE:
         return Shown(Mask("full"))
-    # With a dynamic length `rank * S` is a number on rank 0 alone, so the mask would be known there and not on other
-    # ranks.
+    # With a dynamic length `rank * S` is a number on rank 0 alone, so the mask would be known there alone.
     if not isinstance(queries, int) or not isinstance(keys, int):
         raise UnknownMask(node)
     # With one row a bound that moves with the rows looks like one that does not.
@@ -76,8 +75,7 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
         elif term.coefs[-2:] == (-1, 1):
             lowers.append(term)
         else:
-            # A bound on rows alone, or on keys alone, is not understood even if it holds here: it may not hold on
-            # another rank.
+            # A bound on rows or keys alone is not understood even if it holds here: it may not on another rank.
             raise UnknownMask(node)
     # All bounds have to use the same positions.
     places = {upper.steps for upper in uppers} | {lower.scaled(-1).steps for lower in lowers}

@@ -126,12 +126,13 @@ def _collective_facts(node: fx.Node) -> LaunchFacts:
     assert isinstance(node.target, torch._ops.OpOverload)
     name = node.target._opname
     values = [given.meta["val"] for given in node.all_input_nodes if isinstance(given.meta.get("val"), torch.Tensor)]
+    counts = [_known(value.shape) for value in values]
     first = values[0] if values else None
     bound = arguments(node)
     reduce_op = "sum" if is_vllm_collective(node) and name != "all_gather" else bound.get("reduce_op")
     return LaunchFacts(
         wire=_wire(WIRES.get(name, str(node.target)), reduce_op, None if first is None else first.dtype),
-        numel=_total(values),
+        numel=None if None in counts else sum(count for count in counts if count is not None),
         device_type="" if first is None else first.device.type,
         place=_place(node.meta.get("stack_trace") or ""),
     )
@@ -178,8 +179,3 @@ def _first_tensor(node: fx.Node) -> torch.Tensor:
 def _known(shape: Sequence[Any]) -> int | None:
     """Returns the number of elements if every size is a number, and otherwise None."""
     return math.prod(shape) if all(isinstance(size, int) for size in shape) else None
-
-
-def _total(values: Sequence[torch.Tensor]) -> int | None:
-    counts = [_known(value.shape) for value in values]
-    return None if None in counts else sum(count for count in counts if count is not None)

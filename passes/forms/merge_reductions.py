@@ -151,8 +151,7 @@ def _same_form(first: SummedReduction, other: SummedReduction) -> bool:
     if kinds[0] != kinds[1] or dims[0] != dims[1]:
         return False
     if left.node.target is ALL_REDUCE and all(_is_static(each.source) for each in (first, other)):
-        # Both results are viewed in the sum's shape by order-keeping views, so the operands can be viewed in the same
-        # way.
+        # Order-keeping views bring both results to the sum's shape, so they can bring the operands to it.
         return True
     return proofs.same_shape(_shape(first.source), _shape(other.source)) and proofs.same_shape(
         _shape(left.wait), _shape(right.wait)

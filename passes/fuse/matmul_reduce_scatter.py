@@ -120,17 +120,15 @@ def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Re
     """Proves that the operand is the W chunks of an inner dimension, put one after the other along dimension 0."""
     chunks = proofs.regrouped(chain[-1], collective.world_size)
     if refused(chunks):
-        return _classify_cat(chain[-1]) if chunks is ReasonCode.NO_MATMUL else chunks
+        if chunks is not ReasonCode.NO_MATMUL:
+            return chunks
+        # A cat that does not put together the pieces of one tensor is no product.
+        codes = {classify(proofs.views_up(part)[-1]) for part in chain[-1].all_input_nodes}
+        return ReasonCode.CHUNKS_PARTIAL if codes - {ReasonCode.NO_MATMUL} else ReasonCode.NO_MATMUL
     operand, cat = proofs.fake(chain[0]), proofs.fake(chain[-1])
     if any(proofs.sole_user(step) is None for step in chain):
         return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(chain, {collective.node, *chain}) or chain[-1])
     return chunks if chunks.cat_dim == 0 and proofs.same_shape(operand.shape, cat.shape) else ReasonCode.LAYOUT
-
-
-def _classify_cat(cat: fx.Node) -> ReasonCode:
-    """Why a cat that does not put together the pieces of one tensor is no product."""
-    codes = {classify(proofs.views_up(part)[-1]) for part in cat.all_input_nodes}
-    return ReasonCode.CHUNKS_PARTIAL if codes - {ReasonCode.NO_MATMUL} else ReasonCode.NO_MATMUL
 
 
 def _rejected_shape(collective: Collective, product: Product, full: fx.Node, scatter_dim: int) -> ReasonCode | None:

@@ -77,10 +77,11 @@ def read_pointwise(node: fx.Node, read: Read) -> Expression | None:
         named = ("self", "a", "dtype", "layout", "device")
         source: Any = bound.get("self", bound.get("a"))
         given = {name for name, argument in bound.items() if name not in named and argument not in (None, False)}
-        if given or not _same_place(value, source):
+        place = proofs.tensor(source)
+        if given or place is None or place.device != value.device:
             return None
         argument = _operand(source, read)
-        return None if argument is None else _rounded(argument, _dtype(source), value.dtype)
+        return None if argument is None else _rounded(argument, place.dtype, value.dtype)
     if node.target in OPERATORS:
         if not proofs.known_equal(bound.get("alpha", 1), 1):
             return None
@@ -114,17 +115,7 @@ def _operand_as(source: object, dtype: torch.dtype, read: Read) -> Expression | 
     expression = _operand(source, read)
     if expression is None or not isinstance(source, fx.Node):
         return expression
-    return _rounded(expression, _dtype(source), dtype)
-
-
-def _dtype(source: fx.Node) -> torch.dtype:
-    value = proofs.fake(source)
-    return value.dtype
-
-
-def _same_place(value: torch.Tensor, source: object) -> bool:
-    given = proofs.tensor(source)
-    return given is not None and given.device == value.device
+    return _rounded(expression, proofs.fake(source).dtype, dtype)
 
 
 def _rounded(expression: Expression, given: torch.dtype, wanted: torch.dtype) -> Expression:

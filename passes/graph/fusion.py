@@ -17,11 +17,10 @@ from ditron_inductor.task.nodes import TaskNode
 
 @dataclass(frozen=True)
 class Fusion:
-    """The pass that makes Task nodes of one kind, `node`, of collectives of these ops; called as every pass is.
-
-    find: a function of a collective's node, which returns a match, or why there is none. rewrite: a function of the
-    graph, the match and the options, which replaces the match by one op call and returns that. leave: what is done
-    with a collective that is left alone.
+    """The pass that makes Task nodes of one kind, `node`, of collectives of these ops; called as every pass is. find: a
+    function of a collective's node, which returns a match, or why there is none. rewrite: a function of the graph, the
+    match and the options, which replaces the match by one op call and returns that. leave: what is done with a
+    collective that is left alone.
     """
 
     node: type[TaskNode]

@@ -202,11 +202,10 @@ def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Nod
 def _saved(
     names: Mapping[str, fx.Node], inside: Collection[fx.Node], results: Collection[fx.Node]
 ) -> dict[str, fx.Node] | None:
-    """Returns the inner nodes except the results that others use too, by name, if a Task node can return all of them.
-
-    A node can return the mean and the inverse deviation of each row, to users that take one element for each row, and
-    it can return scaled rows to the backward. Any other value of whole rows would have to be computed again from these,
-    by a kernel of its own.
+    """Returns the inner nodes except the results that others use too, by name, if a Task node can return all of them. A
+    node can return the mean and the inverse deviation of each row, to users that take one element for each row, and it
+    can return scaled rows to the backward. Any other value of whole rows would have to be computed again from these, by
+    a kernel of its own.
     """
     saved = dict[str, fx.Node]()
     known = {node: name for name, node in names.items()}

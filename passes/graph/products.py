@@ -68,11 +68,10 @@ def _transposed(expression: Expression) -> Expression:
 
 @dataclass(frozen=True)
 class Product:
-    """A sum of one or several products, and perhaps of biases, behind views.
-
-    mm: the node that computes the first product, [M, N]. views: the views between it and the result, [outermost, ..,
-    innermost]. steps: all nodes that compute the result, including views and adds, without the biases. pre: the
-    pointwise ops before the reduction (see `prepare_products`).
+    """A sum of one or several products, and perhaps of biases, behind views. mm: the node that computes the first
+    product, [M, N]. views: the views between it and the result, [outermost, .., innermost]. steps: all nodes that
+    compute the result, including views and adds, without the biases. pre: the pointwise ops before the reduction (see
+    `prepare_products`).
     """
 
     factors: tuple[Factors, ...]

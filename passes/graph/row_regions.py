@@ -146,7 +146,10 @@ class _Growing:
         if node.op != "call_function":
             return None
         if node.target is WAIT:
-            return frozenset() if self._is_equal_everywhere(node.args[0]) else None
+            sent = node.args[0]
+            if not isinstance(sent, fx.Node) or sent.target not in (ALL_REDUCE, ALL_GATHER):
+                return None
+            return frozenset() if proofs.arguments(sent)["group_name"] == self.group_name else None
         target = node.target
         made = target in DETERMINISTIC or target in proofs.MAY_KEEP_ORDER or target in proofs.SLICES
         if not made and not is_pointwise(target):
@@ -158,13 +161,6 @@ class _Growing:
                 return None
             roots |= found
         return roots
-
-    def _is_equal_everywhere(self, node: object) -> bool:
-        return (
-            isinstance(node, fx.Node)
-            and node.target in (ALL_REDUCE, ALL_GATHER)
-            and proofs.arguments(node)["group_name"] == self.group_name
-        )
 
 
 def is_pointwise(target: object) -> bool:

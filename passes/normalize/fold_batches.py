@@ -62,7 +62,7 @@ def find_folded(node: fx.Node) -> Match | None:
         return None
     transposed = False
     source = _shared_matrix(rhs)
-    if source is None and _swaps_last_two(rhs):
+    if source is None and rhs.target in proofs.TRANSPOSES and proofs.permutation(rhs) == [0, 2, 1]:
         source, transposed = _shared_matrix(rhs.args[0]), True
     if source is None:
         return None
@@ -95,10 +95,6 @@ def _shared_matrix(node: Any) -> fx.Node | None:
             return None
         return proofs.view_in_shape(source, matrix) or source
     return None
-
-
-def _swaps_last_two(node: fx.Node) -> bool:
-    return node.target in proofs.TRANSPOSES and proofs.permutation(node) == [0, 2, 1]
 
 
 def _sizes(node: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...] | None:
