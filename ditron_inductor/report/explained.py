@@ -19,16 +19,14 @@ NOTHING = "-"
 class ExplainedSite:
     """One collective of one compiled graph.
 
-    direction: ``forward``, ``backward``, or ``graph`` if the compiler does not say.
-    record: what the passes saw and did, see ``SiteRecord``.
-    strategy: the strategy that runs here; ``-`` for a collective that was left alone, or a site that has not run.
-    predicted_us: the cost model's microseconds for one call by this strategy, None if it has none.
-    reason: why this strategy was chosen, or why the collective was left alone.
-    source: what decided, see ``task.plan.Choice``; empty for a collective that was left alone.
-    predictions: the cost model's microseconds by strategy.
-    measured: the measured microseconds by strategy, the maximum over ranks; None if nothing was timed.
-    request: the question that the plan was asked, None if nothing ran.
-    tried_us: the microseconds by strategy that a trial of the first calls ended with; empty without a trial.
+    direction: ``forward``, ``backward``, or ``graph`` if the compiler does not say. record: what the passes saw and
+    did, see ``SiteRecord``. strategy: the strategy that runs here; ``-`` for a collective that was left alone, or a
+    site that has not run. predicted_us: the cost model's microseconds for one call by this strategy, None if it has
+    none. reason: why this strategy was chosen, or why the collective was left alone. source: what decided, see
+    ``task.plan.Choice``; empty for a collective that was left alone. predictions: the cost model's microseconds by
+    strategy. measured: the measured microseconds by strategy, the maximum over ranks; None if nothing was timed.
+    request: the question that the plan was asked, None if nothing ran. tried_us: the microseconds by strategy that a
+    trial of the first calls ended with; empty without a trial.
     """
 
     direction: str

@@ -112,18 +112,11 @@ with at least WIDE_COLUMNS, such as logits, where there are enough large tiles.
 class Hardware:
     """The numbers of a GPU and its links. Rates are those that one rank reaches, not those of a data sheet.
 
-    Attributes:
-        matmul_flops, matmul_flops_fp32: the FLOP/s of a matmul.
-        memory_bytes_per_s: the rate of the memory.
-        gather_bytes_per_s, scatter_bytes_per_s, all_reduce_bytes_per_s: the rates of the library's collectives.
-        copy_bytes_per_s: the rate of the copy engines when all ranks copy.
-        pair_gain: a factor for the rates of links and copies between two ranks.
-        collective_us, protocol_us: the `latency` and `protocol` of the module.
-        launch_us: the time of a kernel's launch.
-        signal_us: a round of signals of `tile`, including its queues and the host's part.
-        chunk_us: the copy, the signal and the launches of a chunk.
-        tile_efficiency, chunk_efficiency: the speed of the matmul in our kernel, and cut into chunks, relative to the
-            library's.
+    The `flops` are those of a matmul. Rates: of the memory, of the library's collectives, and of the copy engines when
+    all ranks copy. pair_gain: a factor for the rates of links and copies between two ranks. collective_us, protocol_us:
+    the `latency` and `protocol` of the module. signal_us: a round of signals of `tile`, including its queues and the
+    host's part. chunk_us: the copy, the signal and the launches of a chunk. The efficiencies are the speed of the
+    matmul in our kernel, and cut into chunks, relative to the library's.
     """
 
     name: str

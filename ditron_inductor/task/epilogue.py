@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from ditron_inductor.errors import InvalidEpilogue
 from ditron_inductor.task.dtypes import ACTIVATIONS
@@ -231,6 +231,16 @@ def walk(expression: Expression) -> Iterator[Expression]:
         case Binary(_, left, right):
             yield from walk(left)
             yield from walk(right)
+
+
+def mapped(expression: Expression, change: Callable[[Expression], Expression]) -> Expression:
+    """Returns the expression with `change` of each of its operands."""
+    match expression:
+        case Function(_, argument) | Cast(argument, _):
+            return replace(expression, argument=mapped(argument, change))
+        case Binary(operator, left, right):
+            return Binary(operator, mapped(left, change), mapped(right, change))
+    return change(expression)
 
 
 def extras_of(expressions: Iterable[Expression]) -> Iterator[Extra]:

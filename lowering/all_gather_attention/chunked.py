@@ -7,11 +7,10 @@ once. Meanwhile the side stream copies those of rank - 1, rank - 2, ... The main
 with several neighbouring sources in one call (see `groups`), and skips what the mask hides. Each call returns the
 logarithms of its sums, by which one kernel merges all parts in a fixed order. A bias is cut along its keys in the same
 way. Before that, large values that whole rows have in common are subtracted from a bias of floats, because otherwise
-the logarithms would lose digits (see `local_attention.anchored`).
-Signal protocol. See lowering/transfers.py. There is one flag for each source, in row PIECE_ROWS: its keys and values
-are in its slot. The slot is written only with the credits of all peers, so it is never revoked. A rank whose mask hides
-a source neither reads its keys nor waits for it, and only the credits hold it back.
-Limits. Keys and values have the same head size.
+the logarithms would lose digits (see `local_attention.anchored`). Signal protocol. See lowering/transfers.py. There is
+one flag for each source, in row PIECE_ROWS: its keys and values are in its slot. The slot is written only with the
+credits of all peers, so it is never revoked. A rank whose mask hides a source neither reads its keys nor waits for it,
+and only the credits hold it back. Limits. Keys and values have the same head size.
 """
 
 from __future__ import annotations

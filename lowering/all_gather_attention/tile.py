@@ -7,12 +7,11 @@ begin with this queue. The *tile* queue has a block of queries of one head for e
 tile attends to the own keys, which need no wait, then to those of rank - 1, rank - 2, ..., without what the mask hides,
 by online softmax in registers. A program that comes to a remote source first helps to empty the send queue. So every
 send precedes every wait, and a launch completes even with one resident program. If the node returns the gathered
-tensors, the last tickets copy them out of the slot.
-Signal protocol. Flag rows KEYS and VALUES of a peer are each written once per launch, by the last program that pushed a
-piece of them to this peer. A program waits for both, once for each source. A push waits for the credits of all peers
-for the slot's previous use; the next launch gives the credits of this use. A rank whose mask hides a source does not
-wait for it, and only the credits hold it back.
-Limits. Keys and values have the same head size, at most 256.
+tensors, the last tickets copy them out of the slot. Signal protocol. Flag rows KEYS and VALUES of a peer are each
+written once per launch, by the last program that pushed a piece of them to this peer. A program waits for both, once
+for each source. A push waits for the credits of all peers for the slot's previous use; the next launch gives the
+credits of this use. A rank whose mask hides a source does not wait for it, and only the credits hold it back. Limits.
+Keys and values have the same head size, at most 256.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """all_gather_matmul, strategy `tile`: out_i = all_gather(shard) @ weight_i, with its epilogue, in one launch.
 
-Problem. Every rank holds a shard of the activations, flattened to rows [S, K], and its own weights [K, N_i].
-Algorithm. There are two queues of work. The *send* queue pushes the rank's own shard, chunk by chunk, into the slot of
-every peer. (A chunk is `group_m` block rows.) Rank - 1 is first, because its tiles come to this shard first. The *tile*
-queue computes output tiles: first those of the own shard, which wait for nothing, then those of rank + 1, rank + 2, ...
-Each tile of the own shard carries one piece of the send queue in its K loop (see core/matmul.py). If that is not
-enough, a few programs begin with the send queue. A program that comes to a remote tile first helps to empty the send
-queue. So every send precedes every wait, and a launch completes even with one resident program. If the node returns the
-gathered tensor, the last tickets copy it out of the slot.
-Signal protocol. Flag row `chunk` of a peer is written once per launch, by the last program that pushed a piece of the
-chunk to this peer. Every tile of the chunk reads it. A push waits for the credits of all peers for the slot's previous
-use; the next launch gives the credits of this use.
-Prologue. A norm that computes the shard is a launch in front, into the buffer that is sent.
-Epilogue. Products that an epilogue combines are computed in one tile, and the outputs are computed in registers.
-Limits. K is the last dimension of the shard and the gathered dimension another one.
+Problem. Every rank holds a shard of the activations, flattened to rows [S, K], and its own weights [K, N_i]. Algorithm.
+There are two queues of work. The *send* queue pushes the rank's own shard, chunk by chunk, into the slot of every peer.
+(A chunk is `group_m` block rows.) Rank - 1 is first, because its tiles come to this shard first. The *tile* queue
+computes output tiles: first those of the own shard, which wait for nothing, then those of rank + 1, rank + 2, ... Each
+tile of the own shard carries one piece of the send queue in its K loop (see core/matmul.py). If that is not enough, a
+few programs begin with the send queue. A program that comes to a remote tile first helps to empty the send queue. So
+every send precedes every wait, and a launch completes even with one resident program. If the node returns the gathered
+tensor, the last tickets copy it out of the slot. Signal protocol. Flag row `chunk` of a peer is written once per
+launch, by the last program that pushed a piece of the chunk to this peer. Every tile of the chunk reads it. A push
+waits for the credits of all peers for the slot's previous use; the next launch gives the credits of this use. Prologue.
+A norm that computes the shard is a launch in front, into the buffer that is sent. Epilogue. Products that an epilogue
+combines are computed in one tile, and the outputs are computed in registers. Limits. K is the last dimension of the
+shard and the gathered dimension another one.
 """
 
 from __future__ import annotations

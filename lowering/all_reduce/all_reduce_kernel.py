@@ -1,20 +1,19 @@
 """matmul_all_reduce, strategy `chunked` for small products: a library product, then its all-reduce by one kernel.
 
 Problem. It is that of chunked.py for a product of a few megabytes, for which copies, streams and small kernels take
-longer than the data.
-Algorithm. The product, flattened, is cut into pieces. In *one shot* a program puts its piece into the slot of every
-peer, and adds up what all ranks have sent. In *two shots* the pieces are divided among the ranks in equal runs, and a
-program takes one piece of every run: it sends each piece to its owner, adds up its own piece, sends the rounded sum to
-every peer, and copies the sums that the peers have sent. One shot has one round of signals less, and two shots send
-less data (see `cut`). Sums are added in rank order, in fp32, and rounded once, so all ranks get equal bits. The result
-overwrites the product, since only the piece's program reads or writes there. This program computes an epilogue too.
-Signal protocol. Flag row `ticket` publishes this rank's pieces for all peers, which a program sends after the credits
-of all peers have come. Flag row RESULT_ROW + ticket publishes its sum. The sum needs no credit: the peers' pieces, for
-which the program has waited, show that the peers are in the same use of the slot. A program takes one ticket, and waits
-only for what peers send under the same ticket, which they do before they wait. The first ticket that some rank has not
-finished is taken on every rank before any later ticket, so it completes: one resident program is enough. A piece
-without credits is neither sent nor published, nor is a sum of which pieces are missing.
-Limits. There is one flag for each piece and each sum; see `geometry`.
+longer than the data. Algorithm. The product, flattened, is cut into pieces. In *one shot* a program puts its piece into
+the slot of every peer, and adds up what all ranks have sent. In *two shots* the pieces are divided among the ranks in
+equal runs, and a program takes one piece of every run: it sends each piece to its owner, adds up its own piece, sends
+the rounded sum to every peer, and copies the sums that the peers have sent. One shot has one round of signals less, and
+two shots send less data (see `cut`). Sums are added in rank order, in fp32, and rounded once, so all ranks get equal
+bits. The result overwrites the product, since only the piece's program reads or writes there. This program computes an
+epilogue too. Signal protocol. Flag row `ticket` publishes this rank's pieces for all peers, which a program sends after
+the credits of all peers have come. Flag row RESULT_ROW + ticket publishes its sum. The sum needs no credit: the peers'
+pieces, for which the program has waited, show that the peers are in the same use of the slot. A program takes one
+ticket, and waits only for what peers send under the same ticket, which they do before they wait. The first ticket that
+some rank has not finished is taken on every rank before any later ticket, so it completes: one resident program is
+enough. A piece without credits is neither sent nor published, nor is a sum of which pieces are missing. Limits. There
+is one flag for each piece and each sum; see `geometry`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
 """matmul_all_reduce, strategy `chunked`: a reduce-scatter and an all-gather in parts, behind library products.
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K, and every rank wants the whole sum. Several
-products a_i @ b_i may be added up, and a row to them; the library adds them, chunk by chunk.
-Algorithm. One kernel reduces small products (see all_reduce_kernel.py). The rows of larger products are cut into parts,
-and each part into one run of rows for every rank, its owner. The main stream multiplies part by part into this rank's
-slot; within a part, the rows of rank + 1 come first and the rank's own rows last. The side stream copies the peers'
-partial products of this rank's rows, adds them up in rank order in fp32, rounds once, and stores the result in the
-output and in this rank's slot. From there the peers copy it into their outputs while the next part is multiplied. So
-all ranks have the bits of the owner's sum. An epilogue is a kernel at the end, on every rank: its extra tensors may
-differ between ranks, so the owner cannot compute it for the others. The part of an epilogue that comes before the
-reduction is a launch behind each product.
-Signal protocol. See lowering/transfers.py. Flag row PIECE_ROWS + part publishes the partial products of a part for
-their owner. Flag row RESULT_ROWS + part publishes the owner's results, which are not written before the slot is free
-either.
-Limits. None on M, N and K. Runs may be empty.
+products a_i @ b_i may be added up, and a row to them; the library adds them, chunk by chunk. Algorithm. One kernel
+reduces small products (see all_reduce_kernel.py). The rows of larger products are cut into parts, and each part into
+one run of rows for every rank, its owner. The main stream multiplies part by part into this rank's slot; within a part,
+the rows of rank + 1 come first and the rank's own rows last. The side stream copies the peers' partial products of this
+rank's rows, adds them up in rank order in fp32, rounds once, and stores the result in the output and in this rank's
+slot. From there the peers copy it into their outputs while the next part is multiplied. So all ranks have the bits of
+the owner's sum. An epilogue is a kernel at the end, on every rank: its extra tensors may differ between ranks, so the
+owner cannot compute it for the others. The part of an epilogue that comes before the reduction is a launch behind each
+product. Signal protocol. See lowering/transfers.py. Flag row PIECE_ROWS + part publishes the partial products of a part
+for their owner. Flag row RESULT_ROWS + part publishes the owner's results, which are not written before the slot is
+free either. Limits. None on M, N and K. Runs may be empty.
 """
 
 from __future__ import annotations

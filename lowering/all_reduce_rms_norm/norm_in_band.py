@@ -1,18 +1,17 @@
 """The kernel of all_reduce_rms_norm for a few KB: one shot, in band.
 
 Problem. With few rows most of the time goes into the release behind the data, the polls of a flag, the reading of the
-data behind the flag, and the one SM that stores a whole row to all peers.
-Algorithm. It is that of norm_kernel.py in one shot, but the words that are sent are their own signals (see
-core/in_band.py). All of x is cut into chunks of words, whatever the rows, and a program stores each chunk to all peers.
-Other programs wait for whole rows, add them up and normalise them. Sums are in rank order, in fp32, and rounded once,
-so the bits are those of norm_kernel.py.
-Signal protocol. Each program has one task, given by its number, so that it can load x while everything else is
-requested. Program 0 gives the credits that are due, and signs. The next programs send and set zeros back, and the last
-ones wait. No program waits for another program of its launch, or for credits. Programs start in the order of their
-numbers; and in any order, all programs of a launch fit on the GPU at once, with one SM for each. The programs that read
-this rank's x are not those that store the outputs, so no output may share memory with x.
-Limits. There are at most MOST_BYTES of x on each of at most MOST_RANKS ranks, and a row has whole words of 32 bits. All
-devices of the group have to be able to send in band (device/capabilities.py).
+data behind the flag, and the one SM that stores a whole row to all peers. Algorithm. It is that of norm_kernel.py in
+one shot, but the words that are sent are their own signals (see core/in_band.py). All of x is cut into chunks of words,
+whatever the rows, and a program stores each chunk to all peers. Other programs wait for whole rows, add them up and
+normalise them. Sums are in rank order, in fp32, and rounded once, so the bits are those of norm_kernel.py. Signal
+protocol. Each program has one task, given by its number, so that it can load x while everything else is requested.
+Program 0 gives the credits that are due, and signs. The next programs send and set zeros back, and the last ones wait.
+No program waits for another program of its launch, or for credits. Programs start in the order of their numbers; and in
+any order, all programs of a launch fit on the GPU at once, with one SM for each. The programs that read this rank's x
+are not those that store the outputs, so no output may share memory with x. Limits. There are at most MOST_BYTES of x on
+each of at most MOST_RANKS ranks, and a row has whole words of 32 bits. All devices of the group have to be able to send
+in band (device/capabilities.py).
 """
 
 from __future__ import annotations

@@ -7,14 +7,13 @@ A chunk is a run of block rows, and it goes to every peer before the next chunk.
 are for senders: a program that takes one pushes until the send queue is empty. All other tickets are output tiles. A
 tile multiplies the rank's own piece first, which needs no wait, while the peers' pieces arrive. Then it takes those of
 rank + 1, rank + 2, ..., with one wait for each source before its K loop, and adds them to the same fp32 accumulator. If
-the node returns the received tensor, the last tickets copy it out of the slot.
-Signal protocol. Flag row `chunk` of a peer is written once per launch, by the last program that pushed a piece of the
-chunk to this peer. Every tile of the chunk reads it, once for each source. A push waits for the credits of all peers
-for the slot's previous use; the next launch gives the credits of this use. Tickets that wait for a flag come after the
-senders' tickets, and senders wait for credits only. So a launch completes even with one resident program. All ranks
-send as much as they receive, so none runs ahead.
-Limits. The scattered dimension is not the last one. If it lies inside others, the launcher copies x first, so that each
-rank's rows lie together.
+the node returns the received tensor, the last tickets copy it out of the slot. Signal protocol. Flag row `chunk` of a
+peer is written once per launch, by the last program that pushed a piece of the chunk to this peer. Every tile of the
+chunk reads it, once for each source. A push waits for the credits of all peers for the slot's previous use; the next
+launch gives the credits of this use. Tickets that wait for a flag come after the senders' tickets, and senders wait for
+credits only. So a launch completes even with one resident program. All ranks send as much as they receive, so none runs
+ahead. Limits. The scattered dimension is not the last one. If it lies inside others, the launcher copies x first, so
+that each rank's rows lie together.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 Problem. In a decode step every token takes a few of many experts. The matmuls take as long as reading the weights of
 the experts that some token takes. The usual forms copy these weights first, one matrix for each slot, or sort the
-tokens by expert in several launches.
-Algorithm. One grid has a program for each pair of an expert and a tile of columns. If there are fewer slots than
-experts, the pairs are of slots and tiles, and the first slot of an expert stands for all of its slots. A program reads
-all slots, which are few, and masks the tokens that do not take its expert, so nothing is sorted or copied. The tokens
-are the rows of one tile (see `matmul_tile_of_few_rows`), and each weight is read once. Products that an epilogue
-combines, such as gate and up, are computed in one tile. Nothing is communicated, and no program waits.
-Limits. There are few tokens, K of x and of the weights is contiguous, and the experts of one token differ. Anything
-else is computed by the library, which copies the weights of each slot.
+tokens by expert in several launches. Algorithm. One grid has a program for each pair of an expert and a tile of
+columns. If there are fewer slots than experts, the pairs are of slots and tiles, and the first slot of an expert stands
+for all of its slots. A program reads all slots, which are few, and masks the tokens that do not take its expert, so
+nothing is sorted or copied. The tokens are the rows of one tile (see `matmul_tile_of_few_rows`), and each weight is
+read once. Products that an epilogue combines, such as gate and up, are computed in one tile. Nothing is communicated,
+and no program waits. Limits. There are few tokens, K of x and of the weights is contiguous, and the experts of one
+token differ. Anything else is computed by the library, which copies the weights of each slot.
 """
 
 from __future__ import annotations

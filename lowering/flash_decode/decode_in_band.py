@@ -1,17 +1,15 @@
 """flash_decode, strategy `tile` for a few sequences: attention, exchange and merging in one launch, in band.
 
 Problem. It is that of tile.py. With few sequences, the rounds of signals behind the attention take as long as reading
-some caches does.
-Algorithm. It is that of tile.py, but a rank's part of a head is its own signal (see core/in_band.py). Every element is
-sent together with the logarithm of its row, so a thread that waits for both needs nothing from another thread. The
-program that sends a head's part waits for the peers' parts and merges them in rank order, so all ranks get equal bits.
-Signal protocol. Each program has one task, given by its number, so that it can load tokens while everything else is
-requested. Program 0 gives the credits that are due, and signs. Every other program has one ticket (see
+some caches does. Algorithm. It is that of tile.py, but a rank's part of a head is its own signal (see core/in_band.py).
+Every element is sent together with the logarithm of its row, so a thread that waits for both needs nothing from another
+thread. The program that sends a head's part waits for the peers' parts and merges them in rank order, so all ranks get
+equal bits. Signal protocol. Each program has one task, given by its number, so that it can load tokens while everything
+else is requested. Program 0 gives the credits that are due, and signs. Every other program has one ticket (see
 split_attention.py) and sets zeros back. A program waits for a head after it has sent this head, so heads are sent in
 the order of the programs' numbers, in which they start. The first head that some rank has not sent is computed by
-programs that wait for no head.
-Limits. A head has at most MOST_ELEMENTS, the parts of all ranks fit in one area, and there are at most MOST_RANKS. All
-devices of the group have to be able to send in band (device/capabilities.py).
+programs that wait for no head. Limits. A head has at most MOST_ELEMENTS, the parts of all ranks fit in one area, and
+there are at most MOST_RANKS. All devices of the group have to be able to send in band (device/capabilities.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Decode attention over the local part of a cache: a rank's part (o, lse), and the merging of all ranks' parts.
 
 Problem, algorithm. They are those of tile.py without the exchange. `library` runs these kernels before and after its
-all-gather.
-Signal protocol. There is none. A local counter tells which split of a head is the last one.
-Limits. See `Shape.problem`. `library` leaves anything else to torch.
+all-gather. Signal protocol. There is none. A local counter tells which split of a head is the last one. Limits. See
+`Shape.problem`. `library` leaves anything else to torch.
 """
 
 from __future__ import annotations

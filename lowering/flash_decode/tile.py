@@ -2,23 +2,22 @@
 
 Problem. While an answer is generated, every rank holds some tokens of the KV cache, and all ranks need the attention of
 the new tokens over all of them. It takes as long as reading the local keys and values does. What follows is small, and
-its time is that of launches and rounds of signals that follow each other.
-Algorithm. Split-KV: a ticket is a part of the local tokens of one piece of heads (see split_attention.py), so all SMs
-read even for one sequence. The program of the last split of a head merges the splits, and puts the rank's part, o and
-lse in fp32, into the slot of every rank, including its own. A program merges the ranks' parts of a head after it has
-sent its next head, or if it has no further ticket. All ranks merge the same values in rank order, so they get equal
-bits. Lengths are read on the device, and the splits follow them in a replayed CUDA graph. A rank without tokens sends 0
-and -inf.
-If there are not more tickets than programs, there is no loop over tickets, and the loop over tokens has all registers.
-Otherwise, if the local tokens are many, the registers that the loop leaves to the exchange cost more than a launch.
-Then the kernel of local_decode.py computes the rank's parts, and this kernel (ATTENDED) begins with merging the single
-split of each. Peers cannot tell the difference, so every rank chooses by the size of its own cache.
-Signal protocol. Flag row `head // PER_FLAG` has one word for each source, written by the program that sends the flag's
-last head. Before its first push a program waits for the credits of all peers. A program that waits for a head has
-finished all tickets that it took, and every rank takes the tickets of a head before those of later heads. So the first
-head that some rank has not sent is being computed by programs that wait for none: one resident program is enough. After
-a failure a head's part is not sent, and its result is NaN.
-Limits. There is a local counter for each head and flag; see `obstacle`. For a few sequences see decode_in_band.py.
+its time is that of launches and rounds of signals that follow each other. Algorithm. Split-KV: a ticket is a part of
+the local tokens of one piece of heads (see split_attention.py), so all SMs read even for one sequence. The program of
+the last split of a head merges the splits, and puts the rank's part, o and lse in fp32, into the slot of every rank,
+including its own. A program merges the ranks' parts of a head after it has sent its next head, or if it has no further
+ticket. All ranks merge the same values in rank order, so they get equal bits. Lengths are read on the device, and the
+splits follow them in a replayed CUDA graph. A rank without tokens sends 0 and -inf. If there are not more tickets than
+programs, there is no loop over tickets, and the loop over tokens has all registers. Otherwise, if the local tokens are
+many, the registers that the loop leaves to the exchange cost more than a launch. Then the kernel of local_decode.py
+computes the rank's parts, and this kernel (ATTENDED) begins with merging the single split of each. Peers cannot tell
+the difference, so every rank chooses by the size of its own cache. Signal protocol. Flag row `head // PER_FLAG` has one
+word for each source, written by the program that sends the flag's last head. Before its first push a program waits for
+the credits of all peers. A program that waits for a head has finished all tickets that it took, and every rank takes
+the tickets of a head before those of later heads. So the first head that some rank has not sent is being computed by
+programs that wait for none: one resident program is enough. After a failure a head's part is not sent, and its result
+is NaN. Limits. There is a local counter for each head and flag; see `obstacle`. For a few sequences see
+decode_in_band.py.
 """
 
 from __future__ import annotations

@@ -5,12 +5,11 @@ the logits in decoding. The product takes as long as reading the weight does, an
 Algorithm. Every program takes one run of neighbouring tiles. It computes them one after the other, and stores each in
 the output and in the slot of every peer, without waiting for these stores. After its last tile it tells all peers. Then
 it waits for the same run of all peers, and copies it from the slot into the output. There is one signal and one copy
-for each program; one for each tile would take a tenth of the product's time.
-Signal protocol. Flag row `run` has one word for each source. Before its first push a program waits for the credits of
-all peers. A program takes one ticket, and waits only for what peers send under the same ticket, which they do before
-they wait. So the first ticket that some rank has not finished completes: one resident program is enough. A run without
-credits is neither sent nor published, and its tiles in the output are NaN.
-Limits. There is one flag for each run; see `geometry`.
+for each program; one for each tile would take a tenth of the product's time. Signal protocol. Flag row `run` has one
+word for each source. Before its first push a program waits for the credits of all peers. A program takes one ticket,
+and waits only for what peers send under the same ticket, which they do before they wait. So the first ticket that some
+rank has not finished completes: one resident program is enough. A run without credits is neither sent nor published,
+and its tiles in the output are NaN. Limits. There is one flag for each run; see `geometry`.
 """
 
 from __future__ import annotations

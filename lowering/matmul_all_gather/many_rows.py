@@ -1,15 +1,14 @@
 """matmul_all_gather, strategy `tile` for many rows: out = all_gather(a @ b + bias) in one launch.
 
 Problem. Every rank holds a [M, K] and b [K, N] with columns of its own (or a with rows of its own), and wants the
-products of all ranks.
-Algorithm. One queue of work has the tiles of the rank's own product, and then copies of the peers' tiles in the order
-in which they are computed. A finished tile goes into the output, and into the program's outbox. The K loop of the
-program's next tile carries it into the slots of all peers, and then it is published. When the copies begin, the links
-have worked as long as the tensor cores, so only the last tiles are still on their way.
-Signal protocol. Flag row `tile // chunk_tiles` has one word for each source. A push waits for the credits of all peers
-for the slot's previous use; the next launch gives the credits of this use. Every push precedes every flag wait in
-ticket order, and a program carries and publishes what it has before it waits for a flag.
-Limits. None on M, N and K. Tiles at the edges are masked where they are stored in the output.
+products of all ranks. Algorithm. One queue of work has the tiles of the rank's own product, and then copies of the
+peers' tiles in the order in which they are computed. A finished tile goes into the output, and into the program's
+outbox. The K loop of the program's next tile carries it into the slots of all peers, and then it is published. When the
+copies begin, the links have worked as long as the tensor cores, so only the last tiles are still on their way. Signal
+protocol. Flag row `tile // chunk_tiles` has one word for each source. A push waits for the credits of all peers for the
+slot's previous use; the next launch gives the credits of this use. Every push precedes every flag wait in ticket order,
+and a program carries and publishes what it has before it waits for a flag. Limits. None on M, N and K. Tiles at the
+edges are masked where they are stored in the output.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """matmul_all_reduce, strategy `tile` for a few rows: out = all_reduce(sum_i a_i @ b_i + bias) in one launch, one-shot.
 
 Problem. It is that of two_shot.py in decoding: the product takes as long as reading the weight does, the tensor that is
-reduced is small, and the time behind the last tile is that of the signals that follow each other.
-Algorithm. A program computes a tile, puts it into the slot of every rank, including its own, and tells all peers at
-once. It adds up a tile, in rank order and in fp32, after it has sent its next tile, or if there is none. So there is
-one signal between the last tile and the result. Operands are loaded by pointers, which is faster for so few rows. Every
-rank adds the same rounded partial tiles, so all get equal bits. An epilogue is computed on the sum before it is stored,
-and its part before the reduction on a tile before the tile is sent. If a norm follows
-(lowering/matmul_all_reduce_rms_norm), the program that adds up this GPU's last tile normalises all rows, which are few.
-Signal protocol. Flag row `tile` has one word for each source. Before its first push a program waits for the credits of
-all peers. A program that waits for a tile has sent all tiles that it took before, in ticket order. A local counter
-tells which tile is the last; nobody waits for it.
-Limits. There is one flag for each tile; see `fits`.
+reduced is small, and the time behind the last tile is that of the signals that follow each other. Algorithm. A program
+computes a tile, puts it into the slot of every rank, including its own, and tells all peers at once. It adds up a tile,
+in rank order and in fp32, after it has sent its next tile, or if there is none. So there is one signal between the last
+tile and the result. Operands are loaded by pointers, which is faster for so few rows. Every rank adds the same rounded
+partial tiles, so all get equal bits. An epilogue is computed on the sum before it is stored, and its part before the
+reduction on a tile before the tile is sent. If a norm follows (lowering/matmul_all_reduce_rms_norm), the program that
+adds up this GPU's last tile normalises all rows, which are few. Signal protocol. Flag row `tile` has one word for each
+source. Before its first push a program waits for the credits of all peers. A program that waits for a tile has sent all
+tiles that it took before, in ticket order. A local counter tells which tile is the last; nobody waits for it. Limits.
+There is one flag for each tile; see `fits`.
 """
 
 from __future__ import annotations

@@ -8,12 +8,11 @@ output and, carried too, into every peer's slot. *Copy*: the peers' results are 
 pipeline: while part p is pushed, part p - 1 is added up and part p - 2 is copied. So the links and the tensor cores
 work at the same time. Only the owner adds, so all ranks get equal bits. Every rank computes the epilogue where it
 stores a result, because the extra tensors may differ between ranks. The part of an epilogue before the reduction is
-computed on a tile before the tile is sent.
-Signal protocol. For partial tiles see lowering/partials.py. The owner publishes results in flag row RESULT_ROW + chunk
-to all peers at once; the copies of the chunk wait for it. In ticket order, a wait depends on earlier sends only. The
-push of a result needs no credit: the peer's partial tiles, for which it has waited, show that the peer is in the same
-use of the slot.
-Limits. None on M, N and K. Tiles at the edges are masked where they are stored in the output.
+computed on a tile before the tile is sent. Signal protocol. For partial tiles see lowering/partials.py. The owner
+publishes results in flag row RESULT_ROW + chunk to all peers at once; the copies of the chunk wait for it. In ticket
+order, a wait depends on earlier sends only. The push of a result needs no credit: the peer's partial tiles, for which
+it has waited, show that the peer is in the same use of the slot. Limits. None on M, N and K. Tiles at the edges are
+masked where they are stored in the output.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
 Problem. Every rank holds its rows a [M, K] and b [K, N]. Rank r wants, for all rows of all ranks, its own columns of
 the product. The columns are `parts` parts of W runs of C columns each, and rank r gets the r-th run of each part.
-Nothing is added up, so every tile has one reader.
-Algorithm. One queue of work has the tiles of the product, those for rank + 1 first and the rank's own tiles last, and
-then copies of what the peers have sent. A tile lies in one run of columns. A finished tile for a peer goes into the
-program's outbox, and the K loop of the next tile carries it into the peer's slot. An own tile goes into the output. The
-last tickets copy the peers' tiles from the slot into the output, in the order in which they are computed: those of
-rank - 1 first. By then only the last tiles are still on their way.
+Nothing is added up, so every tile has one reader. Algorithm. One queue of work has the tiles of the product, those for
+rank + 1 first and the rank's own tiles last, and then copies of what the peers have sent. A tile lies in one run of
+columns. A finished tile for a peer goes into the program's outbox, and the K loop of the next tile carries it into the
+peer's slot. An own tile goes into the output. The last tickets copy the peers' tiles from the slot into the output, in
+the order in which they are computed: those of rank - 1 first. By then only the last tiles are still on their way.
 Signal protocol. Flag row `tile // chunk_tiles` of a peer has one word for each source. A push waits for the credits of
 all peers for the slot's previous use; the next launch gives the credits of this use. Every push precedes every flag
 wait in ticket order, and a program carries and publishes what it has before it waits for a flag. All ranks send as much
-as they receive, so none runs ahead.
-Limits. The gathered dimension is not the last one, and the group's size times `parts` divides N.
+as they receive, so none runs ahead. Limits. The gathered dimension is not the last one, and the group's size times
+`parts` divides N.
 """
 
 from __future__ import annotations

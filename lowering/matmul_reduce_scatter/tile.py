@@ -1,18 +1,16 @@
 """matmul_reduce_scatter, strategy `tile`: out = reduce_scatter(sum_i a_i @ b_i + bias) in one launch.
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K. Rank r wants the r-th chunk of rows of the sum.
-Several products a_i @ b_i may be added up, and a row to them.
-Algorithm. One queue of work has the tiles of the product, those of rank + 1 first and the rank's own tiles last. A tile
-of another rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other
-ranks' partial tiles, adds all of them in fp32 in rank order, and stores the output. By then they have nearly always
-come, since every rank computes its own tiles last. Partial tiles are rounded to the output's dtype, as they are without
-fusion. An epilogue is computed on the sum, rounded too, before it is stored, and its part before the reduction on a
-tile before the tile is sent. The K loops of several products run one after the other into one accumulator; the first
-and longest of them carries.
-Signal protocol. See lowering/partials.py. A push waits for the credits of all peers for the slot's previous use; the
-next launch gives the credits of this use. Every push precedes every flag wait in ticket order, and a program carries
-and publishes what it has before it waits for a flag.
-Limits. The scattered dimension is not the last one, and the group's size divides it.
+Several products a_i @ b_i may be added up, and a row to them. Algorithm. One queue of work has the tiles of the
+product, those of rank + 1 first and the rank's own tiles last. A tile of another rank is carried into the slot of its
+owner while the next tile is computed. An own tile waits for the other ranks' partial tiles, adds all of them in fp32 in
+rank order, and stores the output. By then they have nearly always come, since every rank computes its own tiles last.
+Partial tiles are rounded to the output's dtype, as they are without fusion. An epilogue is computed on the sum, rounded
+too, before it is stored, and its part before the reduction on a tile before the tile is sent. The K loops of several
+products run one after the other into one accumulator; the first and longest of them carries. Signal protocol. See
+lowering/partials.py. A push waits for the credits of all peers for the slot's previous use; the next launch gives the
+credits of this use. Every push precedes every flag wait in ticket order, and a program carries and publishes what it
+has before it waits for a flag. Limits. The scattered dimension is not the last one, and the group's size divides it.
 """
 
 from __future__ import annotations

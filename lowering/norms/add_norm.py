@@ -1,9 +1,8 @@
 """The kernel of the sums and the norm alone, with which `library`, and `chunked` of large products, end.
 
-Problem. It is that of rows.py for rows that lie in this GPU's memory already.
-Algorithm. A program has a few whole rows in registers, so the sum is read once and written once.
-Signal protocol. There is none.
-Limits. There are at most nodes.MOST_NORM_COLUMNS columns. `library` leaves longer rows to torch.
+Problem. It is that of rows.py for rows that lie in this GPU's memory already. Algorithm. A program has a few whole rows
+in registers, so the sum is read once and written once. Signal protocol. There is none. Limits. There are at most
+nodes.MOST_NORM_COLUMNS columns. `library` leaves longer rows to torch.
 """
 
 from __future__ import annotations

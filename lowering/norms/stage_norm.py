@@ -1,12 +1,11 @@
 """The norm in front of a gather, written into this rank's slot. `chunked` uses it in place of `transfers.stage`.
 
 Problem. The shard is norm(x + residual), and the peers read it from this rank's slot. A kernel of its own would write
-the norm to memory, where `stage` would read it again.
-Algorithm. A program normalises whole rows in registers (see norms/rows.py) and stores them in the slot. The sum, and
-what is saved for a backward, go to memory as usual.
-Signal protocol. It is that of `transfers.stage`: the slot is written with the credits of all peers, and the last
-program publishes row PIECE_ROWS. The tensors in memory are right whatever the peers do.
-Limits. There are at most nodes.MOST_NORM_COLUMNS columns.
+the norm to memory, where `stage` would read it again. Algorithm. A program normalises whole rows in registers (see
+norms/rows.py) and stores them in the slot. The sum, and what is saved for a backward, go to memory as usual. Signal
+protocol. It is that of `transfers.stage`: the slot is written with the credits of all peers, and the last program
+publishes row PIECE_ROWS. The tensors in memory are right whatever the peers do. Limits. There are at most
+nodes.MOST_NORM_COLUMNS columns.
 """
 
 from __future__ import annotations

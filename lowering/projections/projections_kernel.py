@@ -1,12 +1,11 @@
 """projections: out_i = x @ weight_i for all weights in one launch, for a few rows (decoding), with an epilogue.
 
 Problem. A product of up to 64 rows takes as long as reading its weight. One rank's part of a projection is small: a
-library's launch for it ends before it has filled the GPU, and the next launch begins behind it.
-Algorithm. One grid has a program for each tile of 64 columns of any weight. All rows are in one tile (see
-`matmul_tile_of_few_rows`). Products that an epilogue combines, such as gate and up, are computed in one tile with half
-the size of a K step. Nothing is communicated, and no program waits.
-Limits. There are few rows, and K of the weights is contiguous. Anything else is computed by the library, one product
-after the other, with one launch for the epilogue.
+library's launch for it ends before it has filled the GPU, and the next launch begins behind it. Algorithm. One grid has
+a program for each tile of 64 columns of any weight. All rows are in one tile (see `matmul_tile_of_few_rows`). Products
+that an epilogue combines, such as gate and up, are computed in one tile with half the size of a K step. Nothing is
+communicated, and no program waits. Limits. There are few rows, and K of the weights is contiguous. Anything else is
+computed by the library, one product after the other, with one launch for the epilogue.
 """
 
 from __future__ import annotations

@@ -49,18 +49,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import expressions, proofs, rewriting
 from ditron_inductor.passes.graph.launches import launches_collective
 from ditron_inductor.task import schema
-from ditron_inductor.task.epilogue import (
-    MAX_TOGETHER,
-    Binary,
-    Cast,
-    Epilogue,
-    Expression,
-    Extra,
-    Function,
-    ProductTerm,
-    products,
-    walk,
-)
+from ditron_inductor.task.epilogue import MAX_TOGETHER, Epilogue, Expression, Extra, ProductTerm, mapped, products, walk
 from ditron_inductor.task.nodes import WithEpilogue
 from ditron_inductor.task.verify import local_calls, task_calls
 
@@ -118,7 +107,9 @@ def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
     ordered = [*computed, *(node for node in outputs if node in chain.plain)]
     of_node = call.meta["val"][0].dtype
     read = {
-        node: outputs[node] if node in chain.plain else expressions.as_output(outputs[node], _dtype(node), of_node)
+        node: outputs[node]
+        if node in chain.plain
+        else expressions.as_output(outputs[node], proofs.fake(node).dtype, of_node)
         for node in ordered
     }
     if {index for output in read.values() for index in products(output)} != set(range(task.num_operands)):
@@ -126,9 +117,13 @@ def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
     used = {number: None for output in read.values() for number in _extras(output)}
     numbers = {number: task.num_extras + index for index, number in enumerate(used)}
     by_number = {number: node for (node, _), number in chain.extras.items()}
+
+    def renumbered(operand: Expression) -> Expression:
+        return Extra(operand.kind, numbers[operand.index]) if isinstance(operand, Extra) else operand
+
     return Match(
         call,
-        {node: _renumbered(output, numbers) for node, output in read.items()},
+        {node: mapped(output, renumbered) for node, output in read.items()},
         tuple(by_number[number] for number in used),
         frozenset(kept),
     )
@@ -274,24 +269,8 @@ def _width(chain: EpilogueChain, index: int) -> Any:
     return chain.call.meta["val"][index].shape[-1]
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
-    value = proofs.fake(node)
-    return value.dtype
-
-
 def _extras(expression: Expression) -> list[int]:
     return [term.index for term in walk(expression) if isinstance(term, Extra)]
-
-
-def _renumbered(expression: Expression, numbers: dict[int, int]) -> Expression:
-    match expression:
-        case Extra(kind, index):
-            return Extra(kind, numbers[index])
-        case Function(_, argument) | Cast(argument, _):
-            return replace(expression, argument=_renumbered(argument, numbers))
-        case Binary(operator, left, right):
-            return Binary(operator, _renumbered(left, numbers), _renumbered(right, numbers))
-    return expression
 
 
 def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
@@ -308,7 +287,7 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     values = []
     for node, made in match.outputs.items():
         like = old[min(products(made))]
-        values.append(rewriting.fake_like(like, tuple(like.shape), tuple(like.stride()), _dtype(node)))
+        values.append(rewriting.fake_like(like, tuple(like.shape), tuple(like.stride()), proofs.fake(node).dtype))
     values += old[task.num_operands :]
     with graph.inserting_before(call):
         with_epilogue: Any = replace(cast(Any, task), num_extras=len(extras), epilogue=epilogue.text())

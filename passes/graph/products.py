@@ -15,7 +15,7 @@ The nodes that are found, and the order of the products, are the same on all ran
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import fx
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused
 from ditron_inductor.task import schema
-from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, ProductTerm, extras_of
+from ditron_inductor.task.epilogue import Epilogue, Expression, Extra, ProductTerm, extras_of, mapped
 from ditron_inductor.task.nodes import MAX_PRODUCTS, TASK_KINDS
 
 aten = torch.ops.aten
@@ -52,18 +52,13 @@ class Pre:
         """Returns the expression for the transposed product; None if a tensor of its shape had to be copied."""
         if any(extra.kind == "full" for extra in extras_of([self.expression])):
             return None
-        return Pre(_transposed(self.expression), self.extras)
+        return Pre(mapped(self.expression, _transposed), self.extras)
 
 
-def _transposed(expression: Expression) -> Expression:
-    match expression:
-        case Extra(kind, index):
-            return Extra({"row": "column", "column": "row"}.get(kind, kind), index)
-        case Function(_, argument) | Cast(argument, _):
-            return replace(expression, argument=_transposed(argument))
-        case Binary(operator, left, right):
-            return Binary(operator, _transposed(left), _transposed(right))
-    return expression
+def _transposed(operand: Expression) -> Expression:
+    if not isinstance(operand, Extra):
+        return operand
+    return Extra({"row": "column", "column": "row"}.get(operand.kind, operand.kind), operand.index)
 
 
 @dataclass(frozen=True)
