@@ -273,9 +273,7 @@ class JointPipeline(DitronPipeline):
 
 
 def mark_branches(graph: fx.Graph) -> None:
-    """Marks the subgraphs between which a graph chooses when it runs. Two ranks may choose differently, and subgraphs
-    do not meet, so their collectives are left as they are.
-    """
+    """Marks the subgraphs of a choice, whose collectives stay: ranks may choose differently, and none meet there."""
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target) in BRANCHING:
             for given in node.all_input_nodes:

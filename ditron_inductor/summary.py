@@ -43,9 +43,7 @@ def ran_by(strategy: str, source: str, reason: str) -> Ran:
 
 
 def ran_text(ran: Iterable[Ran]) -> str:
-    """Returns how many sites ran fused, and how many by `library` and why, such as `2 ran fused (2 tile), 1 by library
-    (forced by the option ditron.strategy)`.
-    """
+    """Returns how many sites ran fused, how many by `library`, and why: `2 ran fused (2 tile), 1 by library (..)`."""
     counts = Counter(ran)
     fused: Counter[str] = Counter()
     library: Counter[str] = Counter()

@@ -24,9 +24,7 @@ def default_path() -> Path:
 
 
 def path_of(option: str | None) -> Path | None:
-    """Returns the file for a value of the option `ditron.table`; None for `shipped`, which is not a file. Raises
-    InvalidOptionValue for a text that cannot be a path.
-    """
+    """Returns the file for a value of `ditron.table`; None for `shipped`. Raises InvalidOptionValue for no path."""
     if option == SHIPPED:
         return None
     if option is None:

@@ -44,9 +44,7 @@ LEAST_ROWS = 256
 def product_us(
     rows: int, columns: Sequence[int], k: int, itemsize: int, num_sms: int, *, overlapped: bool = False
 ) -> float:
-    """Returns the predicted time, in microseconds, of the products of [rows, k] with weights [k, columns[i]].
-    overlapped: products alternate between two streams.
-    """
+    """Returns the predicted microseconds of products with weights [k, columns[i]], on two streams if overlapped."""
     if rows == 0:
         return 0.0
     rate = FLOPS_PER_SM_US.get(itemsize, FLOPS_PER_SM_US[2])
@@ -79,9 +77,7 @@ class Piece:
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Returns `rows` rows as at most `parts` runs (first, last), without `last`. All are equally long except the last
-    run, which may be shorter. No run is empty.
-    """
+    """Returns `rows` rows as at most `parts` runs (first, last), not empty, equal but for a shorter last one."""
     length = -(-rows // parts)
     return [(first, min(first + length, rows)) for first in range(0, rows, length)] if rows else []
 

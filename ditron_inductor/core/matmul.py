@@ -67,9 +67,7 @@ class Terms(NamedTuple):
 
 
 class SumFactors(NamedTuple):
-    """The factors of a sum of products: pointers to the a_i [M, K_i] and b_i [K_i, N], descriptors of them, both tuples
-    empty without DESCRIPTORS, and sizes.
-    """
+    """The factors of a sum of products: tuples of pointers to a_i and b_i, or of descriptors of them; and sizes."""
 
     lefts: Any
     rights: Any
@@ -81,9 +79,7 @@ class SumFactors(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """The sizes of weights b_i [K, N_i] whose products stand side by side, as tuples with one number for each weight:
-    N_i, and the strides of rows and columns.
-    """
+    """The sizes of weights b_i [K, N_i] side by side, as tuples: N_i, and the strides of rows and columns."""
 
     columns: Any
     strides_bk: Any

@@ -25,9 +25,7 @@ pause_s = 0.0
 
 
 def make_quick() -> None:
-    """Makes the interpreter of this process quicker. It is called once, before the first launch, and does nothing if
-    there is no interpreter of a known form.
-    """
+    """Makes this process's interpreter quicker, once, before the first launch, if its form is a known one."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter

@@ -248,9 +248,7 @@ def wait_for_words(use, row, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr, ROWS
 
 @triton.jit
 def proxy_fence(ok):
-    """Orders what a wait acquired before block loads (TMA) that follow, because these read by another path than the
-    wait did. Returns `ok`. NVIDIA only.
-    """
+    """Orders what a wait acquired before later block loads (TMA), which read by another path. NVIDIA only."""
     return tl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [ok], dtype=tl.int32, is_pure=False, pack=1
     )

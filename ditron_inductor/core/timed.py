@@ -46,9 +46,7 @@ def first_credits(ok, alive, use, ticket, WORLD: tl.constexpr, TRACE: tl.constex
 
 @triton.jit
 def timed_may_send(asked, due, use, ticket, WORLD: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr):
-    """`may_send` for the piece `ticket`. It replaces `timed_credits` in a program that has called `ask_to_send` before.
-    asked: the result of that. due: `last_use`.
-    """
+    """Does `may_send` for the piece `ticket`, where `ask_to_send` returned `asked`. due: `last_use`."""
     began = now(TRACE)
     ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
     event(use, began, ticket, use.rank, CREDITS, TRACE)

@@ -81,9 +81,7 @@ def now(TRACE: tl.constexpr):
 
 @triton.jit
 def multiprocessor(TRACE: tl.constexpr):
-    """Returns the number of the SM that this program runs on; on AMD GPUs it consists of die, shader engine and compute
-    unit. In the interpreter it is the number of the program.
-    """
+    """Returns the number of this program's SM: die, shader engine and compute unit on AMD, a program's number else."""
     if TRACE == NVIDIA:
         number = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     elif TRACE == AMD:

@@ -137,9 +137,7 @@ class Agreements:
         self._known = WeakKeyDictionary()
 
     def find(self, facts: GraphFacts) -> Agreement | None:
-        """Returns what was agreed for a graph of this form. The sizes have to be equal, or may be equal, because one
-        graph has a symbol where another one has a number.
-        """
+        """Returns what was agreed for this form, for equal sizes, or for those that may be equal, as symbols may."""
         return next((agreed for other, agreed in self._of_program(facts) if other.form == facts.form), None)
 
     def find_other(self, facts: GraphFacts) -> Agreement | None:

@@ -23,9 +23,7 @@ IN_BAND = "DITRON_IN_BAND"
 """The variable that turns off sending in band (core/in_band.py), for all kernels of a group if any rank has 0."""
 
 SYMM_MEM_BACKEND = "CUDA"
-"""torch's own backend of symmetric memory, also for ROCm. With other backends each allocation is a collective call of
-all ranks of the program.
-"""
+"""torch's own backend of symmetric memory. With others each allocation is a collective call of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,7 @@ class Meetings:
         return Holder(self, process_group)
 
     def known(self, facts: GraphFacts) -> Decision | None:
-        """Returns the decision for a graph that follows from what was agreed for this piece of the program; None if
-        nothing was. Raises DitronDiverged (see `agreements.decide`).
-        """
+        """Returns the decision that follows from what was agreed before, or None. Raises DitronDiverged."""
         agreement = self._agreements.find(facts)
         if agreement is None:
             return None

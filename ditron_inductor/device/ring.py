@@ -67,9 +67,7 @@ class Generation:
         return value
 
     def zero(self, record: torch.Tensor) -> None:
-        """Restores the state of a new ring: no epoch, no flag, no credit, no poison. The poll limit has to be set anew.
-        No kernel of any rank may be using the ring.
-        """
+        """Restores a new ring's state, without a poll limit. No kernel of any rank may be using the ring."""
         words_of_ctl = [0] * slot_layout.CTL_WORDS
         words_of_ctl[words.RECORD.value] = record.data_ptr()
         for slot in range(slot_layout.NUM_SLOTS):

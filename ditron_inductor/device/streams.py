@@ -179,9 +179,7 @@ def on_stream(handle: int, device: torch.device) -> AbstractContextManager[objec
 
 
 def switch_to(stream: torch.cuda.Stream) -> Callable[[], object]:
-    """Returns a function that makes `stream` the current stream of its device, which has to be the current device. It
-    does what torch.cuda.set_stream does in the end.
-    """
+    """Returns what makes `stream` the current device's current stream, as torch.cuda.set_stream does in the end."""
     return functools.partial(
         torch._C._cuda_setStream,
         stream_id=stream.stream_id,

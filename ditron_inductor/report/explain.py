@@ -34,9 +34,7 @@ UNASKED = {"ditron.strict": False, "ditron.summary": False}
 
 @dataclass(frozen=True)
 class Report:
-    """All collective sites of a function's graphs, in graph order. ``text()``, or ``str()``, is for a terminal, and
-    ``html()`` is a page with pictures.
-    """
+    """All collective sites of a function's graphs, in order, as ``text()`` for a terminal, or a page, ``html()``."""
 
     sites: tuple[ExplainedSite, ...]
     graphs: tuple[GraphRecord, ...]
@@ -61,9 +59,7 @@ class Report:
         return self.text()
 
     def text(self) -> str:
-        """The table with a row for equal sites, the reasons, what was left alone with its line, and a conclusion. No
-        line is longer than 120 characters.
-        """
+        """The report for a terminal, whose lines are no longer than 120 characters, with a row for equal sites."""
         return report_text(self.sites, self.conclusion()) if self.sites else self.conclusion()
 
     def html(self) -> str:

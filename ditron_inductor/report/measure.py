@@ -79,9 +79,7 @@ def measure(
     workspace_limit: int,
     timeout_s: float,
 ) -> Timings:
-    """Times `strategies` (all of the kind's, if none are given) at `shape`, inside a CUDA graph if `graph`. All ranks
-    of the group give the same arguments.
-    """
+    """Times `strategies`, by default all, inside a CUDA graph if `graph`. All ranks give the same arguments."""
     strategies = strategies or shape.node.strategies
     clock = Clock(device, groups.find(group_name))
     calls = _calls(shape, group_name, device, strategies, workspace_limit, timeout_s)

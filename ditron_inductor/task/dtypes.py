@@ -24,9 +24,7 @@ FLOAT32 = Dtype("float32", "fp32", 4)
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a product: those of its operands, of its result, and of the sum in registers. flops: the field of
-    `cost.Hardware` that holds the rate of such a product.
-    """
+    """The dtypes of operands, results and sums in registers. flops: the field of `cost.Hardware` with their rate."""
 
     operand: Dtype
     result: Dtype

@@ -30,9 +30,7 @@ from ditron_inductor.task.problem import NOTHING, Problem, Requirement
 
 MARGIN = 0.01
 NEAR_MARGIN = 0.03
-"""The fraction of the time of `library` that a strategy has to save: MARGIN if the very shape was measured, NEAR_MARGIN
-if only a shape close to it was.
-"""
+"""The part of `library`'s time to save: MARGIN if the very shape was measured, NEAR_MARGIN if one close to it."""
 SLOW_HOST = 3.0
 """In eager mode the time of a strategy is at least the time that its launches take on the host. That is `Node.host_us`,
 measured with one op that is called again and again, times this factor: in the middle of a model, on hosts that share
@@ -149,9 +147,7 @@ def possible(request: PlanRequest) -> tuple[str, ...]:
 
 
 def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str, bool]:
-    """Returns (the best strategy by the table `known`; what the table says; whether it has this very problem), or empty
-    texts if it says nothing.
-    """
+    """Returns (the best strategy by a table; what it says; whether it has this very problem); empty texts if none."""
     problem = request.problem.as_expected()
     measured = known.lookup(
         gpu=request.device_name,
@@ -184,9 +180,7 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
 
 
 def _best(request: PlanRequest, us: Mapping[str, float], gains: Mapping[str, float]) -> str:
-    """Returns the fastest strategy, by the times `us`, of those that take at most the fraction in `gains` of the time
-    of `library`; `library` if there is none.
-    """
+    """Returns the fastest strategy by `us` of those within the fraction `gains` of `library`, or `library`."""
     problem = request.problem
     if request.device_type != "cpu" and not problem.captured:
         us = {strategy: max(time, SLOW_HOST * cost.host_us(problem, strategy)) for strategy, time in us.items()}

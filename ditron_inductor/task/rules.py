@@ -23,9 +23,7 @@ from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OP
 Given = Mapping[str, Any]
 """The fake tensors of a call's operands by name: a tensor, or a list of them."""
 Rules = Iterator[tuple[Any, str]]
-"""Pairs of a condition and a text. The condition has to hold or be unknown; of several conditions one has to. The text
-says what is wrong if this is not so.
-"""
+"""Pairs of a condition, of which one of several has to hold or be unknown, and a text of what is wrong if not."""
 
 
 def rules_of(node: Node, given: Given) -> Rules:
@@ -171,9 +169,7 @@ def _sum_reduced(node: nodes.MatmulAllReduceRmsNorm, given: Given) -> Rules:
 
 
 def _epilogue(node: nodes.WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0) -> Rules:
-    """Yields the rules for the widths of products that are combined, and for the sizes of the extra tensors beside so
-    many `rows`. whole: the number of rows that are reduced.
-    """
+    """Yields the rules for products that are combined and extras beside so many `rows`. whole: the rows reduced."""
     epilogue = node.parsed
     if epilogue is None:
         return

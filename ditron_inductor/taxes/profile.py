@@ -323,9 +323,7 @@ class Lead:
 
 
 def _lead(clock: Clock, call: Callable[[int], None]) -> Lead:
-    """Returns steps if the slowest rank's host is fast enough to stay ahead of the GPU, which then runs at the clock
-    rate of a GPU at work, and otherwise a delay.
-    """
+    """Returns steps, with the GPU's clock rate at work, if the slowest host can stay ahead so, and else a delay."""
     import torch
 
     torch.cuda.synchronize(clock.device)

@@ -61,9 +61,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Event:
-    """What one program did from `begin_ns` to `end_ns` of the host's clock. use: the site's number and the epoch.
-    programs: the number of programs of its launch.
-    """
+    """What one program of `programs` did, on the host's clock. use: the site's number and the epoch."""
 
     kind: int
     use: int

@@ -135,9 +135,7 @@ def sums_of(rows, cols, sums, sizes, given, known, FORM: tl.constexpr):
 def two_shots(
     use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Reduces and normalises the rows of piece `ticket` of every run, and returns the result of `leave`. A slot has
-    places [source][row], then sums [owner][row].
-    """
+    """Does one piece's rows of every run; returns what `leave` does. Slots: [source][row], then sums [owner][row]."""
     FORM: tl.constexpr = NORMS.FORM
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
@@ -295,9 +293,7 @@ def slice_width(columns: int, slices: int) -> int:
 
 
 def slice_warps(block: int, itemsize: int) -> int:
-    """Returns the warps of a program for slices of rows with `block` places: like `warps_of` up to 8, and more if a
-    thread would have more than 64 bytes.
-    """
+    """Returns the warps for slices of rows: as `warps_of` to 8, and more for over 64 bytes in a thread."""
     return max(1, min(block // (32 * 16), 8), min(block * itemsize // (32 * 64), 16))
 
 

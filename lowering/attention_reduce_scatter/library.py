@@ -33,9 +33,7 @@ def gradients(
     scale: float,
     bias: torch.Tensor | None = None,
 ) -> Outputs:
-    """Returns the gradients for one call: those of its rows of q, and of its keys and values. keys: the number of keys
-    of a rank. bias: the bias of all keys.
-    """
+    """Returns the gradients of one call's rows, keys and values. keys: of a rank. bias: of all keys."""
     grad_out, q, k, v, out, lse = operands
     rows, seen = span.queries, span.seen(bias, keys)
     given = rows(grad_out), rows(q), span.among(k, keys), span.among(v, keys), rows(out), rows(lse).contiguous()

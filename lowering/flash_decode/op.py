@@ -26,9 +26,7 @@ Runner = Callable[..., torch.Tensor]
 def prepare(
     calls: PreparedCalls, key: Hashable, node: FlashDecode, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    """Returns what runs a call, and keeps it in `calls` under `key`. The choice depends only on the query, because each
-    rank may have a cache of another size.
-    """
+    """Returns what runs a call, kept under `key`. The query alone decides, as caches differ between ranks."""
     given = DecodeOperands(*node.split(operands))
     node.verify()
     task.check_operands(given.q, given.k, given.v, given.lengths, given.block_table)

@@ -171,9 +171,7 @@ _trials: WeakKeyDictionary[SharedWorkspace, dict[str, Trial]] = WeakKeyDictionar
 
 
 def ended() -> list[tuple[PlanRequest, Mapping[str, Times]]]:
-    """Returns (the request of the site that began it, the times by which the ranks decided) for each trial of this
-    process that has ended and that no reset has dropped.
-    """
+    """Returns (the request that began it, the times that decided) of each ended trial that no reset has dropped."""
     return [
         (found.request, found.times)
         for shared, trials in _trials.items()

@@ -130,9 +130,7 @@ def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
 
 
 NO_TEXT, WITH_READER = "no_text", "computed_with_its_reader"
-"""Why an op behind the products of a call stays outside of the node: the epilogue has no text for it, or Inductor
-computes it in one kernel with what reads it.
-"""
+"""Why an op stays outside of the node: no text for it, or Inductor computes it in one kernel with its reader."""
 
 
 def find_left_outside(call: fx.Node, task: WithEpilogue) -> tuple[str, fx.Node, fx.Node | None] | None:

@@ -179,9 +179,7 @@ def _passes(node: fx.Node) -> bool:
 
 
 def _upwards(node: fx.Node) -> set[fx.Node]:
-    """Returns nodes from which `node` is computed by views and pointwise ops, including the first nodes that are
-    neither. If there are many, it returns only some of them.
-    """
+    """Returns the nodes, or some of many, that views and pointwise ops make `node` of, and the first others."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending and len(found) < MAX_PARTS:

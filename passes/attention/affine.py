@@ -222,9 +222,7 @@ def floored(value: Affine, divisor: int, shape: Sequence[Any]) -> Affine:
 
 
 def reshaped(source: Sequence[Any], result: Sequence[Any]) -> list[Affine] | None:
-    """Returns the index of each dimension of `source` in terms of the indices of `result`, which has the same elements
-    in the same order. None if it is not known.
-    """
+    """Returns the index of each dimension of `source` by those of `result`, a view of it in order; None if unknown."""
     found: list[Affine] = []
     nowhere = Affine(0, (0,) * len(result))
     wide = [dim for dim, size in enumerate(result) if not proofs.known_equal(size, 1)]

@@ -265,9 +265,7 @@ def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attenti
 
 
 def all_gather_attention(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every attention to keys and values whose gathers can be proved; returns how many. Gathers that feed an
-    attention which was left alone get a reason.
-    """
+    """Fuses every attention with provable gathers; returns how many. Gathers of others get a reason."""
     _adopt(graph, options)
     count = 0
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in FORWARD]:

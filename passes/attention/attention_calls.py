@@ -171,9 +171,7 @@ def mask_tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def read_attention(node: fx.Node) -> AttentionCall | Refused:
-    """Proves that a call of a forward or backward op of attention is one that our ops compute. If nothing is proved of
-    the mask, it becomes their bias.
-    """
+    """Proves that a call of attention is one that our ops compute. A mask not proved becomes their bias."""
     kernel = (FORWARD | BACKWARD)[node.target]
     q, k, v = operands(node)
     values = [proofs.tensor(operand) for operand in (q, k, v)]

@@ -58,9 +58,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Joined:
-    """Outputs and log-sum-exps that were gathered side by side: the atoms `both` of the dimension that they share, and
-    the atoms `wide` of the outputs' part of it.
-    """
+    """Outputs and log-sum-exps gathered side by side: the atoms of `both` in one dimension, and the outputs' `wide`."""
 
     ranks: Ranks
     both: tuple[int, ...]

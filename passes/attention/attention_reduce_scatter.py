@@ -181,9 +181,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 
 def attention_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every backward of attention whose reduce-scatters can be proved; returns how many. Reduce-scatters of
-    one that was left alone get a reason.
-    """
+    """Fuses every backward with provable reduce-scatters; returns how many. Others' get a reason."""
     count = 0
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in BACKWARD]:
         match = find_attention_reduce_scatter(node)

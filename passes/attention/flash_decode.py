@@ -317,9 +317,7 @@ def _prove_again(parts: GatheredParts) -> Match | Refused:
 
 
 def flash_decode(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every decode attention with the gathers of its parts, if proved; returns how many were. Others that gather
-    parts of an attention get a reason.
-    """
+    """Fuses every provable decode attention with the gathers of its parts; returns how many. Others get a reason."""
     found = [read_collective(node) for node in collectives(graph, ALL_GATHER)]
     gathers = [gather for gather in found if isinstance(gather, Collective)]
     attention = PartAlgebra()

@@ -62,9 +62,7 @@ class Unknown(Exception):
 
 
 class Atoms:
-    """The indices that dimensions are made of. If a view splits a dimension, an atom is replaced by two. An atom may
-    also turn out to be the same as another one.
-    """
+    """The indices of dimensions. A view that splits one replaces an atom by two; two may turn out the same."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -276,9 +274,7 @@ class Algebra:
         return Value(value.axes[:dim] + value.axes[dim + 1 :], value.power, value.is_log)
 
     def _put_together(self, node: fx.Node) -> Value:
-        """Reads a cat of all equal chunks of one tensor in their order, or of equal views of them. A gather along an
-        inner dimension is written in this way.
-        """
+        """Reads a cat of all equal chunks of a tensor in order, or of views: a gather along an inner dimension."""
         parts = list(proofs.arguments(node)["tensors"])
         chunks = [proofs.views_up(part)[-1] for part in parts]
         pieces = [proofs.piece(chunk) for chunk in chunks]

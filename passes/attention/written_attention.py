@@ -61,9 +61,7 @@ DIGITS = 12
 
 @dataclass(frozen=True)
 class Written:
-    """The second matmul; the nodes `above` from which its weights are computed, up to the next matmuls; and the
-    gathered tensors that these matmuls read.
-    """
+    """The second matmul; the nodes `above` that make its weights; and the gathered tensors that the matmuls read."""
 
     node: fx.Node
     above: tuple[fx.Node, ...]
@@ -398,9 +396,7 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
 
 
 def _operand(graph: fx.Graph, atoms: Atoms, given: Given, wanted: Axes, node: fx.Node) -> fx.Node | None:
-    """Returns a mask as the bias of our op, whose scores have the `wanted` axes; None if the mask has other axes.
-    Inserts its negation in front of `node` if that is needed.
-    """
+    """Returns a mask of the `wanted` axes, or None, as our op's bias, negated in front of `node` if needed."""
     tensor = unexpanded(given.tensor)
     shape = static_shape(tensor)
     # A mask that is the same for all batches and heads fits, whatever their order.

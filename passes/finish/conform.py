@@ -72,9 +72,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
 
 
 def conform(graph: fx.Graph, forms: Mapping[str, Sequence[Form]], *, options: Options) -> int:
-    """Gives the launches of every group the forms that the ranks agreed on, and returns how many were rewritten. Raises
-    DitronDiverged if that is impossible.
-    """
+    """Gives launches the forms that the ranks agreed on; returns how many were rewritten. Raises DitronDiverged."""
     count = 0
     for group_name, launches in launches_of(graph).items():
         for (node, _), form in zip(launches, forms.get(group_name, ()), strict=False):

@@ -97,9 +97,7 @@ def _adds(node: fx.Node) -> bool:
 
 
 def _summands(root: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Returns the terms that are added up at `root`, and the additions. Each addition but the root has the shape of the
-    root and is used only by the next one.
-    """
+    """Returns the terms at `root`, and the additions, each of its shape and used only by the next."""
     leaves, additions, pending = list[fx.Node](), list[fx.Node](), [root]
     whole = root.meta["val"].shape
     while pending:

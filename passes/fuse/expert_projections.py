@@ -104,9 +104,7 @@ def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> M
 
 
 def _slots_of_a_token(experts: fx.Node, num_experts: Any) -> int | None:
-    """Returns the number of experts of each token if `experts` [S] are the indices of a topk over at most as many
-    values as there are experts, token by token; else None.
-    """
+    """Returns the experts of a token if `experts` [S] are indices of a topk over no more values; else None."""
     found, value = proofs.views_up(experts)[-1], proofs.tensor(experts)
     if value is None or value.ndim != 1 or value.dtype != torch.int64:
         return None

@@ -139,9 +139,7 @@ def regrouped(chunks: proofs.Regrouped, world_size: int, layout: Layout) -> Layo
 
 
 def chunks_of(cat: fx.Node, world_size: int) -> proofs.Regrouped | None:
-    """Returns the chunks that a cat puts together. None unless they are all equal chunks of one tensor, in order, and
-    the result has as many dimensions as that tensor.
-    """
+    """Returns the chunks of a cat of all equal chunks of one tensor, in order and as many dimensions, or None."""
     if cat.op != "call_function" or cat.target is not proofs.aten.cat.default:
         return None
     found = proofs.regrouped(cat, world_size)

@@ -26,9 +26,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class OrientedMatmul:
-    """A matmul `mm` as the node computes it, with its other `operand`. If `transposed`, the node computes the transpose
-    of the product, with the transpose of the operand.
-    """
+    """A matmul as the node computes it, with its other operand: of transposes, if `transposed`."""
 
     mm: fx.Node
     operand: fx.Node

@@ -82,9 +82,7 @@ def normalised(rsqrt: fx.Node) -> fx.Node | None:
 
 
 def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
-    """Proves that `rsqrt` is a part of a norm as drawn above, or says why not. Nothing else may use its inner values,
-    except those that a node can return (see `_saved`).
-    """
+    """Proves that `rsqrt` is in a norm as drawn above, with no other reader but of what `_saved` allows, or why not."""
     found = _read_norms(rsqrt, (None,))
     return found if isinstance(found, ReasonCode) else found[0]
 

@@ -307,9 +307,7 @@ _TEXTS: dict[ReasonCode, str] = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a collective was left alone: the pattern that was tried, a `ReasonCode`, a sentence for the user, and the
-    node that stopped it, as it was then.
-    """
+    """Why a collective was left alone: the pattern tried, a `ReasonCode` and its text, and the node that stopped it."""
 
     pattern: str
     code: str

@@ -179,9 +179,7 @@ def output(graph: fx.Graph, call: fx.Node, index: int, origin: fx.Node) -> fx.No
 
 
 def regrouped(graph: fx.Graph, source: fx.Node, split_dim: int, cat_dim: int, parts: int, origin: fx.Node) -> fx.Node:
-    """Inserts the `parts` equal chunks of `source` along one dimension, concatenated along another, with the metadata
-    of `origin`. The dimension that is split has a known size.
-    """
+    """Inserts `parts` equal chunks of `source` along a static dimension, concatenated along another, as of `origin`."""
     value: torch.Tensor = source.meta["val"]
     sizes = list(value.shape)
     sizes[split_dim] //= parts
