@@ -273,7 +273,7 @@ class JointPipeline(DitronPipeline):
 
 
 def mark_branches(graph: fx.Graph) -> None:
-    """Marks the subgraphs of a choice, whose collectives stay: ranks may choose differently, and none meet there."""
+    """Marks subgraphs that a graph chooses between: ranks may choose differently, so their collectives stay."""
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target) in BRANCHING:
             for given in node.all_input_nodes:

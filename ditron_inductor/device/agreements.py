@@ -137,7 +137,7 @@ class Agreements:
         self._known = WeakKeyDictionary()
 
     def find(self, facts: GraphFacts) -> Agreement | None:
-        """Returns what was agreed for this form, for equal sizes, or for those that may be equal, as symbols may."""
+        """Returns what was agreed for a graph of this form, whose sizes are equal, or may be, where one is a symbol."""
         return next((agreed for other, agreed in self._of_program(facts) if other.form == facts.form), None)
 
     def find_other(self, facts: GraphFacts) -> Agreement | None:

@@ -139,7 +139,7 @@ class Verdict:
 
 
 def open_sizes(lists: Sequence[Sequence[LaunchFacts]]) -> tuple[int | None, ...]:
-    """Returns the elements of each collective by all ranks' lists: None for a symbol on any, which serves all sizes."""
+    """Returns the elements of each collective; None if any rank has a symbol, as its graph serves all sizes."""
     return tuple(
         None if any(launch.numel is None for launch in launches) else launches[0].numel
         for launches in zip(*lists, strict=True)

@@ -23,7 +23,7 @@ from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OP
 Given = Mapping[str, Any]
 """The fake tensors of a call's operands by name: a tensor, or a list of them."""
 Rules = Iterator[tuple[Any, str]]
-"""Pairs of a condition, of which one of several has to hold or be unknown, and a text of what is wrong if not."""
+"""Pairs of a condition, or several of which one has to hold or be unknown, and a text of what is wrong if not."""
 
 
 def rules_of(node: Node, given: Given) -> Rules:

@@ -323,7 +323,7 @@ class Lead:
 
 
 def _lead(clock: Clock, call: Callable[[int], None]) -> Lead:
-    """Returns steps, with the GPU's clock rate at work, if the slowest host can stay ahead so, and else a delay."""
+    """Returns steps, which keep the GPU's clock rate up, if the slowest host can stay ahead, and else a delay."""
     import torch
 
     torch.cuda.synchronize(clock.device)

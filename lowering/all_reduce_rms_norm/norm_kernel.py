@@ -293,7 +293,7 @@ def slice_width(columns: int, slices: int) -> int:
 
 
 def slice_warps(block: int, itemsize: int) -> int:
-    """Returns the warps for slices of rows: as `warps_of` to 8, and more for over 64 bytes in a thread."""
+    """Returns the warps for slices of `block` places: as `warps_of` up to 8, and more above 64 bytes a thread."""
     return max(1, min(block // (32 * 16), 8), min(block * itemsize // (32 * 64), 16))
 
 
