@@ -561,7 +561,7 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "an epilogue forgets what dtype it makes",
         "passes/absorb/absorb_epilogues.py",
-        "expressions.as_output(outputs[node], _dtype(node), of_node)",
+        "expressions.as_output(outputs[node], proofs.fake(node).dtype, of_node)",
         "outputs[node]",
         "tests/passes/test_absorb_epilogues.py::test_absorbs",
     ),
