@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+from ditron_inductor.device import calibrate
+from ditron_inductor.device.interpreter_lock import interpreting
 from ditron_inductor.errors import DitronInterpreterBusy, DitronPoisoned
-from ditron_inductor.lowering.host.launcher import interpreting
+from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from tests.device import jobs
 from tests.ranks import RankContext, RankPools
+from tests.test_imports import trees
+
+CPU = torch.device("cpu")
 
 
 def interrupted(ctx: RankContext) -> str:
@@ -56,3 +65,75 @@ def test_a_second_thread_in_the_interpreter_is_refused_by_name() -> None:
 def test_the_interpreter_is_free_again_after_an_error(name: str) -> None:
     with pytest.raises(ZeroDivisionError), interpreting(name):
         raise ZeroDivisionError
+
+
+class Interpreted:
+    """Stands in for an interpreted kernel: a launch runs `body`, and counts."""
+
+    __name__ = "stand_in"
+    arg_names = ("x",)
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self.body = body
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.launches += 1
+            self.body()
+
+        return launch
+
+
+def error_in_another_thread(run: Callable[[], Any]) -> BaseException | None:
+    raised: list[BaseException] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=catch)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def launch_of(kernel: Any) -> Callable[[], None]:
+    """A launch as all sites make it."""
+    launcher = local_launcher(kernel, CPU)
+    return lambda: launcher(0, lambda: Arguments(1, {}), (), (), {"x": torch.ones(1)})
+
+
+def test_a_launch_keeps_other_threads_out_of_the_interpreter() -> None:
+    found: list[BaseException | None] = []
+    second = Interpreted(lambda: None)
+    launch_of(Interpreted(lambda: found.append(error_in_another_thread(launch_of(second)))))()
+    assert isinstance(found[0], DitronInterpreterBusy) and "kernel 'stand_in' cannot be launched" in str(found[0])
+    assert second.launches == 0
+    launch_of(second)()
+    assert second.launches == 1
+
+
+def test_the_measurement_of_polls_shares_the_interpreter_with_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Interpreted(lambda: None)
+    monkeypatch.setattr(calibrate, "_wait_in_vain", wait)
+    found: list[BaseException | None] = []
+    launch_of(Interpreted(lambda: found.append(error_in_another_thread(lambda: calibrate.measure(CPU)))))()
+    assert isinstance(found[0], DitronInterpreterBusy) and wait.launches == 0
+    # The other way round: while it measures, nobody launches.
+    wait.body = lambda: found.append(error_in_another_thread(launch_of(Interpreted(lambda: None))))
+    with pytest.raises(AssertionError):
+        calibrate.measure(CPU)  # The stand-in writes no record of a wait that expired.
+    assert len(found) > 1 and all(isinstance(error, DitronInterpreterBusy) for error in found)
+
+
+def test_kernels_are_launched_where_the_interpreter_is_held() -> None:
+    """A new place has to hold it too, unless it runs on GPUs only, as the clocks of a trace do."""
+    places = set()
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) == 1:
+                places.add(module)
+    assert places == {"device.calibrate", "lowering.host.launcher", "taxes.step_trace"}
