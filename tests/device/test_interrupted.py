@@ -6,6 +6,7 @@ import ast
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ditron_inductor.device.interpreter_lock import interpreting
 from ditron_inductor.errors import DitronInterpreterBusy, DitronPoisoned
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from tests.device import jobs
+from tests.device.one_rank import make_shared
 from tests.ranks import RankContext, RankPools
 from tests.test_imports import trees
 
@@ -40,6 +42,42 @@ def interrupted(ctx: RankContext) -> str:
 def test_a_call_that_never_ended_is_noticed_and_a_reset_mends_it(rank_pools: RankPools) -> None:
     for text in rank_pools.get("cpu", 2, label="interrupted").run(interrupted, timeout=60.0):
         assert "a call before this one neither ended nor failed" in text
+
+
+@pytest.mark.parametrize("step", ["set_poll_limit", "begin"])
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_while_a_call_is_prepared_asks_for_a_reset(step: str, kind: type[BaseException]) -> None:
+    """The peers go through with the call, so this rank may not take its next call for this one."""
+    shared = make_shared()
+    owner: Any = shared.generations[-1] if step == "set_poll_limit" else shared.health
+    with pytest.raises(kind), mock.patch.object(owner, step, side_effect=kind("in between")):
+        shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)
+    with pytest.raises(DitronPoisoned, match=f"{kind.__name__}: in between"):
+        shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)
+    shared.restart(shared.session, {ring.name for ring in shared.generations})
+    for calls in range(3):
+        assert shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)[1] == calls % 2
+        shared.end()
+
+
+def test_a_stream_that_cannot_be_ordered_is_no_call_yet() -> None:
+    """All ranks find the same error, and go on."""
+    shared = make_shared()
+    with pytest.raises(ValueError), mock.patch.object(shared.order, "enter", side_effect=ValueError):
+        shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)
+    assert shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)[1] == 0
+
+
+def test_a_call_whose_failure_could_not_be_noted_is_noticed_by_the_next() -> None:
+    shared = make_shared()
+    shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        mock.patch.object(shared.health, "fail", side_effect=KeyboardInterrupt),
+    ):
+        shared.fail(ValueError("in the call"))
+    with pytest.raises(DitronPoisoned, match="neither ended nor failed"):
+        shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)
 
 
 def test_a_second_thread_in_the_interpreter_is_refused_by_name() -> None:
