@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 
 from ditron_inductor import reset
@@ -24,31 +25,40 @@ def correlate(x: torch.Tensor) -> torch.Tensor:
     return divergent.all_reduce(x.t() @ x)
 
 
+def correlate_twice(x: torch.Tensor) -> torch.Tensor:
+    """A pass merges the two reductions into one."""
+    return divergent.all_reduce(x.t() @ x) + divergent.all_reduce((x + 1).t() @ x)
+
+
+PROGRAMS = {"once": correlate, "twice": correlate_twice}
+
+
 class Calls:
     """Calls of the compiled function, each compared with its result in eager mode. One recompilation is too many."""
 
-    def __init__(self, ctx: RankContext, options: dict[str, Any]) -> None:
+    def __init__(self, ctx: RankContext, options: dict[str, Any], name: str = "once") -> None:
         torch._dynamo.reset()
         self._rank = ctx.rank
         self._generator = torch.Generator().manual_seed(ctx.rank)
-        self._compiled = torch.compile(correlate, backend="ditron", options=options, dynamic=False)
+        self._program = PROGRAMS[name]
+        self._compiled = torch.compile(self._program, backend="ditron", options=options, dynamic=False)
 
     def __call__(self, rows: tuple[int, int]) -> None:
         x = torch.randn(rows[self._rank], 16, generator=self._generator)
-        expected = correlate(x)
+        expected = self._program(x)
         with torch._dynamo.config.patch(recompile_limit=1):
             found = self._compiled(x)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def by_default(ctx: RankContext) -> None:
-    call = Calls(ctx, {})
+def one_rank_is_eager_and_right(ctx: RankContext, options: dict[str, Any], name: str) -> None:
+    call = Calls(ctx, options, name)
     for rows in (SAME, SAME, OTHER, OTHER, SAME):
         call(rows)
 
 
-def all_ranks_recompile_or_none(ctx: RankContext) -> None:
-    call = Calls(ctx, TILE)
+def all_ranks_recompile_or_none(ctx: RankContext, options: dict[str, Any], name: str) -> None:
+    call = Calls(ctx, options, name)
     torch.compiler.set_enable_guard_collectives(True)
     try:
         for rows in (SAME, SAME, OTHER, OTHER, SAME, (12, 8), (16, 20)):
@@ -101,11 +111,19 @@ def run_late(rank_pools: RankPools, job: Any) -> list[tuple[str, float]]:
 
 def test_the_library_takes_an_eager_rank_as_it_comes(rank_pools: RankPools) -> None:
     """On the CPU the plan runs sites by the library."""
-    rank_pools.get("cpu", 2).run(by_default)
+    rank_pools.get("cpu", 2).run(one_rank_is_eager_and_right, {}, "once")
 
 
-def test_with_collective_guards_no_rank_is_eager_alone(rank_pools: RankPools) -> None:
-    rank_pools.get("cpu", 2).run(all_ranks_recompile_or_none)
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_without_fusions_an_eager_rank_does_no_harm(rank_pools: RankPools, name: str) -> None:
+    rank_pools.get("cpu", 2).run(one_rank_is_eager_and_right, {"ditron.fusions": ()}, name)
+
+
+@pytest.mark.parametrize(("options", "name"), [(TILE, "once"), (TILE, "twice"), ({}, "twice")])
+def test_with_collective_guards_no_rank_is_eager_alone(
+    rank_pools: RankPools, options: dict[str, Any], name: str
+) -> None:
+    rank_pools.get("cpu", 2).run(all_ranks_recompile_or_none, options, name)
 
 
 def test_an_eager_rank_is_a_timeout_that_names_it_and_a_reset_helps(rank_pools: RankPools) -> None:
