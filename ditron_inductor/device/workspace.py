@@ -72,8 +72,9 @@ class SharedWorkspace:
     ) -> tuple[Generation, int, int]:
         """Takes the next slot for one use (see Workspace.call). Returns (its ring, the slot, the number of `site`).
 
-        An exception behind `CallOrder.enter` is noted as one in the call. The order holds nothing that an exception
-        would have to give back: a stream that has entered is the last one, and waited for all calls before.
+        An exception is noted as one in the call, except DitronCaptureError and WorkspaceError. The order holds nothing
+        that an exception would have to give back: a stream that has entered is the last one, and waited for all calls
+        before.
         """
         if self._in_call:
             # An exception, such as an interrupt, came where it could not be noted, so the peers are a call ahead or
@@ -81,15 +82,14 @@ class SharedWorkspace:
             self.health.fail(RuntimeError("a call before this one neither ended nor failed"))
         if self.health.failed():
             self.health.check()
-        number = self.sites.number(site)
-        generation = self.generations[-1] if self.generations else None
-        if generation is None or nbytes > generation.slot_bytes:
-            generation = self.grow(site, nbytes, limit, first_timeout_s)
-        capturing = self.order.enter()
         # From here on this rank counts as being in the call, because its peers go through with theirs.
         self._in_call = True
         try:
-            if capturing:
+            number = self.sites.number(site)
+            generation = self.generations[-1] if self.generations else None
+            if generation is None or nbytes > generation.slot_bytes:
+                generation = self.grow(site, nbytes, limit, first_timeout_s)
+            if self.order.enter():
                 generation.captured = True
             elif site not in self._sites_begun:
                 # A peer may compile its kernel before it answers.
@@ -102,6 +102,10 @@ class SharedWorkspace:
             self.health.begin(timeout_s)
             slot = self.calls % slot_layout.NUM_SLOTS
             self.calls += 1
+        except (DitronCaptureError, WorkspaceError):
+            # These refuse a call of which nothing has happened: on all ranks, or until this rank makes it again.
+            self._in_call = False
+            raise
         except BaseException as exc:
             self.fail(exc)
             raise

@@ -13,7 +13,7 @@ import torch
 
 from ditron_inductor.device import calibrate
 from ditron_inductor.device.interpreter_lock import interpreting
-from ditron_inductor.errors import DitronInterpreterBusy, DitronPoisoned
+from ditron_inductor.errors import DitronCaptureError, DitronInterpreterBusy, DitronPoisoned
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from tests.device import jobs
 from tests.device.one_rank import make_shared
@@ -44,12 +44,13 @@ def test_a_call_that_never_ended_is_noticed_and_a_reset_mends_it(rank_pools: Ran
         assert "a call before this one neither ended nor failed" in text
 
 
-@pytest.mark.parametrize("step", ["set_poll_limit", "begin"])
+@pytest.mark.parametrize("step", ["number", "enter", "set_poll_limit", "begin"])
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_while_a_call_is_prepared_asks_for_a_reset(step: str, kind: type[BaseException]) -> None:
     """The peers go through with the call, so this rank may not take its next call for this one."""
     shared = make_shared()
-    owner: Any = shared.generations[-1] if step == "set_poll_limit" else shared.health
+    owners = {"number": shared.sites, "enter": shared.order, "set_poll_limit": shared.generations[-1]}
+    owner: Any = owners.get(step, shared.health)
     with pytest.raises(kind), mock.patch.object(owner, step, side_effect=kind("in between")):
         shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)
     with pytest.raises(DitronPoisoned, match=f"{kind.__name__}: in between"):
@@ -60,10 +61,11 @@ def test_an_exception_while_a_call_is_prepared_asks_for_a_reset(step: str, kind:
         shared.end()
 
 
-def test_a_stream_that_cannot_be_ordered_is_no_call_yet() -> None:
-    """All ranks find the same error, and go on."""
+def test_a_call_that_a_capture_refuses_may_be_made_again() -> None:
+    """Nothing of it has happened, so the ranks are in step once it is made."""
     shared = make_shared()
-    with pytest.raises(ValueError), mock.patch.object(shared.order, "enter", side_effect=ValueError):
+    refused = DitronCaptureError(site="the stream of the last call", problem="a call has to be ordered after it")
+    with pytest.raises(DitronCaptureError), mock.patch.object(shared.order, "enter", side_effect=refused):
         shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)
     assert shared.begin("r/0:site", 64, 1 << 30, 1.0, 2.0)[1] == 0
 
