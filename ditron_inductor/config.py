@@ -65,7 +65,7 @@ def patch(changes: Mapping[str, Any] | str | None = None, value: Any = None, /, 
     given = {changes: value} if isinstance(changes, str) else dict(changes or {})
     checked = {}
     for key, wanted in (given | named).items():
-        name = key.removeprefix(PREFIX)
+        name = str(key).removeprefix(PREFIX)
         checked[name] = _checked(name, wanted)
     values = vars(sys.modules[__name__])
     before = {name: values[name] for name in checked if name in values}

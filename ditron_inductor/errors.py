@@ -98,8 +98,8 @@ class DitronTimeout(DitronError, RuntimeError):
 
     message = (
         "rank {rank} waited {seconds:.1f} s at site '{site}' for rank {peer} (chunk {chunk}): "
-        "expected {expected}, saw {seen}. That rank is dead, stopped, late, or runs another program. "
-        "Call ditron_inductor.reset(group) on all ranks to go on"
+        "expected {expected}, saw {seen}. That rank is dead, stopped or late, runs another program, or runs this part "
+        "of it eagerly. Call ditron_inductor.reset(group) on all ranks to go on"
     )
 
 

@@ -85,7 +85,7 @@ class Options:
         for Inductor). Options of Ditron that are not given are as in `current`. Raises ``UnknownOption`` for a key that
         neither knows and ``InvalidOptionValue`` for a value that its option cannot take.
         """
-        own = _settings(environment)
+        own: dict[str, Any] = {}
         inductor: dict[str, Any] = {}
         for key, value in (options or {}).items():
             if not isinstance(key, str):
@@ -97,7 +97,7 @@ class Options:
                 own[name] = value
             else:
                 inductor[_inductor_key(key, value)] = value
-        return Options(**own), inductor
+        return Options(**_settings(environment, own)), inductor
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
@@ -108,11 +108,12 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     return Path(given.get("XDG_CACHE_HOME") or standard) / "ditron_inductor"
 
 
-def _settings(environment: Mapping[str, str] | None) -> dict[str, Any]:
-    given, configured = os.environ if environment is None else environment, config.configured()
-    # The variable of an option that config sets is not read, so a wrong one does no harm there.
-    others = (option for option in DECLARED if option.name not in configured)
-    return configured | {option.name: option.of_environment(given) for option in others}
+def _settings(environment: Mapping[str, str] | None, own: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """Returns the values of all options: `own`, else what config sets, else the environment, else defaults."""
+    given, decided = os.environ if environment is None else environment, {**config.configured(), **own}
+    # The variable of an option that is decided before is not read, so a wrong one does no harm there.
+    others = (option for option in DECLARED if option.name not in decided)
+    return decided | {option.name: option.of_environment(given) for option in others}
 
 
 def _inductor_key(key: str, value: Any) -> str:

@@ -86,6 +86,10 @@ def test_values_are_checked_where_they_are_set() -> None:
         _ = config.stratgy  # type: ignore[attr-defined]
     with pytest.raises(InvalidOptionValue), config.patch(strategy="tile", timeout_s=-1):
         pytest.fail("a patch with a wrong value begins")
+    for changes in ({"ditron.stratgy": "tile"}, {"stratgy": "tile"}, {5: "tile"}):
+        name = str(next(iter(changes))).removeprefix("ditron.")
+        with pytest.raises(UnknownOption, match=rf"'ditron_inductor\.config\.{name}'"), config.patch(changes):  # type: ignore[arg-type]
+            pytest.fail("a patch with an unknown name begins")
     assert config.configured() == {}
 
 

@@ -16,11 +16,16 @@ from benchmarks.models import charts, pages
 from benchmarks.models.__main__ import listing, main, parser, request_of
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
 from benchmarks.models.request import Barred, Request
+from benchmarks.models.run import tried_text
 from benchmarks.models.summary import readme_part
 from benchmarks.models.supervise import after_failure, supervise
 from benchmarks.models.tables import docs_part, report, targets, times_table
 from benchmarks.models.zoo import DECODES, FORMS, MODELS, PHASES, PREFILLS, QUICK, TINY, Cell, Selection, tiny
 from benchmarks.records import Row, merge_csv, newest, read_csv
+from ditron_inductor.task.dtypes import PRECISIONS
+from ditron_inductor.task.plan import PlanRequest
+from ditron_inductor.task.problem import Problem
+from ditron_inductor.task.trial import Times
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -276,6 +281,15 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     assert "this form has none" in reasons["decode", "async_tp"]
     fused = {fact.op: fact.fused for fact in facts if fact.contestant == "ditron"}
     assert "all_gather_matmul" in fused["prefill"] and "flash_decode" in fused["decode"], fused
+
+
+def test_the_times_of_a_trial_are_told() -> None:
+    problem = Problem("all_gather_matmul", 4342, 3072, 4096, PRECISIONS[0], 2, slices=13)
+    request = PlanRequest(problem, "site", "auto", 1 << 30, "cuda", "a GPU")
+    assert tried_text(request, {"tile": Times(300.4, 60.0), "library": Times(261.0, 140.2)}) == (
+        "tried: all_gather_matmul 4342 x 3072 x 4096 in 13 slices, us on the device / on the host: "
+        "library 261/140, tile 300/60"
+    )
 
 
 def _shares(ctx: RankContext, cells: list[Cell]) -> list[tuple[list[int], list[int], tuple[int, ...], tuple[int, ...]]]:

@@ -11,7 +11,7 @@ import torch._dynamo
 import torch._inductor
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ditron_inductor import passes_for_inductor
+from ditron_inductor import config, passes_for_inductor
 from ditron_inductor.declared_options import FUSIONS, OPTIONS, Option
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.options import Options, cache_folder
@@ -133,6 +133,38 @@ def test_strict_has_a_third_value() -> None:
 def test_a_bad_variable_is_named(option: Option) -> None:
     with pytest.raises(InvalidOptionValue, match=option.variable):
         Options.current({option.variable: "wrong"})
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS.values() if option.name != "table"])
+def test_a_bad_variable_does_no_harm_to_an_option_that_is_given(option: Option) -> None:
+    given = {option.variable: "wrong"}
+    assert Options.parse({option.key: option.default}, given) == (Options(), {})
+    with config.patch({option.key: option.default}):
+        assert Options.parse(None, given) == (Options(), {})
+    with pytest.raises(InvalidOptionValue, match=option.variable):
+        Options.parse({}, given)
+
+
+def test_a_bad_variable_is_an_error_of_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that no option has is not read at all."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("DITRON_STRATGY", "tile")
+    compiled = torch.compile(lambda x: x + 1, backend="ditron")
+    assert compiled(torch.ones(2)).tolist() == [2, 2]
+    torch._dynamo.reset()
+    monkeypatch.setenv("DITRON_STRATEGY", "fast")
+    with pytest.raises(BackendCompilerFailed, match=r"'DITRON_STRATEGY' = 'fast' is not valid: one of auto") as wrapped:
+        compiled(torch.ones(2))
+    assert type(wrapped.value.inner_exception) is InvalidOptionValue
+    with pytest.raises(InvalidOptionValue, match="DITRON_STRATEGY"):
+        passes_for_inductor()
+
+
+def test_with_suppress_errors_a_bad_option_leaves_the_model_eager() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1, backend="ditron", options={"ditron.stratgy": "tile"})
+    with torch._dynamo.config.patch(suppress_errors=True):
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
 
 
 def test_fusions_in_the_environment() -> None:

@@ -35,10 +35,13 @@ from benchmarks.rivals.registered import IN_GRAPHS
 from benchmarks.session import Session
 from benchmarks.timing import interleaved, median_of_runs
 from ditron_inductor.device.registry import workspaces
+from ditron_inductor.lowering.host import trials
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import Call, captured
 from ditron_inductor.task import trial
+from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.site_records import SiteSink, collect_sites
+from ditron_inductor.task.trial import Times
 
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 GRAPH_CALLS = 4
@@ -363,7 +366,11 @@ class Run(Session):
         peak: float | None = None
         if not problem and name == TRYING:
             # A capture takes what was decided before it, and no trial is to be timed.
+            known = trials.ended()
             _, problem = self.attempt("trials", lambda: [step() for _ in range(trial.ALL_CALLS)])
+            for request, times in trials.ended():
+                if (request, times) not in known:
+                    self.say(f"    {tried_text(request, times)}")
         if not problem:
             peak, problem = self.peak_mib(step)
         if self.captures(cell) and not problem:
@@ -452,6 +459,15 @@ def sites_text(sink: SiteSink) -> str:
     fused = Counter(site.kind for site in sites if site.matched)
     alone = Counter(f"{site.kind} left alone ({site.reason_code})" for site in sites if not site.matched)
     return ", ".join(f"{count} {kind}" for kind, count in (fused + alone).items()) or "nothing"
+
+
+def tried_text(request: PlanRequest, times: Mapping[str, Times]) -> str:
+    """What a trial measured, the fastest strategy first, so that a slow cell can be explained."""
+    problem = request.problem
+    found = sorted(times.items(), key=lambda item: item[1].us)
+    shown = ", ".join(f"{strategy} {time.device_us:.0f}/{time.host_us:.0f}" for strategy, time in found)
+    sizes = f"{problem.m} x {problem.n} x {problem.k}" + f" in {problem.slices} slices" * (problem.slices > 1)
+    return f"tried: {problem.kind} {sizes}, us on the device / on the host: {shown}"
 
 
 def main(request: Request, device: torch.device, begun: float, compilers: Mapping[str, Compiler] = COMPILERS) -> bool:

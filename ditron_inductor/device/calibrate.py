@@ -15,6 +15,7 @@ from ditron_inductor.core import layout as words
 from ditron_inductor.core import quick_interpreter
 from ditron_inductor.core.signals import Use, wait
 from ditron_inductor.device import slot_layout
+from ditron_inductor.device.interpreter_lock import interpreting
 
 CUDA_POLLS = 10_000
 CPU_POLLS = 20
@@ -44,7 +45,7 @@ class PollRates:
 
 def measure(device: torch.device) -> float:
     """Measures the polls per second of a waiting program on `device`. It synchronises the device, and must not be
-    called inside a capture.
+    called inside a capture. Raises DitronInterpreterBusy while another thread runs a kernel on the CPU device.
     """
     if device.type != "cuda":
         return _measure(device)
@@ -74,7 +75,8 @@ def _timed_wait(ctl: torch.Tensor, table: torch.Tensor, record: torch.Tensor, po
     # On a busy machine the interpreter also waits for its turn. This is not polling, but its pauses are.
     clock = time.perf_counter if ctl.device.type == "cuda" else time.thread_time
     start = clock()
-    _wait_in_vain[(1,)](table, ctl, 0, 0, 0, 0, 1, num_warps=1)
+    with interpreting(_wait_in_vain):
+        _wait_in_vain[(1,)](table, ctl, 0, 0, 0, 0, 1, num_warps=1)
     _synchronize(ctl.device)
     seconds = clock() - start
     return seconds if ctl.device.type == "cuda" else seconds + polls * quick_interpreter.pause_s

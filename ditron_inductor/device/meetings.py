@@ -142,6 +142,7 @@ class Meetings:
         Raises DitronStaleGraph, DitronOptionsMismatch and DitronDiverged, the latter two on all ranks alike, and
         DitronHandshakeError when a store cannot be reached.
         """
+        began = time.monotonic()
         check_world_sizes(facts)
         other = self._agreements.find_other(facts)
         # If the peers may run another form of this graph, and wait for it, a bare graph waits too.
@@ -157,7 +158,7 @@ class Meetings:
             raise DitronHandshakeError(
                 group_name=facts.groups[0].name,
                 rank=groups.resolve(facts.groups[0].name).rank,
-                seconds=0.0,
+                seconds=time.monotonic() - began,
                 purpose="compare a graph with its peers'",
                 missing=f"the store of the group ({str(exc).splitlines()[0]})",
             ) from exc

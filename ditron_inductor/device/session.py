@@ -34,8 +34,8 @@ class _Waiting:
     def __init__(self, group: Group, purpose: str, timeout_s: float) -> None:
         self.group = group
         self.purpose = purpose
-        self.timeout_s = timeout_s
-        self.deadline = time.monotonic() + timeout_s
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout_s
         self.pause_s = FIRST_PAUSE_S
 
     def pause(self, missing: list[int]) -> None:
@@ -46,10 +46,13 @@ class _Waiting:
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
     def error(self, missing: str) -> DitronHandshakeError:
+        """Returns the error that says how long the meeting has lasted, which a busy machine or a lost store may make
+        longer or shorter than its limit.
+        """
         return DitronHandshakeError(
             group_name=self.group.name,
             rank=self.group.rank,
-            seconds=self.timeout_s,
+            seconds=time.monotonic() - self.began,
             purpose=self.purpose,
             missing=missing,
         )

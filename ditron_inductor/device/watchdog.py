@@ -95,6 +95,8 @@ class Health:
             self._cause = ""
 
     def _describe(self, record: list[int]) -> DitronError:
+        # Before the names are looked up, which may take a while.
+        waited_s = self._waited_s()
         expected_site, expected_epoch = slot_layout.unpack(record[words.RECORD_EXPECTED.value])
         seen_site, seen_epoch = slot_layout.unpack(record[words.RECORD_SEEN.value])
         rank, peer = record[words.RECORD_RANK.value], record[words.RECORD_PEER.value]
@@ -117,7 +119,7 @@ class Health:
             expected = f"use {expected_epoch} of slot {slot} by this site"
         return DitronTimeout(
             rank=rank,
-            seconds=self._waited_s(),
+            seconds=waited_s,
             site=site,
             peer=peer,
             chunk=chunk,

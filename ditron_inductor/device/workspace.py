@@ -70,39 +70,53 @@ class SharedWorkspace:
     def begin(
         self, site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float
     ) -> tuple[Generation, int, int]:
-        """Takes the next slot for one use (see Workspace.call). Returns (its ring, the slot, the number of `site`)."""
+        """Takes the next slot for one use (see Workspace.call). Returns (its ring, the slot, the number of `site`).
+
+        An exception is noted as one in the call, except DitronCaptureError and WorkspaceError. The order holds nothing
+        that an exception would have to give back: a stream that has entered is the last one, and waited for all calls
+        before.
+        """
         if self._in_call:
             # An exception, such as an interrupt, came where it could not be noted, so the peers are a call ahead or
             # behind.
             self.health.fail(RuntimeError("a call before this one neither ended nor failed"))
         if self.health.failed():
             self.health.check()
-        number = self.sites.number(site)
-        generation = self.generations[-1] if self.generations else None
-        if generation is None or nbytes > generation.slot_bytes:
-            generation = self.grow(site, nbytes, limit, first_timeout_s)
-        if self.order.enter():
-            generation.captured = True
-        elif site not in self._sites_begun:
-            # A peer may compile its kernel before it answers.
-            self._sites_begun.add(site)
-            timeout_s = first_timeout_s
-        # A graph that is replayed sets its own limit again, so with several limits in use none can be relied on.
-        unsure = generation.captured and len(self.timeouts) > 1
-        if generation.timeout_s != timeout_s or unsure:
-            generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
-        self.health.begin(timeout_s)
-        slot = self.calls % slot_layout.NUM_SLOTS
+        # From here on this rank counts as being in the call, because its peers go through with theirs.
         self._in_call = True
-        self.calls += 1
+        try:
+            number = self.sites.number(site)
+            generation = self.generations[-1] if self.generations else None
+            if generation is None or nbytes > generation.slot_bytes:
+                generation = self.grow(site, nbytes, limit, first_timeout_s)
+            if self.order.enter():
+                generation.captured = True
+            elif site not in self._sites_begun:
+                # A peer may compile its kernel before it answers.
+                self._sites_begun.add(site)
+                timeout_s = first_timeout_s
+            # A graph that is replayed sets its own limit again, so with several limits in use none can be relied on.
+            unsure = generation.captured and len(self.timeouts) > 1
+            if generation.timeout_s != timeout_s or unsure:
+                generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
+            self.health.begin(timeout_s)
+            slot = self.calls % slot_layout.NUM_SLOTS
+            self.calls += 1
+        except (DitronCaptureError, WorkspaceError):
+            # These refuse a call of which nothing has happened: on all ranks, or until this rank makes it again.
+            self._in_call = False
+            raise
+        except BaseException as exc:
+            self.fail(exc)
+            raise
         return generation, slot, number
 
     def fail(self, cause: BaseException) -> None:
         """Notes an exception in the use that began last, after which this rank's calls are out of step with those of
         the others.
         """
-        self._in_call = False
         self.health.fail(cause)
+        self._in_call = False
 
     def end(self) -> None:
         """Ends the use that began last, whose work is on its stream."""

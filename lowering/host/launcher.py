@@ -17,13 +17,11 @@ version of Triton whose internals are not known here.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import logging
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +29,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from ditron_inductor.device.interpreter_lock import interpreting
 from ditron_inductor.device.streams import on_stream
-from ditron_inductor.errors import DitronInterpreterBusy
 from ditron_inductor.lowering.host.recording import LaunchMade, recording, refuse_to_record
 from ditron_inductor.lowering.host.tracing import tracing
 
@@ -44,8 +42,6 @@ KNOWN_TRITON = ((3, 6), (3, 8))
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 """The options that a launch is given besides the arguments of its kernel."""
 SIGNED_32 = 1 << 31
-
-_interpreter = threading.Lock()
 
 Allocator = Callable[[int, int, int | None], torch.Tensor]
 
@@ -268,20 +264,6 @@ class Launcher:
             needs_scratch=bool(getattr(compiled.metadata, "global_scratch_size", 0)),
             compiled=compiled,
         )
-
-
-@contextlib.contextmanager
-def interpreting(kernel: Any) -> Iterator[None]:
-    """Holds Triton's interpreter for one launch. The interpreter has global state, so only one thread can use it.
-    Raises DitronInterpreterBusy if another thread holds it. To wait would risk a deadlock: the launch of the other
-    thread may be waiting for a peer, and that peer for this launch.
-    """
-    if not _interpreter.acquire(blocking=False):
-        raise DitronInterpreterBusy(kernel=getattr(kernel, "__name__", str(kernel)))
-    try:
-        yield
-    finally:
-        _interpreter.release()
 
 
 def address_of(word: Any) -> Any:

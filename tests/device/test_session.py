@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from ditron_inductor.device import meetings
+from ditron_inductor.device.facts import GraphFacts, GroupFacts
 from ditron_inductor.device.groups import Group
-from ditron_inductor.device.session import Session, meet
+from ditron_inductor.device.meetings import Meetings
+from ditron_inductor.device.session import Session, _Waiting, meet
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError
-from tests.device.threads import make_group, on_ranks
+from tests.device.threads import Anchor, make_group, on_ranks
 
 LIMIT_S = 20.0
 SHORT_S = 0.3
@@ -79,7 +83,35 @@ def test_a_missing_rank_is_named_with_its_global_rank() -> None:
     for rank in (0, 2):
         assert isinstance(results[rank], DitronHandshakeError)
         assert results[rank].fields["missing"] == "rank 1 (global rank 5)"
-        assert "waited 0.3 s to begin" in str(results[rank])
+        assert "s to begin, and did not hear from" in str(results[rank])
+        assert results[rank].fields["seconds"] >= SHORT_S
+
+
+def test_an_error_tells_the_time_that_has_passed_and_not_the_limit() -> None:
+    """A pause may last longer than the limit, and a store may be lost long before it."""
+    waiting = _Waiting(make_group(dist.HashStore(), 0, 2), "begin", 60.0)
+    waiting.deadline, waiting.pause_s = waiting.began, SHORT_S
+    time.sleep(SHORT_S)
+    with pytest.raises(DitronHandshakeError, match="waited 0\\.[3-9] s to begin") as late:
+        waiting.pause([1])
+    assert SHORT_S <= late.value.fields["seconds"] < 60.0
+    lost = _Waiting(make_group(dist.HashStore(), 0, 2), "begin", 60.0).error("the store")
+    assert "waited 0.0 s to begin" in str(lost)
+
+
+def test_a_lost_store_tells_how_long_graphs_were_being_compared() -> None:
+    def lose(self: Meetings, group_name: str) -> None:
+        time.sleep(SHORT_S)
+        raise dist.DistError("the connection was closed")
+
+    with (
+        mock.patch.object(meetings, "check_world_sizes"),
+        mock.patch.object(meetings.groups, "find", lambda name: Anchor()),
+        mock.patch.object(meetings.groups, "resolve", lambda name: make_group(dist.HashStore(), 0, 2)),
+        mock.patch.object(Meetings, "_log", lose),
+        pytest.raises(DitronHandshakeError, match="waited 0\\.[3-9] s to compare a graph .*the connection was closed"),
+    ):
+        Meetings().meet(GraphFacts((GroupFacts("test", 2, (), ()),)), 60.0)
 
 
 def test_a_rank_that_gave_up_is_met_when_it_comes_back() -> None:
