@@ -41,13 +41,11 @@ def ditron(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compiles `gm` with Inductor after fusing its collectives with its matmuls, forward and backward.
-
-    mode: a mode of Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and Ditron's under
-    `ditron.`. A `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's
-    config, runs before ours. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also ValueErrors.
-    `torch.compile` calls this for its first graph and raises BackendCompilerFailed, whose `inner_exception` is one of
-    these.
+    """Compiles `gm` with Inductor after fusing its collectives with its matmuls, forward and backward. mode: a mode of
+    Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and Ditron's under `ditron.`. A
+    `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's config, runs
+    before ours. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also ValueErrors. `torch.compile`
+    calls this for its first graph and raises BackendCompilerFailed, whose `inner_exception` is one of these.
     """
     patches = {**_mode_patches(mode), **passes_for_inductor(options)}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)

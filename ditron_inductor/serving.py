@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 def local_parameters(model: nn.Module) -> nn.Module:
     """Keeps this rank's part of every DTensor parameter of ``model`` as a plain parameter, in place, and returns it.
-
     The forward still sees DTensors: they are made of the parts where a module reads them, which a compiled graph does
     when it is traced. So a plan of `parallelize_module` holds as before. Names stay, ``state_dict`` has the parts, and
     no parameter requires a gradient: the model is for inference from here on. Raises ValueError for a module with a
@@ -50,7 +49,6 @@ def _reader(name: str, whole: DTensor) -> property:
 
 def options(cudagraphs: bool | None = None, **more: Any) -> dict[str, Any]:
     """Options of ``torch.compile(..., backend="ditron")`` for steps of a model that nobody changes between two steps.
-
     They leave out the checks of the model's modules and parameters, and capture the step in CUDA graphs: by default
     where there is a GPU. Several models of one class in a process are not tested, and failed once by KeyError. Serve
     one of a class, and call `torch.compiler.reset` before another one. Further options go beside them:

@@ -226,7 +226,6 @@ class Reduction:
 
 def scatter_schedule(world_size: int, rows: int, columns: int, num_sms: int, most_parts: int = 2) -> Reduction:
     """Returns the cut of a reduce-scatter with `rows` output rows on each rank. All arguments are equal on all ranks.
-
     There is one product for each owner, and products alternate between two streams, so the rows that an owner waits for
     leave as early as possible. (On 4 H200s joined products, which need fewer launches, were up to 20 % slower.)
     Products of less than half a wave of tiles are joined, but only as far as two groups are left. With a single peer

@@ -38,13 +38,11 @@ class Sizes(NamedTuple):
 
 
 class How(NamedTuple):
-    """Values that are known at compile time.
-
-    WORLD is the number of ranks. TILES: see `matmul.Tiles`. HAS_BIAS is the number of dimensions of the bias, 0 without
-    one. COUNTED: several tiles share a flag. AVERAGE: a reduction takes the mean and not the sum. PRE_IN_SLICES: see
-    `Arrangement`. INTERLEAVED: the rows of the owners of a reduce-scatter are interleaved. EARLY: a reduce-scatter
-    publishes tiles in the middle of a product. COPY_COLUMNS: the columns that are copied at once when few rows are
-    gathered.
+    """Values that are known at compile time. WORLD is the number of ranks. TILES: see `matmul.Tiles`. HAS_BIAS is the
+    number of dimensions of the bias, 0 without one. COUNTED: several tiles share a flag. AVERAGE: a reduction takes the
+    mean and not the sum. PRE_IN_SLICES: see `Arrangement`. INTERLEAVED: the rows of the owners of a reduce-scatter are
+    interleaved. EARLY: a reduce-scatter publishes tiles in the middle of a product. COPY_COLUMNS: the columns that are
+    copied at once when few rows are gathered.
     """
 
     WORLD: Any

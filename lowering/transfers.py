@@ -191,12 +191,10 @@ def reduce_partials(
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Stores EPILOGUE of sum_{source = 0..W-1} partials[source, i] in `outs`, or the sum itself if there is no
-    epilogue; NaN after a failure.
-
-    Partial results are added in rank order, in fp32, and the sum is rounded once. outs: a tuple of contiguous
-    [numel / N, N] tensors. extras: a tuple of pointers for the epilogue. SHARE: the sum is stored in this rank's slot
-    too, and flag row `row` is published to all peers; without SHARE this ends the use of the slot. Every copy of
-    partial results has ended before.
+    epilogue; NaN after a failure. Partial results are added in rank order, in fp32, and the sum is rounded once. outs:
+    a tuple of contiguous [numel / N, N] tensors. extras: a tuple of pointers for the epilogue. SHARE: the sum is stored
+    in this rank's slot too, and flag row `row` is published to all peers; without SHARE this ends the use of the slot.
+    Every copy of partial results has ended before.
     """
     BLOCK: tl.constexpr = HOW.BLOCK
     WORLD: tl.constexpr = HOW.WORLD

@@ -36,9 +36,7 @@ class Form:
 @dataclass(frozen=True)
 class Agreement:
     """What all ranks run: the form of each launch, by group. If `plain` gives a reason, they run what Inductor would
-    run.
-
-    counts: how many collectives the graph of each rank holds, by group and rank. moved: for each group in which
+    run. counts: how many collectives the graph of each rank holds, by group and rank. moved: for each group in which
     something was moved across collectives, what all graphs moved, and the hash of their ops. sizes: how many elements
     each collective has, by group, None if it is a symbol on any rank. The graph of that rank serves all sizes, and does
     not come to a meeting when another rank has compiled for a new size.
@@ -53,13 +51,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Decision:
-    """What one graph does.
-
-    plain: why it runs as Inductor alone would run it; empty if it runs as it was rewritten. library: by group and site,
-    why a node runs by the library. leader: by group and site, the local facts of rank 0, as JSON, with which all ranks
-    plan. conform: the forms for which the graph has to be compiled again, because its own forms differ; None if they do
-    not. final: whether the decision holds for all calls; otherwise somebody did not come, and the next call tries
-    again.
+    """What one graph does. plain: why it runs as Inductor alone would run it; empty if it runs as it was rewritten.
+    library: by group and site, why a node runs by the library. leader: by group and site, the local facts of rank 0, as
+    JSON, with which all ranks plan. conform: the forms for which the graph has to be compiled again, because its own
+    forms differ; None if they do not. final: whether the decision holds for all calls; otherwise somebody did not come,
+    and the next call tries again.
     """
 
     plain: str = ""

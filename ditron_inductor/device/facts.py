@@ -123,12 +123,11 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of comparing the lists of all ranks of one group.
-
-    plain: why the graph has to run as Inductor alone would run it; empty if it need not. library: by the number of the
-    launch, why its node has to run by the library. leader: by the number of the launch, the local facts of rank 0, with
-    which all ranks plan. options: names of options that differ, with the ranks that hold each value. diverged: the
-    first collective that differs, as (the number of the launch, rank, its collective, another rank, its collective).
+    """The result of comparing the lists of all ranks of one group. plain: why the graph has to run as Inductor alone
+    would run it; empty if it need not. library: by the number of the launch, why its node has to run by the library.
+    leader: by the number of the launch, the local facts of rank 0, with which all ranks plan. options: names of options
+    that differ, with the ranks that hold each value. diverged: the first collective that differs, as (the number of the
+    launch, rank, its collective, another rank, its collective).
     """
 
     plain: str = ""

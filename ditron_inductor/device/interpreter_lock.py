@@ -17,10 +17,8 @@ _interpreter = threading.Lock()
 @contextlib.contextmanager
 def interpreting(kernel: Any) -> Iterator[None]:
     """Holds Triton's interpreter for one launch of `kernel`, so that one thread alone uses it. A compiled kernel needs
-    no interpreter, and nothing is held for it.
-
-    Raises DitronInterpreterBusy if another thread holds it. To wait would risk a deadlock: the launch of the other
-    thread may be waiting for a peer, and that peer for this launch.
+    no interpreter, and nothing is held for it. Raises DitronInterpreterBusy if another thread holds it. To wait would
+    risk a deadlock: the launch of the other thread may be waiting for a peer, and that peer for this launch.
     """
     if isinstance(kernel, JITFunction):
         yield

@@ -30,9 +30,8 @@ MOST_KEPT = 8192
 
 @dataclass(eq=False)
 class Generation:
-    """One ring of NUM_SLOTS slots of `slot_bytes` each. Its `name` is the same on all ranks and used only once.
-
-    table: int64 [world_size], the address in this process of every rank's heap. ctl: int64 [CTL_WORDS]. counters: int32
+    """One ring of NUM_SLOTS slots of `slot_bytes` each. Its `name` is the same on all ranks and used only once. table:
+    int64 [world_size], the address in this process of every rank's heap. ctl: int64 [CTL_WORDS]. counters: int32
     [COUNTERS]. `captured`: a CUDA graph holds these addresses. `timeout_s`: the time limit for which `ctl` has a poll
     limit, as far as the host knows. `views`: the tensors that `data` has made so far. `kept`: what callers have
     computed from its addresses, which must not outlive it.

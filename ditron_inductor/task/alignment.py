@@ -31,12 +31,11 @@ Speed = torch.dtype | str
 
 @dataclass(frozen=True)
 class ProductWork:
-    """One product, or a batch of them, and what its padding would copy.
-
-    flops: 2 * batch * M * N * K. moved_bytes: the bytes of its operands and its result, each counted once.
-    operand_bytes, result_bytes: a power of two up to `ALIGNED_BYTES`, to which all rows of both operands, and of the
-    result, are aligned. copied_bytes: the bytes that are read and written only because of the padding. launches: the
-    number of such copies. padded_result_bytes: result_bytes with padding.
+    """One product, or a batch of them, and what its padding would copy. flops: 2 * batch * M * N * K. moved_bytes: the
+    bytes of its operands and its result, each counted once. operand_bytes, result_bytes: a power of two up to
+    `ALIGNED_BYTES`, to which all rows of both operands, and of the result, are aligned. copied_bytes: the bytes that
+    are read and written only because of the padding. launches: the number of such copies. padded_result_bytes:
+    result_bytes with padding.
     """
 
     speed: Speed

@@ -68,12 +68,11 @@ class AttentionNode(TaskNode):
 
 @dataclass(frozen=True)
 class AllGatherAttention(AttentionNode):
-    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of its sums.
-
-    q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and
-    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32. A row that sees nothing has 0 and -inf. With the
-    mask `given` a bias is added behind the cap: see task/attention_masks.py. If `return_gathered`, the gathered k and v
-    [B, Hkv, W*S, D] are returned too.
+    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of its sums. q,
+    out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and head
+    h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32. A row that sees nothing has 0 and -inf. With the mask
+    `given` a bias is added behind the cap: see task/attention_masks.py. If `return_gathered`, the gathered k and v [B,
+    Hkv, W*S, D] are returned too.
     """
 
     kind: ClassVar[str] = "all_gather_attention"

@@ -16,11 +16,10 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class ExpertProjections(LocalProducts):
     """out_i[s] = x[row of s] @ weight_i[experts[s]] for every slot s and every weight i, or what an epilogue makes of
-    that. A slot is a token's use of one expert; each of the T tokens has `top_k` of them. No site.
-
-    experts is int64 [T * top_k], token by token, and the experts of one token differ. x is [T, K] if `by_token`: all
-    slots of a token have its row. Otherwise x is [T * top_k, K], with a row for each slot. weight_i is [E, K, N_i], a
-    matrix for each of E experts, and out_i [T * top_k, N_i].
+    that. A slot is a token's use of one expert; each of the T tokens has `top_k` of them. No site. experts is int64 [T
+    * top_k], token by token, and the experts of one token differ. x is [T, K] if `by_token`: all slots of a token have
+    its row. Otherwise x is [T * top_k, K], with a row for each slot. weight_i is [E, K, N_i], a matrix for each of E
+    experts, and out_i [T * top_k, N_i].
     """
 
     kind: ClassVar[str] = "expert_projections"

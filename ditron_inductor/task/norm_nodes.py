@@ -20,12 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReductionWithNorm(TaskNode):
-    """What the two nodes with a norm have in common.
-
-    extras: the operands that are present, of `EXTRAS`. post: a norm of the reduced rows alone, before the residual is
-    added. With it there may be no norm behind (`NO_NORM`), and then no output of such a norm. saved: further outputs,
-    of `SAVED`. The output `other` is the same norm of the same rows, with another weight and shift. factor: a number
-    that the rows are multiplied by before the residual is added; the operand `scale` is a row [N] in its place.
+    """What the two nodes with a norm have in common. extras: the operands that are present, of `EXTRAS`. post: a norm
+    of the reduced rows alone, before the residual is added. With it there may be no norm behind (`NO_NORM`), and then
+    no output of such a norm. saved: further outputs, of `SAVED`. The output `other` is the same norm of the same rows,
+    with another weight and shift. factor: a number that the rows are multiplied by before the residual is added; the
+    operand `scale` is a row [N] in its place.
     """
 
     kind: ClassVar[str]

@@ -40,16 +40,11 @@ their cores, launches took 3 to 4 times as long. What they take on the very host
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything on which the choice for one call depends, except the table of measured choices.
-
-    Attributes:
-        problem: what is computed and moved.
-        site: the site's name, for messages.
-        strategy: the strategy that the user asked for, or `auto`.
-        workspace_limit: the bytes of symmetric memory that the site may use.
-        device_type, device_name: `cuda` or `cpu`, and the name that the driver gives the GPU.
-        tile, chunked: what these strategies require; NOTHING for a strategy that the kind lacks.
-        strict: whether an obstacle that leaves only the library is an error.
+    """Everything on which the choice for one call depends, except the table of measured choices. site: the site's name,
+    for messages. strategy: the one that the user asked for, or `auto`. workspace_limit: the bytes of symmetric memory
+    that the site may use. device_type, device_name: `cuda` or `cpu`, and the driver's name of the GPU. tile, chunked:
+    what these strategies require; NOTHING for a strategy that the kind lacks. strict: whether an obstacle that leaves
+    only the library is an error.
     """
 
     problem: Problem

@@ -20,12 +20,9 @@ def shared_site(site: str) -> str:
 class Policy:
     """The options that every site carries at run time.
 
-    Attributes:
-        strategy: `auto`, or the strategy that the user forced.
-        workspace_limit: bytes of symmetric memory that the site may use.
-        timeout_s: seconds before a wait gives up; 0.0 means the timeout of the process group.
-        trials: whether the first calls try several strategies, where `strategy` is `auto`.
-        strict: whether it is an error if an obstacle leaves `library` only, where `strategy` is `auto`.
+    strategy: `auto`, or the one that the user forced. workspace_limit: bytes of symmetric memory that the site may use.
+    timeout_s: seconds before a wait gives up; 0.0 for the group's own timeout. With `auto`, trials: whether the first
+    calls try several strategies; strict: whether an obstacle that leaves `library` only is an error.
     """
 
     strategy: str = "auto"

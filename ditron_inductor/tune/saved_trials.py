@@ -10,11 +10,9 @@ from ditron_inductor.tune.tune_command import add_entries, entry_of_times, writa
 
 def save_trials(path: str | None = None) -> int:
     """Adds the times of all trials in place that have ended in this process to a table, and returns how many lines they
-    are.
-
-    path: the table's file; the default is the one that the option ``ditron.table`` or the environment names. All ranks
-    have the same times. Rank 0 of the default group writes, so every rank may call this. Groups that are first used
-    later, in this process or in another one, take the table, and try nothing at shapes that it has. Raises
+    are. path: the table's file; the default is the one that the option ``ditron.table`` or the environment names. All
+    ranks have the same times. Rank 0 of the default group writes, so every rank may call this. Groups that are first
+    used later, in this process or in another one, take the table, and try nothing at shapes that it has. Raises
     InvalidOptionValue and InvalidTable for a file that cannot be a table, and OSError for one that cannot be written.
     """
     import torch.distributed as dist

@@ -60,11 +60,10 @@ def tune(
     path: str | None = None,
 ) -> Callable[..., Report]:
     """``tune(fn)(*args, **kwargs)`` runs ``fn`` once with Ditron, times the strategies at every fused site, and adds
-    the times to a table. Returns the report of ``explain(fn, measure=True)``.
-
-    It is collective: all ranks of the groups in ``fn`` have to call it. Rank 0 of the default group writes the table to
-    ``path``; the default is the file that the option ``ditron.table`` names. Groups that are first used later take the
-    new table; groups that this process has used keep theirs. Sites are timed inside CUDA graphs if ``mode`` uses them.
+    the times to a table. Returns the report of ``explain(fn, measure=True)``. It is collective: all ranks of the groups
+    in ``fn`` have to call it. Rank 0 of the default group writes the table to ``path``; the default is the file that
+    the option ``ditron.table`` names. Groups that are first used later take the new table; groups that this process has
+    used keep theirs. Sites are timed inside CUDA graphs if ``mode`` uses them.
     """
     parsed, _ = Options.parse(options)
     target = writable(path or parsed.table)

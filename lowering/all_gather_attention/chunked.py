@@ -44,14 +44,10 @@ to one source then takes longer than the copy of the next source, so a call does
 class Geometry:
     """What calls with operands of one form have in common.
 
-    Attributes:
-        shape: [B, S, Hkv, D], the shape of a rank's keys and of its values.
-        nbytes: the bytes of the slot, for both.
-        paired: see `_landing`.
-        own, remote: the calls of the library for the own keys, and for each group of sources.
-        spare: the sources that the mask hides, and that are copied only because the gathered tensors are returned.
-        numels: the elements of each output.
-        run: the library's attention.
+    shape: [B, S, Hkv, D], of a rank's keys and of its values. nbytes: of the slot, for both. paired: see `_landing`.
+    own, remote: the calls of the library for the own keys, and for each group of sources. spare: the sources that the
+    mask hides, and that are copied only because the gathered tensors are returned. numels: the elements of each output.
+    run: the library's attention.
     """
 
     shape: tuple[int, ...]

@@ -27,12 +27,10 @@ SATURATING = 0.9
 @dataclass(frozen=True)
 class DecodeConfig:
     """The blocks of a kernel: `block_n` tokens in one step, `num_stages` steps under way, and at least `least_blocks`
-    steps in a split.
-
-    programs_per_sm: the programs of a persistent grid for each SM if there are more heads than SMs. Then one program
-    reads while the other exchanges. With fewer heads, one program that reads longer is faster than two whose results
-    have to be merged. least_rounds: the fewest splits for each program of the grid. With more splits, programs wait
-    less for the slowest one.
+    steps in a split. programs_per_sm: the programs of a persistent grid for each SM if there are more heads than SMs.
+    Then one program reads while the other exchanges. With fewer heads, one program that reads longer is faster than two
+    whose results have to be merged. least_rounds: the fewest splits for each program of the grid. With more splits,
+    programs wait less for the slowest one.
     """
 
     block_n: int

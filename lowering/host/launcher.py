@@ -158,12 +158,11 @@ class Launcher:
         words: tuple[Any, ...],
         tensors: Mapping[str, Any],
     ) -> None:
-        """Launches the kernel on `stream`, the current stream of the device, which is the current device.
-
-        arguments: called before the first launch of each specialisation. Its result may depend only on the
-        specialisations of the tensors (dtypes and 16-byte alignment) and on facts that never change at the site.
-        numbers, words: the values of the parameters with these names. tensors: the other operands, tensors on the
-        device or tuples of them, with the same names in the same order in every call.
+        """Launches the kernel on `stream`, the current stream of the device, which is the current device. arguments:
+        called before the first launch of each specialisation. Its result may depend only on the specialisations of the
+        tensors (dtypes and 16-byte alignment) and on facts that never change at the site. numbers, words: the values of
+        the parameters with these names. tensors: the other operands, tensors on the device or tuples of them, with the
+        same names in the same order in every call.
         """
         ready = self._ready(tensors)
         if ready is None:

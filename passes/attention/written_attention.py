@@ -115,7 +115,6 @@ def _end(node: fx.Node) -> fx.Node:
 class WrittenScores:
     """The scores x of an attention: products of queries and keys over `dim`, indexed by the tokens `atom`. The last
     root of the queries and of the keys is the operand of the product, and the roots before it are what it is a view of.
-
     inside: 0, or the factor of the product inside a tanh. mask: what is shown, to rows of the atoms `rows`. hidden_at:
     0 if scores are hidden by -inf; if they are hidden by a finite number, the factor of x at that place. given: the
     tensor of the mask.

@@ -51,12 +51,11 @@ ATTENTION = "_scaled_dot_product"
 
 @dataclass(frozen=True)
 class Match:
-    """A product, or a sum of them, and the all-to-all of its columns.
-
-    The product is [first * second, parts * W * columns], and the node returns [first, W * second, parts * columns].
-    result: the node that this output replaces; sizes: its sizes, as arguments of a reshape. order: if the output has to
-    be permuted, the axes of the result by their place in the output, whose sizes are `axes_sizes`; otherwise None.
-    steps: all nodes from the products to the result.
+    """A product, or a sum of them, and the all-to-all of its columns. The product is [first * second, parts * W *
+    columns], and the node returns [first, W * second, parts * columns]. result: the node that this output replaces;
+    sizes: its sizes, as arguments of a reshape. order: if the output has to be permuted, the axes of the result by
+    their place in the output, whose sizes are `axes_sizes`; otherwise None. steps: all nodes from the products to the
+    result.
     """
 
     collective: AllToAll
