@@ -147,9 +147,9 @@ def docs_part(rows: Sequence[Row]) -> str:
     for cell in cells:
         times = [_text(cell.us(name), 0 if (cell.us("gemm") or 0) >= 100 else 1) for name in names]
         ratios = [cell.ratio_text(cell.best_rival), cell.ratio_text("nccl"), _text(cell.ratio("limit", "ditron"), 2)]
-        lines.append([f"`{cell.op}`", cell.shape, mode(cell), *times, *ratios, cell.measured])
-    headers = ["op", "M x N x K", "mode", *(TITLES[name] for name in names)]
-    headers += ["best rival / auto", "NCCL + cuBLAS / auto", "limit / auto", COMMIT]
+        lines.append([f"`{cell.op}`", cell.shape, mode(cell), *ratios, *times, cell.measured])
+    headers = ["op", "M x N x K", "mode", "best rival / auto", "NCCL + cuBLAS / auto", "limit / auto"]
+    headers += [*(TITLES[name] for name in names), COMMIT]
     table = tabulate(lines, headers, "github", disable_numparse=True)
     return "\n".join(
         [
