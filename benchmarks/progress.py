@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tabulate import tabulate
-
-WIDTH = 24
+from tqdm import tqdm
 
 
 class Progress:
@@ -40,13 +39,17 @@ class Progress:
             self._run_seconds += seconds
 
     def text(self) -> str:
-        """`[ 12.3 s] [#####-----] 3/12, about 40 s left`."""
-        total = sum(self._estimates) or 1.0
-        filled = round(WIDTH * sum(self._estimates[: self._done]) / total)
-        left = sum(self._estimates[self._done :]) * self.scale
-        bar = "#" * filled + "-" * (WIDTH - filled)
-        elapsed = self._now() - self._begun
-        return f"[{elapsed:6.1f} s] [{bar}] {self._done}/{len(self._estimates)}, about {left:.0f} s left"
+        """`[00:12] |#####     | 3/12, 00:40 left`, of the costs and not of the number of steps."""
+        done, total = sum(self._estimates[: self._done]), sum(self._estimates) or 1.0
+        steps = f"{self._done}/{len(self._estimates)}"
+        return tqdm.format_meter(
+            done,
+            total,
+            self._now() - self._begun,
+            rate=1 / self.scale if self.scale else None,
+            ascii=" #",
+            bar_format=f"[{{elapsed}}] |{{bar:24}}| {steps}, {{remaining}} left",
+        )
 
 
 class Phases:

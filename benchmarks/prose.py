@@ -83,16 +83,24 @@ def _older(rows: Iterable[Row], **cell: object) -> list[Contest]:
     return [one for one in found if _is(one, **cell)]  # type: ignore[arg-type]
 
 
-def readme(models: Sequence[Row], attention: Sequence[Row]) -> list[Claim]:
+def readme(models: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
     """Of README.md."""
     measured = [one for one in contests(models) if one.best_gain]
     lost = [gain for one in measured if (gain := one.best_gain) and gain < 1]
-    causal = [row for row in newest(attention) if row.op == "all_gather_attention" and _plain(row) and row.world == 4]
-    both = [row for row in newest(attention) if row.op in ("matmul_all_to_all", "all_to_all_matmul") and row.world == 4]
     limits = span(one.most_gain for one in contests(models))
     return [
+        *home(models),
         Claim("in {} of {} cells, by up to {} %", (str(len(lost)), str(len(measured)), percent(min(lost)))),
         Claim("alone with nothing to wait for, is [{} to {} times]", limits),
+        workspaces(facts),
+    ]
+
+
+def beside_attention(attention: Sequence[Row]) -> list[Claim]:
+    """Of docs/when_it_pays.md, on four GPUs."""
+    causal = [row for row in newest(attention) if row.op == "all_gather_attention" and _plain(row) and row.world == 4]
+    both = [row for row in newest(attention) if row.op in ("matmul_all_to_all", "all_to_all_matmul") and row.world == 4]
+    return [
         Claim("All-to-alls with their matmuls are {} to {} times as fast", span(_gains(both, "nccl"))),
         Claim("is {} to {} times as fast as torch's ring attention", span(_gains(causal, "ring"))),
         Claim("and {} to {} times as fast as a gather followed by", span(_gains(causal, "sdpa:blocks"))),
@@ -105,6 +113,14 @@ def home(models: Sequence[Row]) -> list[Claim]:
     known = [gain for gain in decode if gain]
     text = "is {} times as fast as by Inductor on two H200s**, the geometric mean of {} cells"
     return [Claim(text, (f"{mean(known) or 0.0:.2f}", str(len(known))))]
+
+
+def workspaces(facts: Sequence[Fact]) -> Claim:
+    """Of docs/models.md and README.md."""
+    every = [fact.workspace_mib for fact in newest(facts) if fact.workspace_mib]
+    of_8b = [fact.workspace_mib for fact in newest(facts) if fact.workspace_mib and "8b" in fact.sizes["model"]]
+    ends = (*span(of_8b, 0), span(every, 0)[1])
+    return Claim("{} to {} MiB in the cells of Llama 8B, and up to {} MiB in all cells", ends)
 
 
 def _plain(row: Row) -> bool:
@@ -171,10 +187,7 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
         ratios = compile_ratios([fact for fact in facts if fact.world == world])
         numbers = (f"{mean(ratios) or 0.0:.2f}", str(len(ratios)), *span(ratios))
         claims.append(Claim(f"{where} (geometric mean of {{}} cells, {{}} to {{}})", numbers))
-    workspaces = [fact.workspace_mib for fact in newest(facts) if fact.workspace_mib]
-    of_8b = [fact.workspace_mib for fact in newest(facts) if fact.workspace_mib and "8b" in fact.sizes["model"]]
-    ends = (*span(of_8b, 0), span(workspaces, 0)[1])
-    return [*claims, Claim("{} to {} MiB in the cells of Llama 8B, and up to {} MiB in all cells", ends)]
+    return [*claims, workspaces(facts)]
 
 
 BIASED = ("opt-30b", "gpt-oss-120b-dense")
@@ -230,8 +243,8 @@ def pages(
 ) -> dict[Path, list[Claim]]:
     """The claims of every page. gemm, attention, models: the rows of all runs of these files."""
     return {
-        root / "README.md": readme(models, attention),
+        root / "README.md": readme(models, facts),
         root / "docs" / "index.md": home(models),
         root / "docs" / "models.md": whole_models(models, facts),
-        root / "docs" / "when_it_pays.md": single_kernels(gemm, models),
+        root / "docs" / "when_it_pays.md": single_kernels(gemm, models) + beside_attention(attention),
     }

@@ -40,7 +40,7 @@ from benchmarks.comparison import (
 from benchmarks.figures import picture_path
 from benchmarks.models import pages as model_pages
 from benchmarks.models.facts import path_of, read_facts
-from benchmarks.models.summary import means_table, readme_part
+from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
 from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MODELS, NORM, Row, merge_csv, newest, read_csv
@@ -147,9 +147,9 @@ def docs_part(rows: Sequence[Row]) -> str:
     for cell in cells:
         times = [_text(cell.us(name), 0 if (cell.us("gemm") or 0) >= 100 else 1) for name in names]
         ratios = [cell.ratio_text(cell.best_rival), cell.ratio_text("nccl"), _text(cell.ratio("limit", "ditron"), 2)]
-        lines.append([f"`{cell.op}`", cell.shape, mode(cell), *times, *ratios, cell.measured])
-    headers = ["op", "M x N x K", "mode", *(TITLES[name] for name in names)]
-    headers += ["best rival / auto", "NCCL + cuBLAS / auto", "limit / auto", COMMIT]
+        lines.append([f"`{cell.op}`", cell.shape, mode(cell), *ratios, *times, cell.measured])
+    headers = ["op", "M x N x K", "mode", "best rival / auto", "NCCL + cuBLAS / auto", "limit / auto"]
+    headers += [*(TITLES[name] for name in names), COMMIT]
     table = tabulate(lines, headers, "github", disable_numparse=True)
     return "\n".join(
         [
@@ -201,7 +201,8 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
     rows = newest(read_csv(results))
     pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
     models, facts = newest(read_csv(MODELS)), newest(read_facts(path_of(MODELS)))
-    part = f"{conditions(models)}.\n\n{means_table(models, by_model=True)}\n\n{models_part(models, facts)}"
+    tables = phases_part(models, facts), means_table(models, by_model=True), models_part(models, facts)
+    part = "\n\n".join([f"{conditions(models)}.", *tables])
     texts = {
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),

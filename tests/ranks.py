@@ -22,11 +22,12 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.rank_process import Job, Outcome, RankContext, RankError, RankSetup, rank_main
 
@@ -80,21 +81,6 @@ def rank_environment(device_type: str, world_size: int) -> tuple[str, dict[str, 
     return "gloo", env | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
-@contextlib.contextmanager
-def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    """`env` in this process while children start: a spawned child copies it before its first import."""
-    before = {key: os.environ.get(key) for key in env}
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
-
-
 class RankPool:
     """`world_size` rank processes in one process group, serving jobs one after another."""
 
@@ -116,7 +102,8 @@ class RankPool:
         backend, rank_env = rank_environment(device_type, world_size)
         context = multiprocessing.get_context("spawn" if spawned or env or device_type != "cpu" else "forkserver")
         context.set_forkserver_preload(PRELOADED)
-        with _environment(rank_env | dict(env or {})):
+        # A spawned child copies it before its first import.
+        with mock.patch.dict(os.environ, rank_env | dict(env or {})):
             for rank in range(world_size):
                 setup = RankSetup(
                     rank=rank,

@@ -155,10 +155,10 @@ def test_progress_learns_from_what_has_passed() -> None:
     assert progress.expected(2) == 12.0
     progress.finish(1, None)
     assert progress.expected(2) == 12.0
-    assert "2/4, about 18 s left" in progress.text()
+    assert progress.text() == "[00:06] |#########               | 2/4, 00:18 left"
     progress.finish(2, 12.0)
     progress.finish(3, 6.0)
-    assert "[" + "#" * 24 + "] 4/4, about 0 s left" in progress.text()
+    assert progress.text() == "[00:06] |" + "#" * 24 + "| 4/4, 00:00 left"
 
 
 def test_phases_count_what_the_device_still_does() -> None:

@@ -17,7 +17,7 @@ from benchmarks.models.__main__ import listing, main, parser, request_of
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
 from benchmarks.models.request import Barred, Request
 from benchmarks.models.run import tried_text
-from benchmarks.models.summary import readme_part
+from benchmarks.models.summary import phases_part, readme_part
 from benchmarks.models.supervise import after_failure, supervise
 from benchmarks.models.tables import docs_part, report, targets, times_table
 from benchmarks.models.zoo import DECODES, FORMS, MODELS, PHASES, PREFILLS, QUICK, TINY, Cell, Selection, tiny
@@ -116,7 +116,8 @@ def test_prefill_in_graphs_is_a_phase_of_its_own() -> None:
     (chart,) = charts.charts(captured)
     assert charts.png_path(Path("models.csv"), chart).name == "models_prefill_in_cuda_graphs_2.png"
     assert times_table(captured).splitlines()[-1].startswith("prefill in CUDA graphs")
-    assert "| prefill, CUDA graphs | 2x" in readme_part(captured, [])
+    assert "| prefill, CUDA graphs | 2x" in phases_part(captured, [])
+    assert "Inside CUDA graphs: 1 of prefill." in readme_part([*captured, *ROWS], [])
 
 
 def test_a_page_needs_nothing_else_and_says_why_a_number_is_missing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from ditron_inductor.__main__ import main
 from ditron_inductor.tools import bench
+from ditron_inductor.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -76,6 +77,16 @@ def run(installed: Path, folder: Path, *command: str) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=True
     )
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["bench --help", *(f"bench {name} --help" for name in bench.PROGRAMS)]
+    + ["demo --help", "doctor", "report --help", "taxes --help", "tune --help"],
+)
+def test_commands_run_from_a_wheel(installed: Path, tmp_path: Path, command: str) -> None:
+    done = run(installed, tmp_path, "-m", "ditron_inductor", *command.split())
+    assert ("usage: " if "--help" in command else f"ok  {VERSION}") in done.stdout
 
 
 @pytest.mark.all_cases

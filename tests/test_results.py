@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import figures, report, sources
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
-from benchmarks.models.summary import means_table, readme_part
+from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.ops import targets
 from benchmarks.ops.contest import CONTESTANTS
 from benchmarks.ops.shapes import SETS, Cell
@@ -283,7 +283,11 @@ def test_the_table_of_models_has_means_and_the_lowest_ratio() -> None:
     assert means_table(rows, by_model=True).splitlines()[-1].split("|")[3].strip() == "big"
     assert len(table) == 3 and "bfloat16, torch 2, Triton 3, 2026-01-01" in conditions[0]
     assert "this holds for 1 of 2 cells" in conditions[2] and "2 of them" in conditions[3]
-    assert readme_part([], []) == "Nothing has been measured yet."
+    assert conditions[4] == "Inside CUDA graphs: none."
+    elsewhere = [dataclasses.replace(row, gpu="NVIDIA H100") for row in rows[:2]]
+    assert "Cells of other GPUs, on the page of whole models: 1." in readme_part([*rows, *elsewhere], [])
+    assert "4x H100" not in readme_part([*rows, *elsewhere], [])
+    assert readme_part([], []) == phases_part([], []) == "Nothing has been measured yet."
 
 
 def test_committed_pages_are_what_the_results_say() -> None:

@@ -1,14 +1,17 @@
-"""TorchTitan as the guide says it: its parser, its override hook and its blocks, compiled, against eager, on 2 ranks.
+"""TorchTitan as the guide says it: parser, override hook, blocks and trainer, against eager, on 2 ranks.
 
-`causal` below is an override, too: FlexAttention has no backward on the CPU, and without it TorchTitan takes the name
-of any backend.
+`own_overrides.causal` is an override, too: FlexAttention has no backward on the CPU, and without it TorchTitan takes
+the name of any backend.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib.metadata
+import json
+import os
 import re
+import subprocess
 import sys
 import types
 from collections import Counter
@@ -26,42 +29,53 @@ from torch.distributed.tensor import DTensor
 from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPool, RankPools
+from tests.stacks.titan_on_cpu import causal_override, write_assets
 
+VERSION = next((one.version for one in importlib.metadata.distributions(name="torchtitan")), "none")
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
-        importlib.util.find_spec("torchtitan") is None, reason="needs TorchTitan: pip install torchtitan==0.3.0"
+        not VERSION.startswith("0.3."),
+        reason=f"needs TorchTitan 0.3 (here: {VERSION}): pip install torchtitan==0.3.0",
     ),
 ]
-PAGE = Path(__file__).parent.parent / "docs" / "guide" / "other_stacks.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "guide" / "other_stacks.md"
 LENGTH = 32
 GATHERS_AND_SCATTERS = {"all_gather_matmul": 4, "matmul_reduce_scatter": 4}
 REDUCTIONS = {"matmul_all_reduce": 4}
 
 
-def module_of_the_guide() -> types.ModuleType:
-    """The program with the override, as the module that it is a file of."""
+def program_of_the_guide() -> tuple[str, str]:
+    """The name and the text of the module with the override."""
     found = re.search(r'^```python title="(\w+)\.py"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
-    module = types.ModuleType(found[1])
-    exec(compile(found[2], str(PAGE), "exec"), vars(module))
+    return found[1], found[2]
+
+
+def module_of_the_guide() -> types.ModuleType:
+    name, text = program_of_the_guide()
+    module = types.ModuleType(name)
+    exec(compile(text, str(PAGE), "exec"), vars(module))
     return module
+
+
+def command_of_the_guide() -> list[str]:
+    """The arguments of TorchTitan in the command that trains."""
+    found = re.search(
+        r"^    torchrun --nproc-per-node 8 -m torchtitan\.train ((?:.*\\\n)*.*)$", PAGE.read_text(), re.MULTILINE
+    )
+    assert found is not None
+    return found[1].replace("\\\n", " ").split()
 
 
 @contextlib.contextmanager
 def overrides(ctx: RankContext) -> Iterator[None]:
     """The guide's override and `causal`, which can be imported in the block; torch's config as before behind it."""
-    from torchtitan.config.override import clear_overrides, derive, override
+    from torchtitan.config.override import clear_overrides
     from torchtitan.distributed import parallel_dims
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
-    guide, own = module_of_the_guide(), types.ModuleType("own_overrides")
-
-    def causal(config: Any) -> Any:
-        return derive(config, ScaledDotProductAttention.Config)
-
-    causal.__module__ = own.__name__
-    own.causal = override(target=FlexAttention.Config)(causal)  # type: ignore[attr-defined]
+    guide, own = module_of_the_guide(), causal_override()
     with (
         mock.patch.object(parallel_dims, "device_type", ctx.device.type),
         torch._dynamo.config.patch(capture_scalar_outputs=False, skip_fwd_side_effects_in_bwd_under_checkpoint=False),
@@ -212,3 +226,43 @@ def test_options_follow_the_name() -> None:
     with overrides(RankContext(0, 2, torch.device("cpu"), seed=0)):
         configured(*COMPILED, "--override.imports", 'my_run.ditron={"ditron.strategy": "tile"}', world_size=2)
         assert inductor_config.post_grad_custom_pre_pass.options.strategy == "tile"
+
+
+def trained(folder: Path, arguments: list[str]) -> tuple[list[float], Counter[str]]:
+    """The losses of ten steps of TorchTitan's trainer on two CPU ranks, and what Ditron counted on rank 0."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-m", "tests.stacks.titan_on_cpu", *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    # Both ranks write the same lines, with colours.
+    text = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
+    losses = dict(re.findall(r"step: +(\d+) +loss: +([\d.]+)", text))
+    assert list(losses) == [str(number) for number in range(1, 11)]
+    counted = re.search(r"^counted: (.*)$", text, re.MULTILINE)
+    assert counted is not None
+    return [float(loss) for loss in losses.values()], Counter(json.loads(counted[1]))
+
+
+@pytest.mark.timeout(600)
+def test_ten_steps_by_the_command_of_the_guide(tmp_path: Path) -> None:
+    """TorchTitan's trainer, from its parser to the end of the run, on a small model and on the CPU."""
+    name, text = program_of_the_guide()
+    (tmp_path / f"{name}.py").write_text(text)
+    small = [*write_assets(tmp_path), "--training.steps", "10", "--training.seq_len", "64"]
+    small += ["--training.local_batch_size", "2", "--metrics.log_freq", "1", "--debug.seed", "0"]
+    command = " ".join(command_of_the_guide())
+    for was, becomes in {
+        "--config llama3_8b": " ".join(["--config llama3_debugmodel", *small]),
+        "--parallelism.tensor_parallel_degree 8": "--parallelism.tensor_parallel_degree 2",
+        "--override.imports my_run.ditron": "--override.imports my_run.ditron own_overrides.causal",
+    }.items():
+        assert was in command
+        command = command.replace(was, becomes)
+    got, counted = trained(tmp_path, command.split())
+    wanted, _ = trained(tmp_path, command.replace("--compile.enable", "").split())
+    assert got == pytest.approx(wanted, rel=2e-3)
+    assert wanted[-1] < 0.5 * wanted[0]
+    assert all(counted[pattern] >= number for pattern, number in GATHERS_AND_SCATTERS.items())

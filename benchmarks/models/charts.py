@@ -1,4 +1,8 @@
-"""Bars of how many times as fast as Inductor each contestant is, one chart per phase: as SVG text, and as PNG."""
+"""Bars of how many times as fast as Inductor each contestant is, one chart per phase: as SVG text, and as PNG.
+
+The SVG is written by hand because `models.html` is one file whose bars say their contestant and value under the
+pointer, and which every run writes, and the tests compare, where there is no matplotlib; the PNG is matplotlib's.
+"""
 
 from __future__ import annotations
 

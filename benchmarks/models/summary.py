@@ -1,8 +1,9 @@
-"""Tables of geometric means over whole models: for a first page one line per phase and machine, else per model too."""
+"""Tables of geometric means over whole models: one line per phase and machine, and on a page of details per model."""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
@@ -25,9 +26,13 @@ def measured_cells(rows: Sequence[Row]) -> list[Contest]:
 
 def means_table(rows: Sequence[Row], by_model: bool) -> str:
     """How many times faster Ditron is than the best rival of each cell."""
+    return _table(measured_cells(rows), by_model)
+
+
+def _table(cells: Iterable[Contest], by_model: bool, by_mode: bool = True) -> str:
     groups: dict[tuple[str, ...], list[Contest]] = {}
-    for one in measured_cells(rows):
-        phase = f"{one.rows[0].op}, CUDA graphs" if one.rows[0].graph else one.rows[0].op
+    for one in cells:
+        phase = f"{one.rows[0].op}, CUDA graphs" if by_mode and one.rows[0].graph else one.rows[0].op
         gpu, world = one.where
         place = (phase, f"{world}x {gpu.removeprefix('NVIDIA ')}", *([one.model] if by_model else []))
         groups.setdefault(place, []).append(one)
@@ -40,23 +45,35 @@ def means_table(rows: Sequence[Row], by_model: bool) -> str:
 
 
 def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
-    """The short table, and the conditions of the measurement."""
-    measured = measured_cells(rows)
-    if not measured:
+    """The short table, of the GPU that most cells were measured on, and the conditions of the measurement."""
+    every = measured_cells(rows)
+    if not every:
         return NOTHING
-    unclear, old = sum(one.unclear for one in measured), _old(measured, facts)
-    return "\n".join(
-        [
-            means_table(rows, by_model=False),
-            "",
-            f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(measured)}.",
-            f"The best rival of a cell is the fastest of those that ran beside Ditron in it: {_rivals(measured)}.",
-            "A cell is within noise if the samples of Ditron and of its best rival overlap, from the 20th to the 80th "
-            f"percentile: this holds for {unclear} of {len(measured)} cells. {old}",
-            f"Layers alone, {_layers(measured)} of them, with random weights. "
-            "NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
-        ]
-    )
+    ((gpu, _),) = Counter(one.where[0] for one in every).most_common(1)
+    measured = [one for one in every if one.where[0] == gpu]
+    captured = Counter(one.rows[0].op for one in measured if one.rows[0].graph)
+    modes = ", ".join(f"{number} of {phase}" for phase, number in sorted(captured.items())) or "none"
+    others = f" Cells of other GPUs, on the page of whole models: {len(every) - len(measured)}." * (every != measured)
+    return "\n".join([_table(measured, by_model=False, by_mode=False), "", *_caption(measured, facts),
+                      f"Inside CUDA graphs: {modes}.{others}"])  # fmt: skip
+
+
+def phases_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
+    """A line per phase, inside CUDA graphs and not, and machine, with the conditions."""
+    measured = measured_cells(rows)
+    return "\n".join([_table(measured, by_model=False), "", *_caption(measured, facts)]) if measured else NOTHING
+
+
+def _caption(cells: Sequence[Contest], facts: Sequence[Fact]) -> list[str]:
+    unclear = sum(one.unclear for one in cells)
+    return [
+        f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(cells)}.",
+        f"The best rival of a cell is the fastest of those that ran beside Ditron in it: {_rivals(cells)}.",
+        "A cell is within noise if the samples of Ditron and of its best rival overlap, from the 20th to the 80th "
+        f"percentile: this holds for {unclear} of {len(cells)} cells. {_old(cells, facts)}",
+        f"Layers alone, {_layers(cells)} of them, with random weights. "
+        "NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
+    ]
 
 
 def _ratios(cells: Sequence[Contest]) -> list[str]:

@@ -26,9 +26,10 @@ WRITE = ("ops", "models")
 def main(argv: Sequence[str]) -> int:
     """Runs a program and returns its exit code. argv: the program's name, then its arguments."""
     if not argv or argv[0] not in PROGRAMS:
-        names = ",".join(PROGRAMS)
-        print(f"usage: ditron bench {{{names}}} ...; --help behind a name lists its options", file=sys.stderr)
-        return 2
+        names, asked = ",".join(PROGRAMS), bool(argv) and argv[0] in ("-h", "--help")
+        usage = f"usage: ditron bench {{{names}}} ...; --help behind a name lists its options"
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     program, *arguments = argv
     given = any(argument == "--out" or argument.startswith("--out=") for argument in arguments)
     if program in WRITE and not given:

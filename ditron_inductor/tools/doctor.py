@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ditron_inductor.errors import MissingDependency
+from ditron_inductor.version import VERSION
 
 OLDEST_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))
@@ -77,6 +78,7 @@ def check_software() -> list[Finding]:
     python_ok = sys.version_info >= OLDEST_PYTHON
     oldest = ".".join(map(str, OLDEST_PYTHON))
     findings = [
+        Finding("ditron", True, VERSION),
         Finding(
             "python", python_ok, platform.python_version(), "" if python_ok else f"install Python {oldest} or newer"
         ),
