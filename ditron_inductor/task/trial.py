@@ -26,6 +26,9 @@ HOPELESS = 2.0
 GAIN, LEAST_GAIN_US = 0.02, 1.0
 """The part of the time, and the microseconds, that a strategy has to save to replace the one that was planned. Two
 events around the same kernel differ by nearly a microsecond."""
+HOST_SHARE = 2.0
+"""In eager mode a call counts with at least so many times what it takes on the host. The host has the rest of the step
+to launch as well, and a strategy whose launches take as long as its kernels leaves no time for that."""
 HEAD_START_US = 800.0
 """What a timed call waits for on the device before it begins, so that the host is ahead of the device."""
 HOST_BOUND = 0.8
@@ -44,6 +47,11 @@ class Times:
     def us(self) -> float:
         """What the call takes in eager mode, where the host works ahead of the device."""
         return max(self.device_us, self.host_us)
+
+    @property
+    def eager_us(self) -> float:
+        """What strategies are compared by in eager mode: `us`, where the host has `HOST_SHARE` times as much to do."""
+        return max(self.device_us, HOST_SHARE * self.host_us)
 
     @property
     def is_of_device(self) -> bool:
@@ -80,13 +88,13 @@ def fastest(planned: str, us: Mapping[str, float]) -> str:
 def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, str]:
     """Returns (what runs in eager mode from now on, what inside CUDA graphs), given what was planned for each."""
     on_device = {strategy: time.device_us for strategy, time in times.items() if time.is_of_device}
-    return fastest(eager, {strategy: time.us for strategy, time in times.items()}), fastest(captured, on_device)
+    return fastest(eager, {strategy: time.eager_us for strategy, time in times.items()}), fastest(captured, on_device)
 
 
 def decided(planned: Choice, strategy: str, times: Mapping[str, Times]) -> Choice:
     """The choice that a trial ended with, where `planned` was the plan's."""
     measured = {name: time.us for name, time in times.items()}
-    shown = ", ".join(f"{name} {us:.0f} us" for name, us in measured.items())
+    shown = ", ".join(f"{name} {time.device_us:.0f} us (host {time.host_us:.0f})" for name, time in times.items())
     reason = f"tried here, {CALLS - UNTIMED} timed calls each: {shown}; before that {planned.reason}"
     return replace(planned, strategy=strategy, reason=reason, source="trial", tried_us=measured)
 
@@ -105,7 +113,8 @@ def measured_alone(request: PlanRequest, times: Mapping[str, Times]) -> tuple[di
     problem, on = request.problem, cost.hardware(request.device_name)
     beside = {strategy: cost.beside_us(problem, on, strategy) for strategy in times}
     own = problem.m / bucket(problem.m)
-    eager = {strategy: found.us * own - beside[strategy] for strategy, found in times.items()}
+    # Later runs are to choose what this trial has chosen.
+    eager = {strategy: found.eager_us * own - beside[strategy] for strategy, found in times.items()}
     on_device = {name: found.device_us * own - beside[name] for name, found in times.items() if found.is_of_device}
     return _comparable(eager), _comparable(on_device)
 

@@ -48,6 +48,13 @@ DECIDING: tuple[Mutation, ...] = (
         "tests/task/test_trial.py::test_a_table_gets_the_times_of_the_products_alone",
     ),
     Mutation(
+        "launches may take as long as their kernels",
+        TRIAL,
+        "max(self.device_us, HOST_SHARE * self.host_us)",
+        "max(self.device_us, self.host_us)",
+        "tests/task/test_trial.py::test_launches_that_take_as_long_as_their_kernels_leave_no_time_for_the_rest_of_a_step",
+    ),
+    Mutation(
         "what the own table has is tried again",
         TRIAL,
         "if predicted is None or planned.settled or",

@@ -47,6 +47,14 @@ def test_every_strategy_has_its_calls_and_the_first_ones_are_not_timed() -> None
         assert of_one == [(strategy, index >= trial.UNTIMED) for index in range(trial.CALLS)]
 
 
+def test_launches_that_take_as_long_as_their_kernels_leave_no_time_for_the_rest_of_a_step() -> None:
+    times = {"library": Times(833.0, 300.0), "chunked": Times(700.0, 780.0)}
+    assert times["chunked"].us < times["library"].us
+    assert trial.decide("library", "library", times) == ("library", "chunked")
+    times["chunked"] = Times(700.0, 350.0)
+    assert trial.decide("library", "library", times) == ("chunked", "chunked")
+
+
 def test_the_host_counts_in_eager_mode_alone() -> None:
     times = {"library": Times(100.0, 20.0), "chunked": Times(80.0, 10.0), "tile": Times(90.0, 5.0)}
     assert trial.decide("library", "library", times) == ("chunked", "chunked")
@@ -72,7 +80,7 @@ def test_the_choice_says_what_was_measured() -> None:
     choice = trial.decided(planned(), "tile", {"chunked": Times(120.0, 562.4), "tile": Times(99.0, 30.0)})
     assert choice.strategy == "tile" and choice.source == "trial"
     assert choice.tried_us == {"chunked": 562.4, "tile": 99.0}
-    assert "chunked 562 us, tile 99 us" in choice.reason and "predicted" in choice.reason
+    assert "chunked 120 us (host 562), tile 99 us (host 30)" in choice.reason and "predicted" in choice.reason
 
 
 def test_what_the_own_table_has_is_not_tried_again() -> None:
@@ -83,7 +91,7 @@ def test_what_the_own_table_has_is_not_tried_again() -> None:
 def test_a_table_gets_the_times_of_the_products_alone() -> None:
     times = {"library": Times(100.0, 20.0), "chunked": Times(80.0, 1200.0), "tile": Times(90.0, 5.0)}
     eager, graph = trial.measured_alone(REQUEST, times)
-    assert eager == {"library": 100.0, "chunked": 1200.0, "tile": 90.0}
+    assert eager == {"library": 100.0, "chunked": 2400.0, "tile": 90.0}
     assert graph == {"library": 100.0, "tile": 90.0}, "the host may have held the others up"
     # As the table adds it again: an epilogue that is a kernel of its own, but for `tile`.
     with_epilogue = replace(REQUEST, problem=replace(PROBLEM, epilogue_bytes=1 << 24))
