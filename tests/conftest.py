@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.quick_torch import make_torch_quick
 from tests.rank_process import rarely_collect
 from tests.ranks import RankPool, RankPools
 
@@ -105,6 +106,7 @@ def _has_pools(file: Path) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RanksTogether())
+    make_torch_quick()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -149,10 +149,12 @@ def rank_main(setup: RankSetup, pipe: Connection) -> None:
     # The pool asks for stacks of ranks that did not answer in time.
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     from ditron_inductor.core.quick_interpreter import make_quick
+    from tests.quick_torch import make_torch_quick
 
     rarely_collect()
     try:
         make_quick()
+        make_torch_quick()
         ctx = _join(setup)
         _fail_early()
     except Exception as exc:
