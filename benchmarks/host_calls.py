@@ -41,7 +41,7 @@ class Bench:
         return lambda: op(*arguments)
 
     def in_a_graph(self, strategy: str) -> Call:
-        """The same call as the code of a compiled graph makes it, with operands of a form that is fixed: without
+        """Returns the call that the code of a compiled graph makes, with operands of a form that is fixed: without
         gradients, as graphs run.
         """
         from ditron_inductor.runtime import site_call

@@ -84,7 +84,7 @@ def _older(rows: Iterable[Row], **cell: object) -> list[Contest]:
 
 
 def readme(models: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
-    """Of README.md."""
+    """Returns the claims of README.md."""
     measured = [one for one in contests(models) if one.best_gain]
     lost = [gain for one in measured if (gain := one.best_gain) and gain < 1]
     limits = span(one.most_gain for one in contests(models))
@@ -97,7 +97,7 @@ def readme(models: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
 
 
 def beside_attention(attention: Sequence[Row]) -> list[Claim]:
-    """Of docs/when_it_pays.md, on four GPUs."""
+    """Returns the claims of docs/when_it_pays.md on four GPUs."""
     causal = [row for row in newest(attention) if row.op == "all_gather_attention" and _plain(row) and row.world == 4]
     both = [row for row in newest(attention) if row.op in ("matmul_all_to_all", "all_to_all_matmul") and row.world == 4]
     return [
@@ -108,7 +108,7 @@ def beside_attention(attention: Sequence[Row]) -> list[Claim]:
 
 
 def home(models: Sequence[Row]) -> list[Claim]:
-    """Of docs/index.md."""
+    """Returns the claims of docs/index.md."""
     decode = [one.gain("inductor") for one in contests(models) if _is(one, world=2, phase="decode")]
     known = [gain for gain in decode if gain]
     text = "is {} times as fast as by Inductor on two H200s**, the geometric mean of {} cells"
@@ -116,7 +116,7 @@ def home(models: Sequence[Row]) -> list[Claim]:
 
 
 def workspaces(facts: Sequence[Fact]) -> Claim:
-    """Of docs/models.md and README.md."""
+    """Returns the claim on workspaces of docs/models.md and README.md."""
     every = [fact.workspace_mib for fact in newest(facts) if fact.workspace_mib]
     of_8b = [fact.workspace_mib for fact in newest(facts) if fact.workspace_mib and "8b" in fact.sizes["model"]]
     ends = (*span(of_8b, 0), span(every, 0)[1])
@@ -139,7 +139,7 @@ def _gains(rows: Iterable[Row], over: str) -> list[float]:
 
 
 def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
-    """Of docs/models.md; every: the rows of all runs."""
+    """Returns the claims of docs/models.md. every: the rows of all runs."""
     found = contests(every)
     limited = [one for one in found if one.limit_us]
     most = {one.label: one.most_gain or 0.0 for one in limited}
@@ -204,7 +204,7 @@ def _inductor(cells: dict[str, list[Contest]], run: int) -> tuple[str, ...]:
 
 
 def single_kernels(rows: Sequence[Row], models: Sequence[Row]) -> list[Claim]:
-    """Of docs/when_it_pays.md; models: the rows of all runs."""
+    """Returns the claims of docs/when_it_pays.md. models: the rows of all runs."""
     cells = [cell for cell in comparisons(rows) if cell.world == WORLD and cell.gpu != "cpu"]
     anchors = [cell for cell in cells if targets.is_anchor(cell)]
     eager, graph = ({op: _best(anchors, op, mode) for op in LIMITED} for mode in (0, 1))

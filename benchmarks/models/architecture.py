@@ -61,7 +61,7 @@ class Architecture:
             raise ValueError(f"norm '{self.norm}' is none of {', '.join(NORMS)}")
 
     def like(self, sizes: Architecture) -> Architecture:
-        """The same forms in other sizes."""
+        """Returns these forms of layers in the sizes of another architecture."""
         kv_heads = sizes.heads if self.heads == self.kv_heads else sizes.kv_heads
         small = replace(self, hidden=sizes.hidden, heads=sizes.heads, kv_heads=kv_heads, inner=sizes.inner)
         return replace(small, depth=sizes.depth, head_dim=sizes.head_dim)

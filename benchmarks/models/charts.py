@@ -24,7 +24,7 @@ WIDTH, LABEL_WIDTH, BAR, GAP = 980, 330, 13, 12
 
 @dataclass(frozen=True)
 class Bars:
-    """Of one cell: contestants and how many times as fast as Inductor they are."""
+    """The bars of one cell: its contestants, and how many times as fast as Inductor each of them is."""
 
     label: str
     values: tuple[tuple[str, float], ...]

@@ -25,7 +25,7 @@ def read(path: str) -> Architecture:
 
 
 def of_config(config: Any) -> Architecture:
-    """The same decoder, hidden states in and out. ValueError for a family with layers of another form."""
+    """Returns the decoder of a config, hidden states in and out. Raises ValueError for layers of another form."""
     kind = config.model_type
     if kind == "opt":
         if not config.do_layer_norm_before:
@@ -68,6 +68,6 @@ def of_config(config: Any) -> Architecture:
 
 
 def _theta(config: Any) -> float:
-    """Of the layers that see everything, where there are others."""
+    """Returns the base of the rotary embedding; that of layers that see everything, where there are others."""
     rope = config.rope_parameters
     return float(rope.get("full_attention", rope)["rope_theta"])

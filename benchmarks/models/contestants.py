@@ -133,5 +133,5 @@ def step_of(phase: str, name: str, compiler: Compiler, model: nn.Module, operand
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """As a plain tensor; pending sums are a matter of layout. Collective for what is cut."""
+    """Returns the value as a plain tensor; pending sums are a matter of layout. Collective for what is cut."""
     return value.full_tensor() if isinstance(value, DTensor) else value

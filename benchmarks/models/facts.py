@@ -17,10 +17,10 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Fact:
-    """Of one contestant. compile_s: its first call, of the slowest rank. peak_mib: most memory of torch's allocator in
-    a step, with weights and inputs, of the rank that needs most; in older rows also with what was compared with.
-    workspace_mib: Ditron's own memory that peers write into. Each None where there is none. fused: sites by kind, as
-    `2 flash_decode, ..`.
+    """What is known of one contestant. compile_s: its first call, of the slowest rank. peak_mib: most memory of torch's
+    allocator in a step, with weights and inputs, of the rank that needs most; in older rows also with what was compared
+    with. workspace_mib: Ditron's own memory that peers write into. Each None where there is none. fused: sites by kind,
+    as `2 flash_decode, ..`.
     """
 
     op: str
@@ -69,6 +69,6 @@ def merge_facts(path: Path, facts: Iterable[Fact]) -> None:
 
 
 def reasons(facts: Iterable[Fact], rows: Iterable[Row]) -> list[Fact]:
-    """Those that say why there is no time, of cells without one for that contestant."""
+    """Returns the facts that say why a contestant has no time in a cell, where the rows have none either."""
     timed = {(row.cell, row.contestant) for row in rows if row.p50_us is not None}
     return [fact for fact in facts if fact.why and (fact.cell, fact.contestant) not in timed]

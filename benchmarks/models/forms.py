@@ -59,7 +59,7 @@ def attend(
 def attend_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attend` of one query [B, Hq, 1, D], with heads that share keys as rows, by torch's flash kernels."""
+    """Does what `attend` does for one query [B, Hq, 1, D], with heads that share keys as rows, by flash kernels."""
     aten = torch.ops.aten
     rows = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
     if q.is_cuda:
@@ -118,7 +118,7 @@ class ContextAttention(Gathering):
 
 
 class CachedAttention(Gathering):
-    """Of one new token per sequence to a cache whose tokens are divided over the ranks.
+    """Attention of one new token per sequence to a cache whose tokens are divided over the ranks.
 
     The cache is full. The new key and value take the place of the oldest ones, on the rank whose turn it is.
     """
@@ -255,7 +255,7 @@ def _has(layer: nn.Module, name: str) -> bool:
 
 
 def _plan(form: str) -> dict[str, ParallelStyle]:
-    """Of a layer."""
+    """Returns how the modules of a layer are cut in a form."""
     if form == "cp":
         return {}
     rows = Shard(1) if form == "sp" else Replicate()

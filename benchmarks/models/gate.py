@@ -157,7 +157,7 @@ class Gate:
         return f"differs from {_name(self._dtype)}: {worst} by {values[worst]:.1e}" if far else ""
 
     def tolerance(self, name: str) -> float:
-        """Of a part."""
+        """Returns how far a part may be from the reference, relative to its size."""
         rounding = max(LEEWAY * self.eager[name], LEAST * torch.finfo(self._dtype).eps)
         # A gradient that vanishes is nothing but rounding.
         return rounding if _is_gradient(name) else min(rounding, MOST[self._dtype])
@@ -174,10 +174,10 @@ class Gate:
 
 
 def _is_gradient(name: str) -> bool:
-    """Of a weight."""
+    """Returns whether a part is the gradient of a weight."""
     return name.startswith("gradient of")
 
 
 def _name(dtype: torch.dtype) -> str:
-    """Of the reference."""
+    """Returns the short name of the reference's dtype."""
     return str(WIDER[dtype]).removeprefix("torch.").replace("float", "fp")

@@ -448,7 +448,7 @@ class Run(Session):
         return parts_step(in_form(name, compiler, Parts(model)), given)
 
     def inputs(self, cell: Cell) -> tuple[Any, ...]:
-        """Of this rank; see `forms.inputs`."""
+        """Returns the inputs of this rank; see `forms.inputs`."""
         arch, device = self.architecture(cell), self.clock.device
         return forms.inputs(arch, cell, self.rank, self.world_size, device, self.dtype)
 
@@ -464,8 +464,7 @@ def sites_text(sink: SiteSink) -> str:
 def tried_text(request: PlanRequest, times: Mapping[str, Times]) -> str:
     """What a trial measured, the fastest strategy first, so that a slow cell can be explained."""
     problem = request.problem
-    found = sorted(times.items(), key=lambda item: item[1].us)
-    shown = ", ".join(f"{strategy} {time.device_us:.0f}/{time.host_us:.0f}" for strategy, time in found)
+    shown = trial.times_text(dict(sorted(times.items(), key=lambda item: item[1].us)))
     sizes = f"{problem.m} x {problem.n} x {problem.k}" + f" in {problem.slices} slices" * (problem.slices > 1)
     return f"tried: {problem.kind} {sizes}, us on the device / on the host: {shown}"
 

@@ -66,7 +66,7 @@ class Contest:
 
     @property
     def limit_us(self) -> float | None:
-        """Of a rank's share alone."""
+        """The time of a rank's share alone."""
         return self.rows[0].limit_us
 
     @property
@@ -77,7 +77,7 @@ class Contest:
 
     @property
     def best_other(self) -> Row | None:
-        """Of the fastest of all others, eager too."""
+        """The row of the fastest of all others, eager too."""
         rows = [row for name in CONTESTANTS if name not in OURS and (row := self.row(name)) and row.p50_us]
         return min(rows, key=lambda row: row.p50_us or 0.0, default=None)
 
@@ -132,7 +132,7 @@ def number(value: float | None, digits: int, missing: str = "-") -> str:
 
 
 def contestants_of(cells: Iterable[Contest]) -> list[str]:
-    """Those that some cell has, in the order of the tables."""
+    """Returns the contestants that some cell has, in the order of the tables."""
     found = {row.contestant for one in cells for row in one.rows}
     return [name for name in CONTESTANTS if name in found]
 
@@ -221,8 +221,8 @@ def mean_lines(rows: Sequence[Row]) -> list[tuple[str, str, int, int, float | No
 
 
 def limit_lines(rows: Sequence[Row]) -> list[tuple[str, str, int, int, float | None, float | None, float | None]]:
-    """Of the cells whose limit is known: (phase, model, ranks, cells, geometric means of Inductor's time over Ditron's,
-    of Inductor's over the limit, and of the limit over Ditron's).
+    """Returns, for cells whose limit is known, (phase, model, ranks, cells, geometric means of Inductor's time over
+    Ditron's, of Inductor's over the limit, and of the limit over Ditron's).
     """
     lines = []
     for key, found in _by_place([row for row in rows if row.limit_us]).items():
@@ -249,7 +249,7 @@ class Target:
 
 
 def targets(rows: Sequence[Row], facts: Sequence[Fact]) -> list[Target]:
-    """Of the rows of one machine."""
+    """Returns the targets, and whether the rows of one machine reach them."""
     found = contests(rows)
     prefill = [one for one in found if one.phase == "prefill"]
     graphs = [one for one in found if one.phase == "prefill in CUDA graphs"]
@@ -304,7 +304,7 @@ def docs_part(rows: Sequence[Row], facts: Sequence[Fact] = ()) -> str:
 
 
 def _place(row: Row) -> tuple[str, int, str, list[int]]:
-    """Of a cell in the docs: phases and forms by name, models in the order of the zoo, sizes from small to large."""
+    """Returns the place of a cell in the docs: phases and forms by name, models as in the zoo, small sizes first."""
     numbers = [int(row.sizes.get(name, 0)) for name in ("layers", "batch", "tokens", "cache")]
     return phase_of(row), position(row.sizes["model"]), row.sizes["form"], numbers
 

@@ -73,7 +73,7 @@ MODELS: dict[str, Architecture] = {
 
 
 def position(model: str) -> int:
-    """Of a model in the zoo; others are behind."""
+    """Returns the position of a model in the zoo; others are behind."""
     return list(MODELS).index(model) if model in MODELS else len(MODELS)
 
 
@@ -131,7 +131,7 @@ class Cell:
 
     @property
     def shape(self) -> str:
-        """As it stands in the results."""
+        """The cell as the results name it."""
         shape = f"model={self.model};layers={self.layers};form={self.form};batch={self.batch};tokens={self.tokens}"
         return f"{shape};cache={self.cache}" if self.cache else shape
 
@@ -218,7 +218,7 @@ def quick() -> list[Cell]:
 
 
 def tiny(cells: Iterable[Cell]) -> list[Cell]:
-    """The same cells at toy size, each kind once: for the CPU device."""
+    """Returns the cells at toy size, each kind once, for the CPU device."""
     small = [
         replace(
             cell,

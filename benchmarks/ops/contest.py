@@ -163,7 +163,7 @@ def product_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> 
 
 
 def tuned_product() -> Product:
-    """The same by the fastest kernel that Inductor finds with `max-autotune-no-cudagraphs`."""
+    """Returns the product by the fastest kernel that Inductor finds with `max-autotune-no-cudagraphs`."""
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.mm(left, right)

@@ -84,7 +84,7 @@ class Cell:
 
     @property
     def shape(self) -> str:
-        """As in the results."""
+        """The cell as the results name it."""
         return f"model={self.model};T={self.T};W={self.W};routing={self.routing}"
 
 
@@ -171,7 +171,7 @@ def ours(k: int) -> Layer:
 
 
 def reference(operands: Operands) -> torch.Tensor:
-    """The same in fp64."""
+    """Returns the exact result, in fp64."""
     x, scale = operands.x.double(), operands.scale.double()
     out = torch.zeros_like(x)
     for token, rank in itertools.product(range(x.shape[0]), range(scale.shape[1])):

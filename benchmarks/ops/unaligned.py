@@ -85,7 +85,7 @@ class Cell:
         return f"M={self.m};N={self.n};K={self.k};layout={self.layout};around={self.around}{batch}"
 
     def aligned(self) -> Cell:
-        """The same of the next aligned sizes."""
+        """Returns the cell of the next aligned sizes."""
         step = alignment.multiple(DTYPES[self.dtype])
         m, n, k = (math.ceil(size / step) * step for size in (self.m, self.n, self.k))
         return Cell(m, n, k, self.layout, self.dtype, self.around, self.batch)

@@ -49,7 +49,7 @@ class RegisteredPool:
             yield
 
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, whose memory comes from the pool."""
+        """Returns the call, made so that its memory comes from the pool."""
 
         def inside(*operands: Any, **named: Any) -> Any:
             with self.used():

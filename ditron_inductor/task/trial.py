@@ -91,6 +91,11 @@ def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, 
     return fastest(eager, {strategy: time.eager_us for strategy, time in times.items()}), fastest(captured, on_device)
 
 
+def times_text(times: Mapping[str, Times]) -> str:
+    """Returns `library 261/140, tile 300/60`: microseconds on the device / on the host."""
+    return ", ".join(f"{strategy} {time.device_us:.0f}/{time.host_us:.0f}" for strategy, time in times.items())
+
+
 def decided(planned: Choice, strategy: str, times: Mapping[str, Times]) -> Choice:
     """The choice that a trial ended with, where `planned` was the plan's."""
     measured = {name: time.us for name, time in times.items()}

@@ -127,8 +127,7 @@ class Trial:
                 times[strategy] = Times(largest[0] / 1e3, largest[1] / 1e3)
         self.times = times
         self._samples.clear()
-        shown = ", ".join(f"{strategy} {time.device_us:.0f}/{time.host_us:.0f}" for strategy, time in times.items())
-        logger.info("%s: us on the device / on the host: %s", self.name, shown)
+        logger.info("%s: us on the device / on the host: %s", self.name, trial.times_text(times))
 
 
 def _median(values: Sequence[int]) -> int:
