@@ -27,7 +27,7 @@ from benchmarks.records import head_commit
 
 PROGRAM = "benchmarks.models"
 CELL_LIMIT_S = 300.0
-QUICK_BUDGET_S, QUICK_ROUNDS = 235.0, 7
+BUDGET_S, QUICK_BUDGET_S, QUICK_ROUNDS = 500.0, 235.0, 7
 QUICK_CONTESTANTS = ("eager", "inductor", "async_tp", "ditron")
 ON_GPUS = ("max_autotune", "overlap", "registered", "auto_select", "async_tp")
 """Contestants that need GPUs, or differ from another one there only."""
@@ -63,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
     result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
-    result.add_argument("--budget", type=float, default=500.0, help="seconds; cells that do not fit are skipped")
+    result.add_argument(
+        "--budget", type=float, help=f"seconds, {BUDGET_S:.0f} by default; cells that do not fit are skipped"
+    )
     result.add_argument(
         "--cell-limit", type=float, default=CELL_LIMIT_S, help="seconds of a cell, after which its ranks end"
     )
@@ -95,7 +97,7 @@ def request_of(options: argparse.Namespace) -> Request:
         device=options.device,
         architectures=architectures if on_gpu else {name: one.like(TINY) for name, one in architectures.items()},
         contestants=tuple(name for name in names if on_gpu or name not in ON_GPUS),
-        budget_s=min(options.budget, QUICK_BUDGET_S) if options.quick else options.budget,
+        budget_s=options.budget or (QUICK_BUDGET_S if options.quick else BUDGET_S),
         cell_limit_s=options.cell_limit,
         rounds=min(options.rounds, QUICK_ROUNDS) if options.quick else options.rounds,
         repeats=options.repeats,

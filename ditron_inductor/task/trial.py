@@ -23,9 +23,9 @@ ALL_CALLS = 3 * CALLS + 1
 """After so many calls of a site its trial has ended: those by each of three strategies, and the one that decides."""
 HOPELESS = 2.0
 """A strategy that is predicted to take so many times as long as the best one is not tried."""
-GAIN, LEAST_GAIN_US = 0.02, 1.0
+GAIN, LEAST_GAIN_US = 0.02, 2.0
 """The part of the time, and the microseconds, that a strategy has to save to replace the one that was planned. Two
-events around the same kernel differ by nearly a microsecond."""
+events around the same kernel differ by nearly a microsecond, and a saving is the difference of two such times."""
 HOST_SHARE = 2.0
 """In eager mode a call counts with at least so many times what it takes on the host. The host has the rest of the step
 to launch as well, and a strategy whose launches take as long as its kernels leaves no time for that."""
