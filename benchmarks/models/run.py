@@ -367,7 +367,7 @@ class Run(Session):
         if not problem and name == TRYING:
             # A capture takes what was decided before it, and no trial is to be timed.
             known = trials.ended()
-            _, problem = self.attempt("trials", lambda: [step() for _ in range(trial.ALL_CALLS)])
+            _, problem = self.attempt("trials", lambda: make_steps(step, trial.ALL_CALLS))
             for request, times in trials.ended():
                 if (request, times) not in known:
                     self.say(f"    {tried_text(request, times)}")
@@ -451,6 +451,12 @@ class Run(Session):
         """Returns the inputs of this rank; see `forms.inputs`."""
         arch, device = self.architecture(cell), self.clock.device
         return forms.inputs(arch, cell, self.rank, self.world_size, device, self.dtype)
+
+
+def make_steps(step: Step, times: int) -> None:
+    """Makes so many steps, and keeps none of their results: they would count as memory of the next step."""
+    for _ in range(times):
+        step()
 
 
 def sites_text(sink: SiteSink) -> str:
