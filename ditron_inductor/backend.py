@@ -22,6 +22,7 @@ from ditron_inductor import runtime
 from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import DitronPipeline, JointPipeline, with_user_passes
+from ditron_inductor.recompilations import warn_of_many
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def ditron(
     before ours. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also ValueErrors. `torch.compile`
     calls this for its first graph and raises BackendCompilerFailed, whose `inner_exception` is one of these.
     """
+    warn_of_many()
     patches = {**_mode_patches(mode), **passes_for_inductor(options)}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled

@@ -33,6 +33,7 @@ from ditron_inductor.device.meetings import check_world_sizes, meetings
 from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronRunsUnfused
 from ditron_inductor.options import STRICT_RUN, Options
 from ditron_inductor.pipeline import ConformPipeline
+from ditron_inductor.recompilations import keep_compiled
 from ditron_inductor.summary import FirstRun, summary
 from ditron_inductor.task.policy import shared_site
 
@@ -117,6 +118,8 @@ class GraphMeeting:
         meetings.note_plain(self.facts, decision.plain)
         if decision.plain:
             self._refuse_plain(decision.plain)
+        elif decision.conform is not None or not self.facts.is_bare:
+            keep_compiled()
         if decision.conform is None:
             self._count(decision.plain)
         if decision.final or self._attempts >= MOST_ATTEMPTS:

@@ -48,6 +48,13 @@ ROUTING: tuple[Mutation, ...] = (
         f"{REFUSED}::test_a_graph_that_raised_is_left_behind_by_all_ranks",
     ),
     Mutation(
+        "a rank at the limit of recompilations becomes eager",
+        "ditron_inductor/graph_meeting.py",
+        "            keep_compiled()\n",
+        "            pass\n",
+        "tests/models/test_recompile_limit.py::test_a_rank_at_the_limit_stays_compiled",
+    ),
+    Mutation(
         "who gives up for good does not say so",
         MEETINGS,
         "CLOSED_FOR_GOOD if why.for_good else CLOSED)",
