@@ -111,6 +111,6 @@ def test_a_bucket_is_near(size: int) -> None:
 
 
 def test_a_gain_of_less_than_events_can_tell_changes_nothing() -> None:
-    """Two events differ by nearly a microsecond around one and the same kernel."""
-    assert trial.decide("library", "library", {"library": Times(14.0, 1.0), "tile": Times(13.2, 1.0)}) == ("library",) * 2
-    assert trial.decide("library", "library", {"library": Times(14.0, 1.0), "tile": Times(12.8, 1.0)}) == ("tile",) * 2
+    """Two events differ by nearly a microsecond around one and the same kernel, and a gain is a difference of two."""
+    assert trial.decide("library", "library", {"library": Times(14.0, 1.0), "tile": Times(12.3, 1.0)}) == ("library",) * 2
+    assert trial.decide("library", "library", {"library": Times(14.0, 1.0), "tile": Times(11.8, 1.0)}) == ("tile",) * 2
