@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,9 @@ from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.models.architecture import Architecture, Decoder
 from benchmarks.models.forms import cut
 from benchmarks.models.zoo import MODELS, TINY
+from benchmarks.records import head_commit, merge_csv
 from benchmarks.session import Session
-from benchmarks.timing import synchronize
+from benchmarks.timing import Times, synchronize
 from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor import serving
 from ditron_inductor.tools.demo_model import rotary_table
@@ -102,8 +104,21 @@ def step_of(name: str, model: Model, device: torch.device) -> Step:
     return torch.compile(model, backend=backend, mode="reduce-overhead" if device.type == "cuda" else "default")
 
 
+def rounds_of(session: Session, step: Step, first: torch.Tensor, tokens: int, rounds: int) -> Times:
+    """The times of a step, in rounds of `tokens` steps, of the slowest rank in each round."""
+    us = []
+    for _ in range(rounds):
+        synchronize(session.clock)
+        begun = time.perf_counter()
+        generate(step, first, tokens)
+        synchronize(session.clock)
+        us.append(max(session.agree(time.perf_counter() - begun)) / tokens * 1e6)
+    deciles = statistics.quantiles(us, n=10)
+    return Times(deciles[1], deciles[4], deciles[7], 0.0)
+
+
 def measure(session: Session, options: argparse.Namespace) -> None:
-    """All batch sizes, on this rank; rank 0 prints."""
+    """All batch sizes, on this rank; rank 0 prints, and writes rows."""
     device, ranks = session.clock.device, session.world_size
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     arch = MODELS[options.model] if device.type == "cuda" else MODELS[options.model].like(TINY)
@@ -116,24 +131,31 @@ def measure(session: Session, options: argparse.Namespace) -> None:
         cut(model.decoder, "ar", mesh)
         parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         first = torch.arange(1, batch + 1, device=device).view(batch, 1) % VOCABULARY[device.type]
-        rates: dict[str, float] = {}
+        times: dict[str, Times] = {}
         with torch.no_grad():
             wanted = generate(model, first, 1).clone()
-            for name in CONTESTANTS:
-                session.say(f"batch {batch}: {name}")
-                step, seconds = step_of(name, model, device), []
+            for name in (name for name in CONTESTANTS if name in options.contestants):
+                step = step_of(name, model, device)
                 for _ in range(3):
                     logits = generate(step, first, 1)
                 error = relative_error(logits, wanted)
                 assert error < MODEL_TOLERANCES[dtype], f"{name} differs from eager: {error:.1e}"
-                for _ in range(options.rounds):
-                    synchronize(session.clock)
-                    begun = time.perf_counter()
-                    generate(step, first, options.tokens)
-                    synchronize(session.clock)
-                    seconds.append(max(session.agree(time.perf_counter() - begun)))
-                rates[name] = batch * options.tokens / statistics.median(seconds)
-        lines.append([options.model, batch, sizes[0], *(f"{rate:.0f}" for rate in rates.values())])
+                times[name] = rounds_of(session, step, first, options.tokens, options.rounds)
+                session.say(f"batch {batch}: {name}: {times[name].p50_us:.0f} us a step, {session.seconds():.0f} s")
+        rows = session.rows_of(
+            times,
+            bench="generation",
+            op="generate",
+            shape=f"model={options.model};layers={sizes[0]};batch={batch};tokens={options.tokens}",
+            graph=device.type == "cuda",
+            limit_us=None,
+            commit=options.commit or head_commit(),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        if session.rank == 0 and options.out:
+            merge_csv(Path(options.out), rows)
+        rates = [f"{batch * 1e6 / times[name].p50_us:.0f}" if name in times else "-" for name in CONTESTANTS]
+        lines.append([options.model, batch, sizes[0], *rates])
     if session.rank == 0:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU device, which says nothing of speed"
         print(f"tokens per second, {options.tokens} tokens, {ranks} ranks, {where}, torch {torch.__version__}")
@@ -147,7 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=0, help="layers; all of the model by default")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--tokens", type=int, default=256, help="of each sequence, which is the size of the cache")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of each contestant, at least two")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--out", default="", help="CSV to merge the rows into")
+    parser.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
     parser.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds, after which the ranks are ended")

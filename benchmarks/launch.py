@@ -94,12 +94,13 @@ def start_ranks(module: str, request: Request, world_size: int) -> int:
 
 def measure_on_ranks(module: str, request: Any, world_size: int, device_type: str, limit_s: float) -> int:
     """Run `measure(session, request)` of `module` in new rank processes; the exit code as of `start_ranks`."""
-    return to_the_end(module, _measure, (module, request), world_size, device_type, limit_s)
+    return to_the_end(module, _measure, (module, request, limit_s), world_size, device_type, limit_s)
 
 
-def _measure(rank: Rank, asked: tuple[str, Any]) -> bool:
+def _measure(rank: Rank, asked: tuple[str, Any, float]) -> bool:
     begun = time.monotonic()
-    module, request = asked
+    module, request, limit_s = asked
+    faulthandler.dump_traceback_later(limit_s - DUMP_S)
     device = rank.join()
     from benchmarks.session import Session
 

@@ -28,8 +28,9 @@ os.environ["DITRON_TABLE"] = "shipped"
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 # Machines that run tests are busy, and a rank whose peers are slow to compile is to wait for them.
 os.environ["DITRON_MEETING_S"] = "90"
-# Torch's C++ kernels without vectors compile in half the time.
+# Torch's C++ kernels without vectors compile in half the time, and processes for compiling would import torch first.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # An op whose outputs share memory is an error, as it is for torch where CI=1.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
 

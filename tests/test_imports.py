@@ -41,6 +41,7 @@ LAYERS = (
     "codegen",
     "debug_folder",
     "pipeline",
+    "recompilations",
     "backend",
     "ops",
     "graph_meeting",
