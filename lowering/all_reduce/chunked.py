@@ -35,7 +35,7 @@ from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS
 from ditron_inductor.task.nodes import ReducedSum
 
 
-class Reduction(Protocol):
+class Reduces(Protocol):
     """A node whose contribution is reduced over the ranks."""
 
     @property
@@ -140,7 +140,7 @@ def reduced_sum(
 
 
 def reduce_in_parts(
-    node: Reduction,
+    node: Reduces,
     launch: Launch,
     sizes: Parts,
     first: torch.Tensor,
@@ -215,7 +215,7 @@ class _Plan:
     lengths: list[int]
 
 
-def _plan(node: Reduction, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
+def _plan(node: Reduces, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
     world, rank = node.world_size, launch.rank
     exchange = ChunkedExchange(sizes.kernels, call)
     found = [[products(part, *group, rank, world, sizes) for group in sizes.groups] for part in range(sizes.parts)]
