@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.tolerances import assert_near
+from ditron_inductor import reset
+from ditron_inductor.errors import DitronTimeout
 from ditron_inductor.lowering.grouped_matmul_all_reduce import combine
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce
@@ -140,6 +142,35 @@ def late_and_often(ctx: RankContext, late: int) -> None:
 
 def test_a_late_rank_and_calls_back_to_back(pool: RankPool) -> None:
     pool.run(late_and_often, 1)
+
+
+def one_rank_does_not_come(ctx: RankContext) -> str:
+    """The error of rank 0 while its peers do nothing. After a reset all go on."""
+    case = CASES[ctx.device.type][0]
+    given = operands(ctx, case)
+    site = Site(name="grouped/alone", strategy="chunked", timeout_s=2.0)
+    fields = {"reduce_op": case.reduce_op, "top_k": case.top_k}
+    site.call(ctx, GroupedMatmulAllReduce, fields, **given)
+    dist.barrier()
+    message = ""
+    if ctx.rank == 0:
+        with pytest.raises(DitronTimeout) as error:
+            # On a GPU the next call raises.
+            for _ in range(20):
+                site.call(ctx, GroupedMatmulAllReduce, fields, **given)
+                time.sleep(1.0)
+        message = str(error.value)
+    dist.barrier()
+    reset()
+    (out,) = site.call(ctx, GroupedMatmulAllReduce, fields, **given)
+    assert_near(out, wanted(ctx, case, given), num_partials=ctx.world_size)
+    return message
+
+
+def test_a_rank_that_does_not_come_is_named(fragile_pool: RankPool) -> None:
+    message, *_ = fragile_pool.run(one_rank_does_not_come)
+    assert "grouped_matmul_all_reduce" in message or "grouped/alone" in message
+    assert "rank" in message
 
 
 def captured(ctx: RankContext) -> None:
