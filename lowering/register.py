@@ -19,6 +19,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.op import LOWERING as all_redu
 from ditron_inductor.lowering.all_to_all_matmul.op import LOWERING as all_to_all_matmul
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
 from ditron_inductor.lowering.flash_decode import op as flash_decode
+from ditron_inductor.lowering.grouped_matmul_all_reduce.op import LOWERING as grouped_matmul_all_reduce
 from ditron_inductor.lowering.host.kind import Lowering
 from ditron_inductor.lowering.host.launch import is_tf32_allowed
 from ditron_inductor.lowering.host.local_calls import LocalCalls
@@ -48,6 +49,7 @@ KINDS: tuple[Lowering, ...] = (
     matmul_all_gather,
     matmul_all_to_all,
     all_to_all_matmul,
+    grouped_matmul_all_reduce,
 )
 LOCAL: Mapping[str, LocalCalls[Any]] = {
     Projections.kind: projections,

@@ -45,6 +45,14 @@ def test_all_reduce_rms_norm(rank_pools: RankPools) -> None:
     assert all(row.p50_us for row in rows)
 
 
+def test_grouped_matmul_all_reduce(rank_pools: RankPools) -> None:
+    module = "benchmarks.ops.grouped_matmul_all_reduce"
+    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "66", "--rounds", "2", "--out", "", "--commit", "0"]
+    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny))
+    wanted = {"gemm", "inductor", "ditron", "ditron:library", "ditron:chunked"}
+    assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
+
+
 def test_flash_decode(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, "benchmarks.ops.flash_decode", _tiny("benchmarks.ops.flash_decode"))
     assert {row.contestant for row in rows} == OURS | {"gloo"} and all(row.p50_us for row in rows)

@@ -12,14 +12,14 @@ import torch._inductor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ditron_inductor import config, passes_for_inductor
-from ditron_inductor.declared_options import FUSIONS, OPTIONS, Option
+from ditron_inductor.declared_options import DEFAULT_FUSIONS, OPTIONS, Option
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.options import Options, cache_folder
 
 
 def test_defaults() -> None:
     options, patches = Options.parse(None, environment={})
-    assert options == Options(strategy="auto", workspace_limit=1 << 30, timeout_s=None, fusions=FUSIONS)
+    assert options == Options(strategy="auto", workspace_limit=1 << 30, timeout_s=None, fusions=DEFAULT_FUSIONS)
     assert patches == {} and options.timeout_arg == 0.0
 
 

@@ -72,6 +72,7 @@ def test_the_order_of_the_passes() -> None:
         "all_gather_matmul",
         "matmul_reduce_scatter",
         "matmul_all_reduce",
+        "grouped_matmul_all_reduce",
         "matmul_all_gather",
         "matmul_all_to_all",
         "all_to_all_matmul",

@@ -1,14 +1,18 @@
-"""The node kind of the matmuls of a mixture of experts with few tokens. Nothing is communicated."""
+"""The node kinds of a mixture of experts: its matmuls for few tokens, which communicate nothing, and the reduction of
+what the experts return for many tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
-from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, LocalProducts
-from ditron_inductor.task.node import Output, Shapes, Sizes, Slots
-from ditron_inductor.task.policy import check
+from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
+from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, REDUCE_OPS, LocalProducts
+from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
+from ditron_inductor.task.policy import Policy, check, verify_common
 
 T = TypeVar("T")
 
@@ -52,3 +56,60 @@ class ExpertProjections(LocalProducts):
 
 MOST_EXPERT_TOKENS = MOST_PROJECTED_ROWS
 """The most tokens of `ExpertProjections`: all rows of an expert are in one tile of its kernel."""
+
+
+@dataclass(frozen=True)
+class GroupedMatmulAllReduce(TaskNode):
+    """out = all_reduce(combined + added), combined[t] = sum_j scale[s] * (x[s] @ weight[expert of s]) with s = places[t
+    * top_k + j]; with equal bits on all ranks. j counts the `top_k` experts that token t takes.
+
+    x [S, K] has a row for each slot, a token's use of one expert, sorted by expert. weight is [E, K, N]. ends is int32
+    [E]: the slots of the experts up to e end at ends[e]. places is int64 [T * top_k], token by token, and scale is
+    [S], of any dtype. added [T, N], if there is one, is what an expert returns that all tokens use. out is [T, N]. The
+    products are rounded to the dtype of x. Their sum is added up in fp32, with `added`, and rounded once.
+    """
+
+    kind: ClassVar[str] = "grouped_matmul_all_reduce"
+    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
+    # It has not been measured on GPUs yet.
+    by_default: ClassVar[bool] = False
+    # How many slots an expert has is known on the device alone: no table has times of it.
+    computes: ClassVar[str] = "experts"
+    host_us: ClassVar[Mapping[str, float]] = {"library": 110.0, "chunked": 500.0}
+    strategies: ClassVar[tuple[str, ...]] = ("library", "chunked")
+    num_outputs: ClassVar[int] = 1
+    reduce_op: str
+    top_k: int
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    has_added: bool = False
+
+    @property
+    def pattern(self) -> str:
+        added = " + all tokens' expert" * self.has_added
+        return f"grouped matmul -> sum of {self.top_k} experts{added} -> all_reduce({self.reduce_op})"
+
+    def verify(self) -> None:
+        check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def slots(self) -> Slots:
+        return single(("x", "weight", "ends", "places", "scale", *("added",) * self.has_added))
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        # As many operations as the products of all slots, and the bytes of the reduction.
+        T, N = self.contributed(shapes)
+        return Sizes(T, N, shapes["weight"][1] * self.top_k, "k", (T, N))
+
+    def contributed(self, shapes: Shapes) -> Shape:
+        return (shapes["places"][0] // self.top_k, shapes["weight"][2])
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return [Output(tuple(self.contributed(shapes)))]
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns (x, weight, ends, places, scale, added or None)."""
+        return (*operands, None)[:6]

@@ -149,6 +149,24 @@ def _experts(node: nodes.ExpertProjections, given: Given) -> Rules:
     yield from _epilogue(node, given, experts.shape[0], [weight.shape[2] for weight in weights])
 
 
+def _combined(node: nodes.GroupedMatmulAllReduce, given: Given) -> Rules:
+    x, weight, ends, places, scale = (given[name] for name in ("x", "weight", "ends", "places", "scale"))
+    yield (x.ndim, weight.ndim) == (2, 3), "has rows or weights of other dimensions"
+    yield x.dtype in OPERAND_DTYPES, f"has dtype {x.dtype}, which no kernel takes"
+    yield from _same_dtype([x, weight])
+    yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
+    yield ends.dtype == torch.int32 and ends.ndim == 1, "has ends that are no int32 vector"
+    yield ends.shape[0] == weight.shape[0], "has ends of another number of experts"
+    yield places.dtype == torch.int64 and places.ndim == 1, "has places that are no int64 vector"
+    yield places.shape[0] % node.top_k == 0, f"has places that are no multiple of {node.top_k}"
+    yield scale.dtype in ACTIVATION_DTYPES, f"has a scale of {scale.dtype}"
+    yield scale.numel() == x.shape[0], "has a scale that does not fit the slots"
+    if node.has_added:
+        yield from _same_dtype([x, given["added"]])
+        for size, other in zip(given["added"].shape, (places.shape[0] // node.top_k, weight.shape[2]), strict=True):
+            yield size == other, "adds what does not fit"
+
+
 def _columns_exchanged(node: nodes.MatmulAllToAll, given: Given) -> Rules:
     first, columns = given["a"][0], given["b"][0].shape[1]
     yield node.gather_dim < first.ndim - 1, f"gathers dimension {node.gather_dim} of {first.ndim}"
@@ -260,6 +278,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.MatmulAllToAll: _columns_exchanged,
     nodes.Projections: _projected,
     nodes.ExpertProjections: _experts,
+    nodes.GroupedMatmulAllReduce: _combined,
     nodes.AllReduceRmsNorm: _rows_reduced,
     nodes.MatmulAllReduceRmsNorm: _sum_reduced,
     nodes.FlashDecode: _decoded,

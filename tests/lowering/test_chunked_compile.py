@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.all_reduce.all_reduce_kernel import How, Sizes, all_reduce_kernel
 from ditron_inductor.lowering.epilogues import arrange
+from ditron_inductor.lowering.grouped_matmul_all_reduce import combine
 from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing, dialect_of
 from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned
@@ -29,12 +30,18 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "reduce_partials": (transfers.reduce_partials, 8, {"HOW": transfers.How(4, True, False, 4096)}, 1, 1),
     "reduce_and_share": (transfers.reduce_partials, 8, {"HOW": transfers.How(4, True, True, 4096)}, 1, 1),
     "close_slot": (transfers.close_slot, 8, {"BLOCK": 8192}, 1, 1),
+    # It sends nothing: no waits, no releases.
+    "combine": (combine.combine_kernel, combine.WARPS, {"HOW": combine.How(8, True, 4, 512)}, 0, 0),
     "one_shot": (all_reduce_kernel, 4, {"HOW": How(4, True, True, 1024, 128)}, 4, 2),
     "two_shots": (all_reduce_kernel, 8, {"HOW": How(4, True, False, 4096, 256)}, 6, 3),
 }
-TENSORS = ("partials", "x")
-WORDS = {"table": "*i64", "ctl": "*i64", "numel": "i64"}
-SIZES = {"reduce_partials": transfers.Partials("i64", "i32", "i32", "i32"), "all_reduce_kernel": Sizes("i64", "i32")}
+TENSORS = ("partials", "x", "products", "added", "out")
+WORDS = {"table": "*i64", "ctl": "*i64", "numel": "i64", "places": "*i64", "scale": "*fp32"}
+SIZES = {
+    "reduce_partials": transfers.Partials("i64", "i32", "i32", "i32"),
+    "all_reduce_kernel": Sizes("i64", "i32"),
+    "combine_kernel": combine.Sizes("i32", "i32", "i32"),
+}
 TUPLES = ("outs", "shards", "copies", "numels", "extras")
 ALIGNED = (*TENSORS, "table", "ctl", "numel")
 
@@ -99,7 +106,9 @@ def test_an_epilogue_moves_wide_pieces_too(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["stage", "stage_two", "reduce_partials", "reduce_and_share", "one_shot", "two_shots"])
+@pytest.mark.parametrize(
+    "name", ["stage", "stage_two", "reduce_partials", "reduce_and_share", "combine", "one_shot", "two_shots"]
+)
 def test_data_moves_in_wide_accesses(name: str, dtype: str) -> None:
     text, _ = compiled(name, "sm_90", dtype)
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text

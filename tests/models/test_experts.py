@@ -1,4 +1,6 @@
-"""Mixtures of experts whose weights are copied for each slot, as `transformers` decodes: fused, and equal to eager."""
+"""Mixtures of experts as `transformers` runs them, fused and equal to eager: with weights that are copied for each slot
+where it decodes, and by grouped matmuls where it reads a prompt.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +11,47 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.tolerances import MODEL_TOLERANCES
+from ditron_inductor import config
 from ditron_inductor.report.explain import without_caches
+from ditron_inductor.task.nodes import DEFAULT_FUSIONS, FUSIONS
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, step_of
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
 pytest.importorskip("transformers", reason="the models are those of the extra 'models'")
-COPIES = "batched_mm"
+COPIES, GROUPED = "batched_mm", "grouped_mm"
 KIND = "expert_projections"
+REDUCED = "grouped_matmul_all_reduce"
 
 
-def _run(ctx: RankContext, setup: Setup) -> int:
+def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
     """Compares the compiled model with eager, at two batches; returns the number of calls of all layers."""
     torch._dynamo.reset()
     counters.clear()
     architecture = ARCHITECTURES[setup.name]
     model = architecture.cut(architecture.make(setup.num_layers, setup.sizes, ctx.device), ctx, setup.form)
-    model.set_experts_implementation(COPIES)
-    with without_caches(), torch.no_grad():
+    model.set_experts_implementation(experts)
+    with without_caches(), torch.no_grad(), config.patch(fusions=FUSIONS if experts == GROUPED else DEFAULT_FUSIONS):
         call = compiled_model(setup, model)
         for index in range(2):
             given = inputs_of(ctx, setup, index)
             wanted, got = (step_of(setup, model, fn, given)["logits"] for fn in (model, call))
             error = float((got - wanted).float().norm() / wanted.float().norm())
             assert error <= MODEL_TOLERANCES[setup.sizes.dtype], f"{setup}: {error:.1e}"
-    return counters["ditron"][KIND]
+    return counters["ditron"][KIND if experts == COPIES else REDUCED]
 
 
+NARROW = replace(Sizes(), dtype=torch.bfloat16)
 SETUPS = (
     Setup("mixtral", "hf", num_layers=2),
     Setup("qwen3_moe", "hf", inductor=True),
     Setup("deepseek_v3", "hf"),
-    Setup("qwen3_moe", "hf", sizes=replace(Sizes(), dtype=torch.bfloat16), inductor=True, batch=1, seq_len=1),
+    Setup("qwen3_moe", "hf", sizes=NARROW, inductor=True, batch=1, seq_len=1),
+)
+PROMPTS = (
+    Setup("mixtral", "hf", sizes=NARROW, strategy="chunked", batch=5, seq_len=14),
+    Setup("qwen3_moe", "hf", sizes=NARROW, strategy="chunked", inductor=True, batch=5, seq_len=15),
 )
 
 
@@ -51,3 +61,9 @@ def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> N
     found = rank_pools.get("cpu", 2).run(_run, setup, timeout=200)
     # Gate and up in one call, down in another.
     assert found == [2 * setup.num_layers] * 2
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("setup", PROMPTS, ids=str)
+def test_experts_of_a_prompt_are_reduced_in_parts(rank_pools: RankPools, setup: Setup) -> None:
+    assert rank_pools.get("cpu", 2).run(_run, setup, GROUPED, timeout=200) == [setup.num_layers] * 2

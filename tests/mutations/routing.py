@@ -8,6 +8,7 @@ EXPERTS = "lowering/expert_projections/experts_kernel.py"
 FINDER = "passes/fuse/expert_projections.py"
 MEETINGS = "ditron_inductor/device/meetings.py"
 FOUND = "tests/passes/test_expert_projections.py"
+REDUCED = "tests/lowering/test_grouped_matmul_all_reduce.py"
 COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_in_the_interpreter"
 REFUSED = "tests/test_strict.py"
 
@@ -60,5 +61,40 @@ ROUTING: tuple[Mutation, ...] = (
         "CLOSED_FOR_GOOD if why.for_good else CLOSED)",
         "CLOSED)",
         f"{REFUSED}::test_a_rank_that_gives_up_for_good_tells_its_peers",
+    ),
+    Mutation(
+        "results go to the columns of another part",
+        "lowering/all_reduce/chunked.py",
+        "offset = (begin - part * sizes.M) * across + part * width",
+        "offset = (begin - part * sizes.M) * across",
+        f"{REDUCED}::test_near_the_reference[cpu2-0-chunked]",
+    ),
+    Mutation(
+        "all parts have the products of the first one",
+        "lowering/grouped_matmul_all_reduce/chunked.py",
+        "if part != self._part:",
+        "if self._part < 0:",
+        f"{REDUCED}::test_near_the_reference[cpu2-0-chunked]",
+    ),
+    Mutation(
+        "slots are scaled by their place",
+        "lowering/grouped_matmul_all_reduce/combine.py",
+        "tl.load(scale + place, mask",
+        "tl.load(scale + tokens * TOP_K + j, mask",
+        f"{REDUCED}::test_sums_of_a_run_of_tokens[cpu2-3]",
+    ),
+    Mutation(
+        "sums may be over tokens",
+        "passes/fuse/grouped_matmul_all_reduce.py",
+        """if len(shape) != 3 or [dim % 3 for dim in proofs.arguments(total)["dim"]] != [1] or""",
+        "if len(shape) != 3 or",
+        "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire[sums_over_tokens]",
+    ),
+    Mutation(
+        "what is returned too is fused away",
+        "passes/fuse/grouped_matmul_all_reduce.py",
+        "if other is not None:",
+        "if other is steps:",
+        "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire[used_elsewhere]",
     ),
 )

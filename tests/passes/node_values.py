@@ -69,6 +69,15 @@ def _expert_projections(calls: list[Call]) -> list[Any]:
     return results
 
 
+def _grouped_matmul_all_reduce(calls: list[Call]) -> list[Any]:
+    parts = []
+    for call in calls:
+        products = reference.grouped_products(call.x, call.weight, call.ends)
+        parts.append(reference.combined(products, call.places, call.scale, call.given.get("added"), call.node.top_k))
+    total = reduced(parts, calls[0].node.reduce_op)
+    return [[total] for _ in calls]
+
+
 def _after_epilogue(call: Call, products: list[torch.Tensor]) -> list[torch.Tensor]:
     parsed = call.node.parsed
     return products if parsed is None else evaluate(parsed, products, call.given.get("extras", ()))
