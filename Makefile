@@ -26,7 +26,7 @@ demo: $(READY)
 	@$(RUN) -m ditron_inductor demo
 
 test: $(READY)
-	$(RUN) -m pytest -q -m "not gpu" -n 2
+	$(RUN) -m pytest -q -m "not gpu" -n 3
 
 test-all: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases
