@@ -80,7 +80,7 @@ def find_grouped_matmul_all_reduce(node: fx.Node) -> Match | Refused:
         return found if refused(found) else _match(collective, found, None, (*views, source))
     terms = [term for term in source.args if isinstance(term, fx.Node)]
     if len(terms) != 2 or source.kwargs or not proofs.alike(*terms):
-        return ReasonCode.GROUPED_MATMUL.at(source)
+        return ReasonCode.NO_MATMUL.at(source)
     for term, other in (terms, terms[::-1]):
         *more, last = proofs.views_up(term)
         found = _sum_of_slots(last)
