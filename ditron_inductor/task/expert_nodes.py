@@ -63,10 +63,11 @@ class GroupedMatmulAllReduce(TaskNode):
     """out = all_reduce(combined + added), combined[t] = sum_j scale[s] * (x[s] @ weight[expert of s]) with s = places[t
     * top_k + j]; with equal bits on all ranks. j counts the `top_k` experts that token t takes.
 
-    x [S, K] has a row for each slot, a token's use of one expert, sorted by expert. weight is [E, K, N]. ends is int32
-    [E]: the slots of the experts up to e end at ends[e]. places is int64 [T * top_k], token by token, and scale is
-    [S], of any dtype. added [T, N], if there is one, is what an expert returns that all tokens use. out is [T, N]. The
-    products are rounded to the dtype of x. Their sum is added up in fp32, with `added`, and rounded once.
+    x [S, K] has a row for each of S = T * top_k slots, sorted by expert: a slot is a token's use of one expert. weight
+    is [E, K, N]. ends is int32 [E]: the slots of the experts up to e end at ends[e]. places is int64 [S], token by
+    token, and scale is [S], of any dtype. added [T, N], if there is one, is what an expert returns that all tokens use.
+    out is [T, N]. The products are rounded to the dtype of x. Their sum is added up in fp32, with `added`, and rounded
+    once.
     """
 
     kind: ClassVar[str] = "grouped_matmul_all_reduce"

@@ -138,8 +138,9 @@ def all_reduce_(x: torch.Tensor, *, reduce_op: str, world_size: int, group_name:
 
 
 def grouped_products(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Returns [S, N], the rows of x [S, K], sorted by expert, times the weight [E, K, N] of their experts, by torch's
-    grouped matmul. Rows behind the last of `ends` [E] may hold anything.
+    """Returns [S, N], the rows of x [S, K], sorted by expert, times the weight [E, K, N] of their experts. Rows behind
+    the last of `ends` [E] may hold anything. torch's grouped matmul computes in bfloat16; in other dtypes the weight of
+    each row is copied.
     """
     if x.dtype == torch.bfloat16:
         return torch._grouped_mm(x, weight, offs=ends)

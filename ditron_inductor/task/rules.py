@@ -159,6 +159,7 @@ def _combined(node: nodes.GroupedMatmulAllReduce, given: Given) -> Rules:
     yield ends.shape[0] == weight.shape[0], "has ends of another number of experts"
     yield places.dtype == torch.int64 and places.ndim == 1, "has places that are no int64 vector"
     yield places.shape[0] % node.top_k == 0, f"has places that are no multiple of {node.top_k}"
+    yield places.shape[0] == x.shape[0], "has rows that do not fit the slots"
     yield scale.dtype in ACTIVATION_DTYPES, f"has a scale of {scale.dtype}"
     yield scale.numel() == x.shape[0], "has a scale that does not fit the slots"
     if node.has_added:

@@ -127,7 +127,7 @@ def reduced_sum(
     first = a[0]
     out = first.new_empty([*first.shape[:-1], sizes.N])
 
-    def products(lengths: Sequence[int]) -> Operands:
+    def contribution(lengths: Sequence[int]) -> Operands:
         pre = None
         if sizes.preparer is not None:
             pre = sizes.preparer.runs(extras, sizes.M, sizes.N, lambda x: x.split_with_sizes(lengths))
@@ -136,7 +136,7 @@ def reduced_sum(
     def finish() -> list[torch.Tensor]:
         return [out] if sizes.finisher is None else sizes.finisher.finish_sum(out, extras)
 
-    return reduce_in_parts(node, launch, sizes, first, out, products, finish)
+    return reduce_in_parts(node, launch, sizes, first, out, contribution, finish)
 
 
 def reduce_in_parts(
@@ -145,19 +145,19 @@ def reduce_in_parts(
     sizes: Parts,
     first: torch.Tensor,
     out: torch.Tensor,
-    products: Callable[[Sequence[int]], Products],
+    contribution: Callable[[Sequence[int]], Products],
     finish: Callable[[], list[torch.Tensor]] | None = None,
 ) -> list[torch.Tensor]:
     """Reduces what this rank contributes into `out`, and returns the outputs. first: an operand, for its dtype and its
-    device. products: returns what computes the contribution, run by run, given the rows of each run. finish: computes
-    the outputs from `out`, inside the call; None if it is the output.
+    device. contribution: returns what computes it, run by run, given the rows of each run. finish: computes the outputs
+    from `out`, inside the call; None if it is the output.
     """
     partials = first.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
     # In columns, the own sums are copied to their place as those of the peers are.
     sums = partials if sizes.in_columns else out if out.dim() == 2 else out.view(sizes.M, sizes.N)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
-        operands = products(plan.lengths)
+        operands = contribution(plan.lengths)
         result, arrived = out.data_ptr(), partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
