@@ -97,7 +97,8 @@ def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
 
 COMPILED = """First call: tracing, Inductor, and kernels that Triton's cache on disk has not; contestants take turns in
 going first. Peak: of torch's allocator in one step, with weights and inputs, and in older rows with what results were
-compared with.
+compared with; of `ditron` on H100s, in rows with the commits 6693ac3, 8c12529, 72827bf, f603ca2 and 92af0ec, also with
+the results of the 16 steps of its trials, which the program held.
 Workspace: Ditron's memory that peers write into, not in the peak."""
 
 
