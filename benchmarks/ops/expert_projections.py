@@ -106,6 +106,17 @@ class Operands:
 Layer = Callable[..., torch.Tensor]
 
 
+def routed(
+    T: int, sizes: Experts, routing: str, device: torch.device, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random weights and experts of T tokens, [T, k] each, the heaviest expert of a token first."""
+    scores = torch.empty(T, sizes.E, device=device).normal_(generator=generator)
+    if routing == "skewed":
+        scores += torch.empty(sizes.E, device=device).normal_(generator=generator) * SKEW
+    weights, experts = scores.softmax(-1).topk(sizes.k)
+    return weights, experts
+
+
 def drawn(cell: Cell, device: torch.device, seed: int) -> Operands:
     """Random operands."""
     sizes, generator = cell.sizes, torch.Generator(device=device).manual_seed(seed)
@@ -113,10 +124,7 @@ def drawn(cell: Cell, device: torch.device, seed: int) -> Operands:
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=scale, generator=generator)
 
-    scores = torch.empty(cell.T, sizes.E, device=device).normal_(generator=generator)
-    if cell.routing == "skewed":
-        scores += torch.empty(sizes.E, device=device).normal_(generator=generator) * SKEW
-    weights, experts = scores.softmax(-1).topk(sizes.k)
+    weights, experts = routed(cell.T, sizes, cell.routing, device, generator)
     gate_up = normal(sizes.E, 2 * sizes.F, sizes.D, scale=sizes.D**-0.5)
     down = normal(sizes.E, sizes.D, sizes.F, scale=sizes.F**-0.5)
     scale = (weights / weights.sum(-1, keepdim=True)).bfloat16()
@@ -244,14 +252,26 @@ def bytes_per_s(device: torch.device) -> float:
     return best
 
 
+def add_cells(result: argparse.ArgumentParser, *, models: list[str], tokens: list[int]) -> None:
+    """The options that choose cells of experts, with these models and numbers of tokens by default."""
+    result.add_argument("--models", nargs="+", choices=sorted(MODELS | TINY), default=models)
+    result.add_argument("--tokens", nargs="+", type=int, default=tokens)
+    result.add_argument("--routing", nargs="+", choices=("uniform", "skewed"), default=["uniform"])
+    result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")
+
+
+def end_cell(session: Session, options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Writes the rows so far, and forgets what was compiled for a cell."""
+    if session.rank == 0 and options.out:
+        merge_csv(Path(options.out), rows)
+    torch.compiler.reset()
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
-    result.add_argument("--models", nargs="+", choices=sorted(MODELS | TINY), default=list(MODELS))
-    result.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32])
+    add_cells(result, models=list(MODELS), tokens=[1, 8, 32])
     result.add_argument("--ranks", nargs="+", type=int, default=[2], help="of how many ranks the share is one")
-    result.add_argument("--routing", nargs="+", choices=("uniform", "skewed"), default=["uniform"])
-    result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")
     command.add_common(result, world=1, limit_s=LIMIT_S)
     result.set_defaults(rounds=9)
     return result
@@ -291,10 +311,8 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
         texts = [f"{us[name]:.1f}" if name in us else "-" for name in names]
         ratios = [f"{mine / limit_us:.2f}", f"{best / mine:.2f}"]
         lines.append([cell.shape, f"{taken:.0f}", f"{limit_us:.1f}", *texts, *ratios])
-        if session.rank == 0 and options.out:
-            merge_csv(Path(options.out), rows)
         del given, calls
-        torch.compiler.reset()
+        end_cell(session, options, rows)
     if session.rank == 0 and lines:
         print(f"a copy moves {rate / 1e12:.2f} TB/s; microseconds")
         print(tabulate(lines, HEADS, disable_numparse=True), flush=True)

@@ -20,7 +20,6 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -29,8 +28,8 @@ from torch.distributed import _functional_collectives as funcol
 from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
-from benchmarks.ops.expert_projections import MODELS, SKEW, TINY, TOLERANCE
-from benchmarks.records import MOE, Row, head_commit, merge_csv
+from benchmarks.ops.expert_projections import MODELS, TINY, TOLERANCE, add_cells, end_cell, routed
+from benchmarks.records import MOE, Row, head_commit
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
@@ -38,7 +37,7 @@ from ditron_inductor.task import reference, schema, trial
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, Policy
 
 MODULE = "benchmarks.ops.grouped_matmul_all_reduce"
-BUDGET_S, LIMIT_S = 240.0, 480.0
+LIMIT_S = 480.0
 LINK_BYTES_PER_US = 450e3
 OURS = {"ditron:library": "library", "ditron:chunked": "chunked", "ditron": "auto"}
 HEADS = ["cell", "limit", "inductor", *OURS, "inductor/ditron", "overlap: library/chunked"]
@@ -55,10 +54,7 @@ def drawn(model: str, T: int, routing: str, session: Session, seed: int) -> Oper
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=scale, generator=own)
 
-    scores = torch.empty(T, whole.E, device=device).normal_(generator=shared)
-    if routing == "skewed":
-        scores += torch.empty(whole.E, device=device).normal_(generator=shared) * SKEW
-    weights, experts = scores.softmax(-1).topk(whole.k)
+    weights, experts = routed(T, whole, routing, device, shared)
     ids, order = experts.reshape(-1).sort()
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=device)
@@ -121,10 +117,7 @@ def contestants(
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
-    result.add_argument("--models", nargs="+", choices=sorted(MODELS | TINY), default=[*MODELS][:3])
-    result.add_argument("--tokens", nargs="+", type=int, default=[8192, 2048])
-    result.add_argument("--routing", nargs="+", choices=("uniform", "skewed"), default=["uniform"])
-    result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")
+    add_cells(result, models=[*MODELS][:3], tokens=[8192, 2048])
     command.add_common(result, world=0, limit_s=LIMIT_S)
     return result
 
@@ -155,10 +148,8 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
         texts += [f"{us[one] / us[other]:.2f}" if {one, other} <= set(us) else "-" for one, other in ratios]
         lines.append([shape, f"{limit_us:.0f}", *texts])
         session.say("  ".join(lines[-1]))
-        if session.rank == 0 and options.out:
-            merge_csv(Path(options.out), rows)
         del given, calls
-        torch.compiler.reset()
+        end_cell(session, options, rows)
     if session.rank == 0 and lines:
         print(tabulate(lines, HEADS, disable_numparse=True), flush=True)
     return rows

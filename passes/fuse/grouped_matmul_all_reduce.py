@@ -43,29 +43,27 @@ CAST = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
-class Match:
-    """A reduction of what experts return. grouped: the grouped matmul. places, scale: of the slots, scale in any shape
-    of S elements. added: what is added to the sums before they are reduced, in any shape of T * N elements, or None.
-    steps: the nodes between the grouped matmul and the collective.
+class SlotSums:
+    """The sums of the slots of all tokens, [T, N]. grouped: the grouped matmul. places, scale: of the slots, scale in
+    any shape of S elements. steps: the nodes between the grouped matmul and the sums, these included.
     """
 
-    collective: Collective
     grouped: fx.Node
     places: fx.Node
     scale: fx.Node
-    added: fx.Node | None
     top_k: int
     steps: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """The sums of the slots of all tokens, [T, N]."""
+class Match:
+    """A reduction of what experts return. added: what is added to the sums before they are reduced, in any shape of T *
+    N elements, or None. steps: the grouped matmul and the nodes between it and the collective.
+    """
 
-    grouped: fx.Node
-    places: fx.Node
-    scale: fx.Node
-    top_k: int
+    collective: Collective
+    sums: SlotSums
+    added: fx.Node | None
     steps: tuple[fx.Node, ...]
 
 
@@ -89,7 +87,7 @@ def find_grouped_matmul_all_reduce(node: fx.Node) -> Match | Refused:
     return ReasonCode.NO_MATMUL.at(source)
 
 
-def _sum_of_slots(node: fx.Node) -> _Sum | Refused:
+def _sum_of_slots(node: fx.Node) -> SlotSums | Refused:
     """Proves that a node is the sum [T, N] of the slots of each token, or a cast of it, or says why not."""
     steps, total = [node], node
     if total.target is CAST:
@@ -112,11 +110,11 @@ def _sum_of_slots(node: fx.Node) -> _Sum | Refused:
     grouped, scale = factors if factors[0].target is GROUPED else factors[::-1]
     if grouped.target is not GROUPED:
         return ReasonCode.NO_MATMUL.at(scaled)
-    found = _Sum(grouped, places, scale, shape[1], (*steps, *views, taken, scaled))
+    found = SlotSums(grouped, places, scale, shape[1], (*steps, *views, taken, scaled))
     return _refusal(found, shape) or found
 
 
-def _refusal(found: _Sum, shape: torch.Size) -> Refused | None:
+def _refusal(found: SlotSums, shape: torch.Size) -> Refused | None:
     """Returns what is wrong with a sum of slots [T, k, N] by its shapes and dtypes; None if nothing is."""
     bound, scale = proofs.arguments(found.grouped), proofs.fake(found.scale)
     x, weight, product = proofs.fake(bound["self"]), proofs.fake(bound["mat2"]), proofs.fake(found.grouped)
@@ -134,7 +132,7 @@ def _refusal(found: _Sum, shape: torch.Size) -> Refused | None:
 
 
 def _match(
-    collective: Collective, found: _Sum, added: fx.Node | None, behind: tuple[fx.Node, ...]
+    collective: Collective, found: SlotSums, added: fx.Node | None, behind: tuple[fx.Node, ...]
 ) -> Match | Refused:
     """Returns the match if nothing on the way is used elsewhere or written to. behind: what follows the sum."""
     steps = (found.grouped, *found.steps, *behind)
@@ -147,28 +145,28 @@ def _match(
     writer = written(operands)
     if writer is not None:
         return ReasonCode.GROUPED_MATMUL.at(writer)
-    return Match(collective, found.grouped, found.places, found.scale, added, found.top_k, steps)
+    return Match(collective, found, added, steps)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    collective, bound = match.collective, proofs.arguments(match.grouped)
+    collective, sums, bound = match.collective, match.sums, proofs.arguments(match.sums.grouped)
     assert collective.reduce_op is not None
     x, weight = bound["self"], bound["mat2"]
-    S, N = proofs.fake(match.grouped).shape
-    shape = (S // match.top_k, N)
+    S, N = proofs.fake(sums.grouped).shape
+    shape = (S // sums.top_k, N)
     task = GroupedMatmulAllReduce(
         reduce_op=collective.reduce_op,
-        top_k=match.top_k,
+        top_k=sums.top_k,
         has_added=match.added is not None,
         **rewriting.site_fields(collective.world_size, collective.group_name, options),
     )
     with graph.inserting_before(collective.node):
-        scale = rewriting.computed(graph, aten.reshape.default, (match.scale, [S]), match.scale)
-        operands = {"x": x, "weight": weight, "ends": bound["offs"], "places": match.places, "scale": scale}
+        scale = rewriting.computed(graph, aten.reshape.default, (sums.scale, [S]), sums.scale)
+        operands = {"x": x, "weight": weight, "ends": bound["offs"], "places": sums.places, "scale": scale}
         if match.added is not None:
             operands["added"] = rewriting.computed(graph, aten.reshape.default, (match.added, [*shape]), match.added)
-        like = proofs.fake(match.grouped)
+        like = proofs.fake(sums.grouped)
         reduced = rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape))
         call = rewriting.call_task(graph, task, operands, collective.node, (reduced, rewriting.new_token(reduced)))
         result = rewriting.output(graph, call, 0, collective.wait)
@@ -176,7 +174,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         if not proofs.same_shape(tuple(wanted), shape):
             result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted]), collective.wait)
     collective.wait.replace_all_uses_with(result)
-    rewriting.erase_unused(graph, [collective.wait, collective.node, *reversed(match.steps)])
+    rewriting.erase_unused(graph, [collective.wait, collective.node, *match.steps])
     return call
 
 
