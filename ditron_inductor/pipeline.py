@@ -56,6 +56,7 @@ from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
 from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
+from ditron_inductor.passes.fuse.combine_experts import combine_experts
 from ditron_inductor.passes.fuse.expert_projections import expert_projections
 from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.projections import projections
@@ -114,6 +115,8 @@ PASSES: tuple[Pass, ...] = (
     require_fusions,
     # Experts of few tokens, before their gate and up are separated.
     expert_projections,
+    # What experts return, once the collective behind it is decided on.
+    combine_experts,
     # Gate and up are separated, as the epilogues read them.
     split_weights,
     # Matmuls that no fusion can take any more are put together.

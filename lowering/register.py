@@ -17,9 +17,9 @@ from ditron_inductor.lowering.all_gather_attention import op as attention
 from ditron_inductor.lowering.all_gather_matmul.op import LOWERING as all_gather_matmul
 from ditron_inductor.lowering.all_reduce_rms_norm.op import LOWERING as all_reduce_rms_norm
 from ditron_inductor.lowering.all_to_all_matmul.op import LOWERING as all_to_all_matmul
+from ditron_inductor.lowering.combine_experts.combine_kernel import combine_experts
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
 from ditron_inductor.lowering.flash_decode import op as flash_decode
-from ditron_inductor.lowering.grouped_matmul_all_reduce.op import LOWERING as grouped_matmul_all_reduce
 from ditron_inductor.lowering.host.kind import Lowering
 from ditron_inductor.lowering.host.launch import is_tf32_allowed
 from ditron_inductor.lowering.host.local_calls import LocalCalls
@@ -35,6 +35,7 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
     AllGatherAttention,
     AttentionReduceScatter,
+    CombineExperts,
     ExpertProjections,
     FlashDecode,
     Projections,
@@ -49,11 +50,11 @@ KINDS: tuple[Lowering, ...] = (
     matmul_all_gather,
     matmul_all_to_all,
     all_to_all_matmul,
-    grouped_matmul_all_reduce,
 )
 LOCAL: Mapping[str, LocalCalls[Any]] = {
     Projections.kind: projections,
     ExpertProjections.kind: expert_projections,
+    CombineExperts.kind: combine_experts,
 }
 """The kinds that communicate nothing."""
 Prepare = Callable[[Hashable, Any, Sequence[torch.Tensor]], Callable[..., Any]]

@@ -45,11 +45,11 @@ def test_all_reduce_rms_norm(rank_pools: RankPools) -> None:
     assert all(row.p50_us for row in rows)
 
 
-def test_grouped_matmul_all_reduce(rank_pools: RankPools) -> None:
-    module = "benchmarks.ops.grouped_matmul_all_reduce"
-    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "66", "--rounds", "2", "--out", "", "--commit", "0"]
+def test_combine_experts(rank_pools: RankPools) -> None:
+    module = "benchmarks.ops.combine_experts"
+    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "6", "--rounds", "2", "--out", "", "--commit", "0"]
     rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny))
-    wanted = {"gemm", "inductor", "ditron", "ditron:library", "ditron:chunked"}
+    wanted = {"inductor", "max_autotune", "embedding_bag", "ditron"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 

@@ -1,18 +1,16 @@
-"""The node kinds of a mixture of experts: its matmuls for few tokens, which communicate nothing, and the reduction of
-what the experts return for many tokens.
+"""The node kinds of a mixture of experts: its matmuls for few tokens, and the sum of what the experts return. They
+communicate nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from ditron_inductor.task.codec import INLINED
-from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
-from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, REDUCE_OPS, LocalProducts
-from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
-from ditron_inductor.task.policy import Policy, check, verify_common
+from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, LocalProducts
+from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, single
+from ditron_inductor.task.policy import STRATEGIES, check
 
 T = TypeVar("T")
 
@@ -59,58 +57,40 @@ MOST_EXPERT_TOKENS = MOST_PROJECTED_ROWS
 
 
 @dataclass(frozen=True)
-class GroupedMatmulAllReduce(TaskNode):
-    """out = all_reduce(combined + added), combined[t] = sum_j scale[s] * (x[s] @ weight[expert of s]) with s = places[t
-    * top_k + j]; with equal bits on all ranks. j counts the `top_k` experts that token t takes.
+class CombineExperts(Node):
+    """out[t] = added[t] + sum_j scale[s] * products[s] with s = places[t * top_k + j]. No site. j counts the `top_k`
+    experts that token t takes. A slot is a token's use of one expert; there are S = T * top_k of them.
 
-    x [S, K] has a row for each of S = T * top_k slots, sorted by expert: a slot is a token's use of one expert. weight
-    is [E, K, N]. ends is int32 [E]: the slots of the experts up to e end at ends[e]. places is int64 [S], token by
-    token, and scale is [S], of any dtype. added [T, N], if there is one, is what an expert returns that all tokens use.
-    out is [T, N]. The products are rounded to the dtype of x. Their sum is added up in fp32, with `added`, and rounded
-    once.
+    products [S, N] is what the experts return, sorted in any way, with contiguous columns. places is int64 [S], token
+    by token; a negative place counts from the end, and a place beyond S makes NaN. scale is [S], of any dtype. added
+    [T, N], if there is one, is what an expert returns that all tokens use. out is [T, N], in the dtype of products. It
+    is added up in fp32 and rounded once.
     """
 
-    kind: ClassVar[str] = "grouped_matmul_all_reduce"
-    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
-    # It has not been measured on GPUs yet.
-    by_default: ClassVar[bool] = False
-    # How many slots an expert has is known on the device alone: no table has times of it.
-    computes: ClassVar[str] = "experts"
-    host_us: ClassVar[Mapping[str, float]] = {"library": 110.0, "chunked": 500.0}
-    strategies: ClassVar[tuple[str, ...]] = ("library", "chunked")
-    num_outputs: ClassVar[int] = 1
-    reduce_op: str
+    kind: ClassVar[str] = "combine_experts"
     top_k: int
-    world_size: int
-    group_name: str
-    site: str
-    policy: Policy = field(metadata=INLINED)
     has_added: bool = False
+    strategy: str = "auto"
 
     @property
     def pattern(self) -> str:
         added = " + all tokens' expert" * self.has_added
-        return f"grouped matmul -> sum of {self.top_k} experts{added} -> all_reduce({self.reduce_op})"
+        return f"weighted sum of {self.top_k} experts{added}"
 
     def verify(self) -> None:
-        check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
-        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+        check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
     def slots(self) -> Slots:
-        return single(("x", "weight", "ends", "places", "scale", *("added",) * self.has_added))
+        return single(("products", "places", "scale", *("added",) * self.has_added))
 
     def sizes(self, shapes: Shapes) -> Sizes:
-        # As many operations as the products of all slots, and the bytes of the reduction.
-        T, N = self.contributed(shapes)
-        return Sizes(T, N, shapes["weight"][1] * self.top_k, "k", (T, N))
-
-    def contributed(self, shapes: Shapes) -> Shape:
-        return (shapes["places"][0] // self.top_k, shapes["weight"][2])
+        (S,), (_, N) = shapes["places"], shapes["products"]
+        return Sizes(S // self.top_k, N, self.top_k, "n", (S, N))
 
     def outputs(self, shapes: Shapes) -> list[Output]:
-        return [Output(tuple(self.contributed(shapes)))]
+        return [Output((shapes["places"][0] // self.top_k, shapes["products"][1]))]
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (x, weight, ends, places, scale, added or None)."""
-        return (*operands, None)[:6]
+        """Returns (products, places, scale, added or None)."""
+        return (*operands, None)[:4]

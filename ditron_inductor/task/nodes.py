@@ -15,8 +15,8 @@ from ditron_inductor.task.attention_nodes import AttentionReduceScatter as Atten
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
+from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
-from ditron_inductor.task.expert_nodes import GroupedMatmulAllReduce as GroupedMatmulAllReduce
 from ditron_inductor.task.matmul_nodes import MAX_PRODUCTS as MAX_PRODUCTS
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS as MOST_PROJECTED_ROWS
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS as REDUCE_OPS
@@ -63,10 +63,10 @@ DECLARED: tuple[type[Node], ...] = (
     MatmulAllReduceRmsNorm,
     MatmulAllToAll,
     AllToAllMatmul,
-    GroupedMatmulAllReduce,
     FlashDecode,
     Projections,
     ExpertProjections,
+    CombineExperts,
     AllGatherAttention,
     AttentionReduceScatter,
 )
@@ -79,7 +79,6 @@ LOCAL_KINDS: tuple[str, ...] = tuple(kind for kind in NODES if kind not in TASKS
 """The kinds that communicate nothing."""
 FUSIONS: tuple[str, ...] = tuple(node.kind for node in DECLARED if not node.planned_as)
 """The kinds that a user can ask for, or leave out."""
-DEFAULT_FUSIONS: tuple[str, ...] = tuple(kind for kind in FUSIONS if NODES[kind].by_default)
 PLANNED_KINDS: tuple[str, ...] = tuple(
     node.kind for node in TASKS.values() if not node.planned_as and node.computes in MEASURED_WORK
 )
@@ -94,7 +93,8 @@ ULYSSES_KINDS: tuple[str, ...] = tuple(node.kind for node in MATMULS if node.exc
 KINDS: tuple[str, ...] = tuple(node.kind for node in MATMULS if node.exchange.wire != "all_to_all")
 """What tables and benchmarks of matmuls know."""
 DELETED_KINDS: dict[str, str] = {
-    "all_gather_contract": "deleted, as it was no faster than the library: 0.995 of its speed, the mean of 12 rows"
+    "all_gather_contract": "deleted, as it was no faster than the library: 0.995 of its speed, the mean of 12 rows",
+    "grouped_matmul_all_reduce": "deleted, as parts of the columns were slower than the whole; see combine_experts",
 }
 """Kinds that there were, and what became of them, for whoever still asks for one; see docs/deleted.md."""
 COMPILED_BY_US = "ditron_compiled_by_us"

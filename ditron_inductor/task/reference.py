@@ -137,21 +137,10 @@ def all_reduce_(x: torch.Tensor, *, reduce_op: str, world_size: int, group_name:
     return x if native else x.div_(world_size)
 
 
-def grouped_products(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Returns [S, N], the rows of x [S, K], sorted by expert, times the weight [E, K, N] of their experts. Rows behind
-    the last of `ends` [E] may hold anything. torch's grouped matmul computes in bfloat16; in other dtypes the weight of
-    each row is copied.
-    """
-    if x.dtype == torch.bfloat16:
-        return torch._grouped_mm(x, weight, offs=ends)
-    experts = torch.searchsorted(ends, torch.arange(x.shape[0], dtype=ends.dtype, device=x.device), right=True)
-    return torch.bmm(x.unsqueeze(1), weight[experts.clamp(max=weight.shape[0] - 1)]).squeeze(1)
-
-
 def combined(
     products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: torch.Tensor | None, top_k: int
 ) -> torch.Tensor:
-    """Returns [T, N], the scaled sum of the slots of each token, with `added`; see `GroupedMatmulAllReduce`."""
+    """Returns [T, N], the scaled sum of the slots of each token, with `added`; see `CombineExperts`."""
     terms = wide(products)[places] * wide(scale).view(-1)[places].unsqueeze(1)
     total = terms.view(-1, top_k, terms.shape[1]).sum(1)
     return (total if added is None else total + added).to(products.dtype)

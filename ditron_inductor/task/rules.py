@@ -149,22 +149,18 @@ def _experts(node: nodes.ExpertProjections, given: Given) -> Rules:
     yield from _epilogue(node, given, experts.shape[0], [weight.shape[2] for weight in weights])
 
 
-def _combined(node: nodes.GroupedMatmulAllReduce, given: Given) -> Rules:
-    x, weight, ends, places, scale = (given[name] for name in ("x", "weight", "ends", "places", "scale"))
-    yield (x.ndim, weight.ndim) == (2, 3), "has rows or weights of other dimensions"
-    yield x.dtype in OPERAND_DTYPES, f"has dtype {x.dtype}, which no kernel takes"
-    yield from _same_dtype([x, weight])
-    yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
-    yield ends.dtype == torch.int32 and ends.ndim == 1, "has ends that are no int32 vector"
-    yield ends.shape[0] == weight.shape[0], "has ends of another number of experts"
+def _combined(node: nodes.CombineExperts, given: Given) -> Rules:
+    products, places, scale = (given[name] for name in ("products", "places", "scale"))
+    yield products.ndim == 2, f"has products with {products.ndim} dimensions, not 2"
+    yield products.dtype in ACTIVATION_DTYPES, f"has dtype {products.dtype}, which no kernel takes"
     yield places.dtype == torch.int64 and places.ndim == 1, "has places that are no int64 vector"
     yield places.shape[0] % node.top_k == 0, f"has places that are no multiple of {node.top_k}"
-    yield places.shape[0] == x.shape[0], "has rows that do not fit the slots"
+    yield places.shape[0] == products.shape[0], "has rows that do not fit the slots"
     yield scale.dtype in ACTIVATION_DTYPES, f"has a scale of {scale.dtype}"
-    yield scale.numel() == x.shape[0], "has a scale that does not fit the slots"
+    yield scale.numel() == products.shape[0], "has a scale that does not fit the slots"
     if node.has_added:
-        yield from _same_dtype([x, given["added"]])
-        for size, other in zip(given["added"].shape, (places.shape[0] // node.top_k, weight.shape[2]), strict=True):
+        yield from _same_dtype([products, given["added"]])
+        for size, other in zip(given["added"].shape, (places.shape[0] // node.top_k, products.shape[1]), strict=True):
             yield size == other, "adds what does not fit"
 
 
@@ -279,7 +275,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.MatmulAllToAll: _columns_exchanged,
     nodes.Projections: _projected,
     nodes.ExpertProjections: _experts,
-    nodes.GroupedMatmulAllReduce: _combined,
+    nodes.CombineExperts: _combined,
     nodes.AllReduceRmsNorm: _rows_reduced,
     nodes.MatmulAllReduceRmsNorm: _sum_reduced,
     nodes.FlashDecode: _decoded,

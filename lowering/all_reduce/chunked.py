@@ -17,9 +17,8 @@ free either. Limits. None on M, N and K. Runs may be empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -27,7 +26,7 @@ from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.all_reduce import all_reduce_kernel
-from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, Operands, PieceGroup, Products
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, Operands, PieceGroup
 from ditron_inductor.lowering.epilogues import Finisher, Preparer, finisher_of_sum, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
@@ -35,25 +34,12 @@ from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS
 from ditron_inductor.task.nodes import ReducedSum
 
 
-class Reduces(Protocol):
-    """A node whose contribution is reduced over the ranks."""
-
-    @property
-    def reduce_op(self) -> str: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def num_outputs(self) -> int: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Parts:
     """The layout of a call, from sizes that all ranks share: the output [M, N] has `parts` parts, each with `length`
-    rows for every rank. in_columns: the parts are columns of all rows instead, N of them each, and the output is [M,
-    parts * N]; rows are counted through all parts, part by part. groups: (first, count) of the steps from this rank
-    whose products are computed as one. stride: the elements from one partial product in the slot to the next. results:
-    the element where the results begin. finisher, preparer: the parts of the epilogue behind and before the reduction,
-    or None.
+    rows for every rank. groups: (first, count) of the steps from this rank whose products are computed as one. stride:
+    the elements from one partial product in the slot to the next. results: the element where the results begin.
+    finisher, preparer: the parts of the epilogue behind and before the reduction, or None.
     """
 
     M: int
@@ -67,13 +53,9 @@ class Parts:
     kernels: Kernels = field(repr=False)
     finisher: Finisher | None = field(repr=False)
     preparer: Preparer | None = field(repr=False)
-    in_columns: bool = False
 
     def run(self, part: int, owner: int, world_size: int) -> tuple[int, int]:
         """Returns the rows (first, last), without `last`, of the output that `owner` adds up in a part."""
-        if self.in_columns:
-            first, before = owner * self.length, part * self.M
-            return before + min(first, self.M), before + min(first + self.length, self.M)
         first = (part * world_size + owner) * self.length
         return min(first, self.M), min(first + self.length, self.M)
 
@@ -126,38 +108,14 @@ def reduced_sum(
         return all_reduce_kernel.reduced_sum(node, launch, sizes, a, b, bias, extras)
     first = a[0]
     out = first.new_empty([*first.shape[:-1], sizes.N])
-
-    def contribution(lengths: Sequence[int]) -> Operands:
-        pre = None
-        if sizes.preparer is not None:
-            pre = sizes.preparer.runs(extras, sizes.M, sizes.N, lambda x: x.split_with_sizes(lengths))
-        return Operands([rows_of(left).split_with_sizes(lengths) for left in a], b, bias, pre)
-
-    def finish() -> list[torch.Tensor]:
-        return [out] if sizes.finisher is None else sizes.finisher.finish_sum(out, extras)
-
-    return reduce_in_parts(node, launch, sizes, first, out, contribution, finish)
-
-
-def reduce_in_parts(
-    node: Reduces,
-    launch: Launch,
-    sizes: Parts,
-    first: torch.Tensor,
-    out: torch.Tensor,
-    contribution: Callable[[Sequence[int]], Products],
-    finish: Callable[[], list[torch.Tensor]] | None = None,
-) -> list[torch.Tensor]:
-    """Reduces what this rank contributes into `out`, and returns the outputs. first: an operand, for its dtype and its
-    device. contribution: returns what computes it, run by run, given the rows of each run. finish: computes the outputs
-    from `out`, inside the call; None if it is the output.
-    """
+    whole = out if out.dim() == 2 else out.view(sizes.M, sizes.N)
     partials = first.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
-    # In columns, the own sums are copied to their place as those of the peers are.
-    sums = partials if sizes.in_columns else out if out.dim() == 2 else out.view(sizes.M, sizes.N)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
-        operands = contribution(plan.lengths)
+        pre = None
+        if sizes.preparer is not None:
+            pre = sizes.preparer.runs(extras, sizes.M, sizes.N, lambda x: x.split_with_sizes(plan.lengths))
+        operands = Operands([rows_of(left).split_with_sizes(plan.lengths) for left in a], b, bias, pre)
         result, arrived = out.data_ptr(), partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
@@ -170,11 +128,11 @@ def reduce_in_parts(
                 lane.follow(lane.here())
                 if before is not None:
                     before.gather(lane, result)
-                part.reduce(lane.side, partials[part.partials], (out,), (sums[part.rows],))
+                part.reduce(lane.side, partials[part.partials], (out,), (whole[part.rows],))
                 before = part
             assert before is not None
             before.gather(lane, result)
-        outs = [out] if finish is None else finish()
+        outs = [out] if sizes.finisher is None else sizes.finisher.finish_sum(out, extras)
         plan.close(call.stream, tuple(outs))
     return outs
 
@@ -186,7 +144,7 @@ class _Part:
     Attributes:
         own: the index of the run of this rank's own rows, None if it has none.
         own_partial, partials: the places, in the tensor of partial products, of the own product and of all of the part.
-        rows: where this rank's sums are stored: rows of the output, or in columns of the partial products.
+        rows: this rank's rows of the output.
         wait, results: the wait for the peers' results, and the copies of them into the output.
     """
 
@@ -215,7 +173,7 @@ class _Plan:
     lengths: list[int]
 
 
-def _plan(node: Reduces, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
+def _plan(node: ReducedSum, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
     world, rank = node.world_size, launch.rank
     exchange = ChunkedExchange(sizes.kernels, call)
     found = [[products(part, *group, rank, world, sizes) for group in sizes.groups] for part in range(sizes.parts)]
@@ -239,26 +197,23 @@ def _plan(node: Reduces, launch: Launch, sizes: Parts, call: Call, a: torch.Tens
             row=RESULT_ROWS.value + part,
         )
         results = []
-        for step in range(0 if sizes.in_columns else 1, world):
+        for step in range(1, world):
             owner = (rank + step) % world
             begin, end = sizes.run(part, owner, world)
-            copy = _transfer(call, owner, a.dtype, result, begin, end - begin, sizes)
-            results.append(_to_columns(copy, part, begin, end, a.dtype, sizes) if sizes.in_columns else copy)
-        own_sums = slice(own, own + last - first) if sizes.in_columns else slice(first, last)
+            results.append(_transfer(call, owner, a.dtype, result, begin, end - begin, sizes))
         parts.append(
             _Part(
                 groups=groups,
                 own=place_of[first] if first < last else None,
                 own_partial=slice(own, own + last - first),
                 partials=slice(base, base + world * sizes.length),
-                rows=own_sums,
+                rows=slice(first, last),
                 reduce=reduce,
                 wait=exchange.wait_all(RESULT_ROWS.value + part),
                 results=[transfer for transfer in results if transfer.nbytes > 0],
             )
         )
-    numel = sizes.M * sizes.N * (sizes.parts if sizes.in_columns else 1)
-    close = exchange.close((numel,) * node.num_outputs)
+    close = exchange.close((sizes.M * sizes.N,) * node.num_outputs)
     return _Plan(open=exchange.open(), parts=parts, close=close, lengths=lengths)
 
 
@@ -298,14 +253,6 @@ def _transfer(call: Call, source: int, dtype: torch.dtype, place: int, row: int,
     """Returns the copy of `rows` rows from element `place` of a peer's slot to row `row` of a tensor."""
     pitch = sizes.N * dtype.itemsize
     return Transfer(row * pitch, call.data(source, dtype).data_ptr() + place * dtype.itemsize, rows * pitch)
-
-
-def _to_columns(copy: Transfer, part: int, begin: int, end: int, dtype: torch.dtype, sizes: Parts) -> Transfer:
-    """Returns the copy of the rows (begin, end), counted through all parts, to the columns of their part."""
-    width, across = sizes.N * dtype.itemsize, sizes.parts * sizes.N * dtype.itemsize
-    offset = (begin - part * sizes.M) * across + part * width
-    # Of no rows nothing is copied.
-    return Transfer(offset, copy.source, width if begin < end else 0, end - begin, across)
 
 
 def products(part: int, first: int, count: int, rank: int, world_size: int, sizes: Parts) -> list[tuple[int, int, int]]:

@@ -270,11 +270,11 @@ def address_of(word: Any) -> Any:
     return tuple([part.data_ptr() for part in word]) if isinstance(word, tuple) else word.data_ptr()
 
 
-def local_launcher(kernel: Any, device: torch.device, numbers: tuple[str, ...] = ()) -> Launcher:
+def local_launcher(kernel: Any, device: torch.device) -> Launcher:
     """Returns the launcher of a kernel that uses no workspace: it has neither the protocol's words nor scratch memory.
-    It is called as `launcher(stream, arguments, numbers, (), tensors)`.
+    It is called as `launcher(stream, arguments, (), (), tensors)`.
     """
-    return Launcher(kernel, device, numbers=numbers, words=(), allocator=_no_scratch)
+    return Launcher(kernel, device, numbers=(), words=(), allocator=_no_scratch)
 
 
 def _no_scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:

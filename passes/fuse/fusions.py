@@ -12,7 +12,6 @@ from torch import fx
 
 from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
-from ditron_inductor.passes.fuse.grouped_matmul_all_reduce import grouped_matmul_all_reduce
 from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
@@ -26,8 +25,6 @@ FUSIONS: tuple[Fusion, ...] = (
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,
-    # What the experts of a mixture return, which is no sum of matmuls.
-    grouped_matmul_all_reduce,
     # Gathers of results: those that no matmul behind them has taken.
     matmul_all_gather,
     # All-to-alls, which share no matmul with the gathers above.

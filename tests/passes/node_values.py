@@ -69,13 +69,9 @@ def _expert_projections(calls: list[Call]) -> list[Any]:
     return results
 
 
-def _grouped_matmul_all_reduce(calls: list[Call]) -> list[Any]:
-    parts = []
-    for call in calls:
-        products = reference.grouped_products(call.x, call.weight, call.ends)
-        parts.append(reference.combined(products, call.places, call.scale, call.given.get("added"), call.node.top_k))
-    total = reduced(parts, calls[0].node.reduce_op)
-    return [[total] for _ in calls]
+def _combine_experts(calls: list[Call]) -> list[Any]:
+    given = ((call.products, call.places, call.scale, call.given.get("added"), call.node.top_k) for call in calls)
+    return [[reference.combined(*operands)] for operands in given]
 
 
 def _after_epilogue(call: Call, products: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -176,9 +172,7 @@ def _all_gather_attention(calls: list[Call]) -> list[Any]:
     keys, values = (torch.cat([call.given[name] for call in calls], 2) for name in ("k", "v"))
     results = []
     for rank, call in enumerate(calls):
-        outputs = reference_attention.attend(
-            call.q, keys, values, **_scores(call, rank, len(calls), call.k.shape[2])
-        )
+        outputs = reference_attention.attend(call.q, keys, values, **_scores(call, rank, len(calls), call.k.shape[2]))
         results.append([*outputs, *[keys, values] * call.node.return_gathered])
     return results
 

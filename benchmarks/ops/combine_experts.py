@@ -1,0 +1,159 @@
+"""`python -m benchmarks.ops.combine_experts`: the weighted sum of what its experts return for each token, inside a CUDA
+graph.
+
+It needs one GPU: nothing is communicated. A call takes the products [T * k, D] of the second matmul of the experts,
+sorted by expert, and the places and weights of the slots of T tokens. It returns the sums [T, D]. Contestants,
+interleaved:
+
+    inductor           a product, an index and a sum, as `transformers` writes it
+    max_autotune       the same with mode="max-autotune-no-cudagraphs"
+    embedding_bag      torch's `embedding_bag` of the products with weights, whose weights have to be bfloat16
+    ditron             one call of `combine_experts`
+
+The limit is the time to read the products and to write the sums, at the speed of a copy on this GPU, which is measured
+first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from tabulate import tabulate
+from torch.nn.functional import embedding_bag
+
+from benchmarks.launch import measure_on_ranks
+from benchmarks.ops import command
+from benchmarks.ops.chains import copies_of
+from benchmarks.ops.expert_projections import (
+    LIMIT_S, MODELS, TINY, TOLERANCE, add_cells, bytes_per_s, end_cell, routed,
+)  # fmt: skip
+from benchmarks.records import MOE, Row, head_commit
+from benchmarks.session import Session
+from benchmarks.timing import interleaved
+from benchmarks.tolerances import relative_error
+from ditron_inductor.report.timing import GRAPH_CALLS
+from ditron_inductor.task import schema
+from ditron_inductor.task.nodes import CombineExperts
+
+MODULE = "benchmarks.ops.combine_experts"
+NAMES = ("inductor", "max_autotune", "embedding_bag", "ditron")
+HEADS = ["cell", "limit", *NAMES, "ditron/limit", "best other/ditron"]
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""products [S, D], places [S], scale [S]."""
+
+
+def drawn(model: str, T: int, routing: str, device: torch.device, seed: int) -> Operands:
+    """Random operands."""
+    sizes, generator = (MODELS | TINY)[model], torch.Generator(device=device).manual_seed(seed)
+    weights, experts = routed(T, sizes, routing, device, generator)
+    order = experts.reshape(-1).argsort()
+    products = torch.empty(T * sizes.k, sizes.D, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    return products, order.argsort(), weights.reshape(-1)[order]
+
+
+def by_sum(top_k: int) -> Callable[..., torch.Tensor]:
+    """The sum as `transformers` writes it."""
+
+    def layer(products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        terms = (products * scale.unsqueeze(-1))[places]
+        return terms.view(-1, top_k, products.shape[1]).sum(1).to(products.dtype)
+
+    return layer
+
+
+def by_bags(top_k: int) -> Callable[..., torch.Tensor]:
+    """The sum as one of bags, whose weights are in the order of the tokens."""
+
+    def layer(products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        bags = places.view(-1, top_k)
+        return embedding_bag(bags, products, mode="sum", per_sample_weights=scale[bags].to(products.dtype))
+
+    return layer
+
+
+def contestants(session: Session, top_k: int, given: Sequence[Operands]) -> dict[str, Callable[[int], object]]:
+    """The contestants whose results are right, captured on a GPU."""
+    node, on_gpu = CombineExperts(top_k), session.clock.device.type == "cuda"
+
+    def ours(products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = schema.call(node, products=products, places=places, scale=scale)[0]
+        return out
+
+    tuned = {"mode": "max-autotune-no-cudagraphs"} if on_gpu else {}
+    layers = {
+        "inductor": torch.compile(by_sum(top_k), dynamic=False),
+        "max_autotune": torch.compile(by_sum(top_k), dynamic=False, **tuned),
+        "embedding_bag": by_bags(top_k),
+        "ditron": ours,
+    }
+    products, places, scale = (one.double() if one.is_floating_point() else one for one in given[0])
+    wanted = by_sum(top_k)(products, places, scale)
+
+    def checked(name: str) -> Callable[[int], object]:
+        error = relative_error(layers[name](*given[0]), wanted)
+        if not error <= TOLERANCE:
+            raise AssertionError(f"{name} is {error:.1e} from fp64")
+        return lambda i: layers[name](*given[i % len(given)])
+
+    calls = session.right(layers, checked)
+    return session.replays(calls, GRAPH_CALLS) if on_gpu else calls
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    add_cells(result, models=list(MODELS), tokens=[8192, 2048, 512, 32])
+    command.add_common(result, world=1, limit_s=LIMIT_S)
+    result.set_defaults(rounds=9)
+    return result
+
+
+def measure(session: Session, options: argparse.Namespace) -> list[Row]:
+    """All cells for which there is time; rank 0 writes and prints."""
+    rows: list[Row] = []
+    lines = []
+    device = session.clock.device
+    rate = bytes_per_s(device)
+    for model, T, routing in itertools.product(options.models, options.tokens, options.routing):
+        shape = f"model={model};T={T};routing={routing}"
+        if session.seconds() > options.budget:
+            session.say(f"no time for {shape}")
+            continue
+        sizes = (MODELS | TINY)[model]
+        nbytes = T * (sizes.k + 1) * sizes.D * 2
+        given = [drawn(model, T, routing, device, seed) for seed in range(copies_of(device, nbytes))]
+        calls = contestants(session, sizes.k, given)
+        times = interleaved(session.clock, calls, GRAPH_CALLS if device.type == "cuda" else 1, options.rounds)
+        limit_us = nbytes / rate * 1e6
+        rows += session.rows_of(
+            times, bench="moe", op=CombineExperts.kind, shape=shape, graph=device.type == "cuda", limit_us=limit_us,
+            commit=options.commit,
+        )  # fmt: skip
+        us = {name: each.p50_us for name, each in times.items()}
+        mine = us.get("ditron", float("nan"))
+        best = min((value for name, value in us.items() if name != "ditron"), default=float("nan"))
+        texts = [f"{us[name]:.1f}" if name in us else "-" for name in NAMES]
+        lines.append([shape, f"{limit_us:.1f}", *texts, f"{mine / limit_us:.2f}", f"{best / mine:.2f}"])
+        session.say("  ".join(lines[-1]))
+        del given, calls
+        end_cell(session, options, rows)
+    if session.rank == 0 and lines:
+        print(f"a copy moves {rate / 1e12:.2f} TB/s; microseconds")
+        print(tabulate(lines, HEADS, disable_numparse=True), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parser().parse_args(arguments)
+    options.out = command.out_of(options, MOE)
+    options.commit = options.commit or head_commit()
+    return measure_on_ranks(MODULE, options, options.world or 1, options.device, options.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

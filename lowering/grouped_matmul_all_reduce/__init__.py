@@ -1,1 +1,0 @@
-"""grouped_matmul_all_reduce: the reduction of what the experts of a mixture return. Each strategy has a module."""

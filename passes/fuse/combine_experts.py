@@ -1,0 +1,158 @@
+"""What a mixture's experts return -> weighted sum for each token becomes `ditron::combine_experts`.
+
+Before, with T tokens that take k experts each, in S = T * k slots sorted by expert, as `transformers` writes it:
+
+    _grouped_mm(..) [S, N] -> mul(.., unsqueeze(scale [S], -1)) -> index(.., [places [S]]) -> reshape [T, k, N]
+    -> sum over k -> [cast] -> [add(.., added)]
+
+After:
+
+    _grouped_mm(..), places, reshape(scale) [S], [added] -> ditron.combine_experts -> getitem 0 [T, N]
+
+Inductor writes the scaled terms of all slots, in fp32 where the scale is in fp32, before it reads them by their places.
+The node reads each product once and writes only the sums (see lowering/combine_experts/combine_kernel.py). Whatever
+made `places` and `scale`, each token gets the sum of the slots that they name. What is rounded on the way to the sum is
+not rounded in the node, which adds in fp32, as Inductor's kernel does. A collective behind the sum is fused or left
+alone as it was before.
+
+Nothing is communicated, so ranks need not agree on it. It must not fire when
+* the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
+* anything between the grouped matmul and the sum is used elsewhere, as the backward of training does;
+* the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
+* something writes into an operand, which the call would read later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.all_to_all import written
+from ditron_inductor.passes.graph.launches import is_task
+from ditron_inductor.task.nodes import CombineExperts
+
+aten = torch.ops.aten
+GROUPED = aten._grouped_mm.default
+CAST = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True)
+class Match:
+    """A weighted sum of slots. grouped: the matmul. places: [S]. scale: [S, 1]. added: in any shape of T * N elements,
+    or None. views: those between the sum [T, N] and `result`, which is replaced.
+    """
+
+    grouped: fx.Node
+    places: fx.Node
+    scale: fx.Node
+    top_k: int
+    added: fx.Node | None
+    views: tuple[fx.Node, ...]
+    result: fx.Node
+
+
+def find_combine_experts(total: fx.Node) -> Match | None:
+    """Proves that the sum `total` is one of the slots of each token, as drawn above; None if it is not."""
+    terms = proofs.operand(total)
+    shape = proofs.fake(terms).shape
+    bound = proofs.arguments(total)
+    if len(shape) != 3 or [dim % 3 for dim in bound["dim"]] != [1] or bound["keepdim"] or not isinstance(shape[1], int):
+        return None
+    *views, taken = proofs.views_up(terms)
+    scaled = taken.args[0] if taken.target is aten.index.Tensor else None
+    indices = taken.args[1] if scaled is not None else None
+    if not isinstance(scaled, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
+        return None
+    places, factors = indices[0], [factor for factor in scaled.args if isinstance(factor, fx.Node)]
+    if scaled.target is not aten.mul.Tensor or len(factors) != 2 or not isinstance(places, fx.Node):
+        return None
+    grouped, scale = factors if factors[0].target is GROUPED else factors[::-1]
+    if grouped.target is not GROUPED or not _fits(grouped, places, scale, shape):
+        return None
+    steps = (scaled, taken, *views, total)
+    if proofs.other_user(steps[:-1], {*steps}) is not None:
+        return None
+    result, views, added = _added(_cast(total, proofs.fake(grouped).dtype))
+    if proofs.fake(result).dtype != proofs.fake(grouped).dtype:
+        return None
+    operands = (grouped, places, scale, *((added,) if added is not None else ()))
+    if written(operands) is not None:
+        return None
+    return Match(grouped, places, scale, shape[1], added, views, result)
+
+
+def _fits(grouped: fx.Node, places: fx.Node, scale: fx.Node, shape: torch.Size) -> bool:
+    """Returns whether the operands of a sum of terms [T, k, N] are those of its slots."""
+    T, top_k, N = shape
+    place, factor = proofs.fake(places), proofs.fake(scale)
+    expected = ((place, (T * top_k,)), (proofs.fake(grouped), (T * top_k, N)), (factor, (T * top_k, 1)))
+    fits = all(proofs.same_shape(tuple(value.shape), of_slots) for value, of_slots in expected)
+    return fits and place.dtype == torch.int64 and factor.dtype.is_floating_point
+
+
+def _cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Returns the only user of a sum if that casts it to `dtype`, else the sum."""
+    user = proofs.sole_user(total)
+    casts = user is not None and user.target is CAST and proofs.fake(user).dtype == dtype
+    return user if user is not None and casts else total
+
+
+def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None]:
+    """Returns (the only sum of `total`, or of views of it, with another tensor of its shape; these views; that tensor),
+    or (total, no views, None).
+    """
+    chain = [total]
+    while (user := proofs.sole_user(chain[-1])) is not None and proofs.keeps_order(user):
+        chain.append(user)
+    terms = [] if user is None else [term for term in user.args if isinstance(term, fx.Node) and term is not chain[-1]]
+    if user is None or user.target is not aten.add.Tensor or user.kwargs or len(terms) != 1:
+        return total, (), None
+    return (user, tuple(chain[1:]), terms[0]) if proofs.alike(chain[-1], *terms) else (total, (), None)
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
+    """Replaces a sum by one op call."""
+    like, result = proofs.fake(match.grouped), match.result
+    T, N = proofs.fake(match.places).shape[0] // match.top_k, like.shape[1]
+    task = CombineExperts(match.top_k, match.added is not None, options.strategy)
+    with graph.inserting_before(result):
+        scale = rewriting.computed(graph, aten.reshape.default, (match.scale, [-1]), match.scale)
+        operands = {"products": match.grouped, "places": match.places, "scale": scale}
+        if match.added is not None:
+            operands["added"] = rewriting.computed(graph, aten.reshape.default, (match.added, [-1, N]), match.added)
+        made = rewriting.fake_like(like, (T, N), rewriting.contiguous_strides((T, N)))
+        call = rewriting.call_task(graph, task, operands, result, [made])
+        output = rewriting.output(graph, call, 0, result)
+        for view in match.views:
+            output = rewriting.computed(graph, view.target, (output, *view.args[1:]), view)
+    result.replace_all_uses_with(output)
+    rewriting.erase_unused(graph, [result, *_between(match)])
+
+
+def _between(match: Match) -> list[fx.Node]:
+    """The nodes from the result up to the operands of the call."""
+    found: list[fx.Node] = []
+    left = [*match.result.all_input_nodes]
+    while left:
+        node = left.pop()
+        if node not in found and node not in (match.grouped, match.places, match.scale, match.added):
+            found.append(node)
+            left += node.all_input_nodes
+    return found
+
+
+def combine_experts(graph: fx.Graph, *, options: Options) -> int:
+    """Makes one call of each weighted sum of what experts return, and returns how many."""
+    if CombineExperts.kind not in options.fusions or options.strategy == "library":
+        return 0
+    if not any(is_task(node) for node in graph.nodes):
+        return 0
+    sums = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    found = [match for total in sums if (match := find_combine_experts(total)) is not None]
+    for match in found:
+        rewrite(graph, match, options)
+    return len(found)

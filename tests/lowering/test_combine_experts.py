@@ -1,0 +1,150 @@
+"""combine_experts: near the fp64 reference by the kernel and by the library, whatever the routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from benchmarks.tolerances import assert_near
+from ditron_inductor.lowering.combine_experts import combine_kernel as lowering
+from ditron_inductor.task.nodes import CombineExperts
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` that take `top_k` of `experts`, whose products have `n` columns. routing: `random`; or `one`, where all
+    tokens take the same experts.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    n: int
+    routing: str = "random"
+    added: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    scale_dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        name = f"{self.tokens}x{self.top_k}of{self.experts}-{self.n}-{self.routing}-{str(self.dtype)[6:]}"
+        return f"{name}-{str(self.scale_dtype)[6:]}" + "-added" * self.added
+
+
+CASES = (
+    Case(21, 3, 5, 96, added=True, scale_dtype=torch.bfloat16),
+    Case(24, 2, 4, 600),
+    Case(5, 2, 8, 40, routing="one", dtype=torch.float16),
+    Case(1, 4, 4, 33, added=True, dtype=torch.float32),
+    Case(7, 1, 3, 17),
+)
+LARGE_CASES = (
+    Case(1000, 4, 32, 2880, added=True, scale_dtype=torch.bfloat16),
+    Case(2048, 8, 128, 2048),
+    Case(333, 2, 8, 4096, routing="one"),
+    Case(4097, 2, 8, 1032, added=True),
+)
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def operands(case: Case, device: torch.device, seed: int = 0) -> Operands:
+    """(products, places, scale, added or None). The rows of the operands are longer than they show."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int) -> torch.Tensor:
+        return (torch.randn(rows, case.n + 8, generator=generator) / 4).to(device, case.dtype)[:, : case.n]
+
+    scores = torch.rand(case.tokens, case.experts, generator=generator)
+    weights, chosen = (scores[:1].expand_as(scores) if case.routing == "one" else scores).topk(case.top_k)
+    order = chosen.reshape(-1).argsort()
+    scale = weights.reshape(-1)[order].to(device, case.scale_dtype)
+    added = draw(case.tokens) if case.added else None
+    return draw(case.tokens * case.top_k), order.argsort().to(device), scale, added
+
+
+def node_of(case: Case) -> CombineExperts:
+    return CombineExperts(case.top_k, case.added)
+
+
+def wanted(
+    case: Case, products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: object
+) -> torch.Tensor:
+    """The sums in fp64, slot by slot."""
+    total = torch.zeros(case.tokens, case.n, dtype=torch.float64, device=products.device)
+    for j in range(case.top_k):
+        taken = places.view(case.tokens, case.top_k)[:, j]
+        total += products[taken].double() * scale[taken].double().unsqueeze(1)
+    return total if added is None else total + added
+
+
+def check(case: Case, device: torch.device) -> None:
+    given = operands(case, device)
+    node = node_of(case)
+    by_kernel = lowering.prepare(node, *given, "tile")
+    for run in (by_kernel, by_kernel, lowering.by_library(node)):
+        (out,) = run(*given)
+        assert out.dtype == case.dtype and out.is_contiguous()
+        assert_near(out, wanted(case, *given), what=str(case))
+
+
+def _check_in_rank(ctx: RankContext, case: Case) -> None:
+    check(case, ctx.device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case) -> None:
+    rank_pools.get("cpu", 2).run(_check_in_rank, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", (*CASES, *LARGE_CASES), ids=str)
+def test_near_the_reference_on_a_gpu(case: Case) -> None:
+    check(case, torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_in_a_graph_it_follows_its_operands() -> None:
+    case, device = LARGE_CASES[0], torch.device("cuda", 0)
+    given = operands(case, device)
+    tensors = [one for one in given if one is not None]
+    lowering.combine_experts(node_of(case), tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (out,) = lowering.combine_experts(node_of(case), tensors)
+    for seed in range(1, 4):
+        for tensor, other in zip(given, operands(case, device, seed), strict=True):
+            if tensor is not None and other is not None:
+                tensor.copy_(other)
+        graph.replay()
+        assert_near(out, wanted(case, *given))
+
+
+def _unusual_places(ctx: RankContext) -> None:
+    case = Case(6, 2, 4, 40)
+    products, places, scale, added = operands(case, ctx.device)
+    run = lowering.prepare(node_of(case), products, places, scale, added, "tile")
+    from_the_end = torch.where(places % 2 == 0, places - len(places), places)
+    assert torch.equal(run(products, from_the_end, scale, added)[0], run(products, places, scale, added)[0])
+    for outside in (len(places), -len(places) - 1, 1 << 40):
+        wrong = places.clone()
+        wrong[5] = outside
+        (out,) = run(products, wrong, scale, added)
+        # Token 2 has slots 4 and 5.
+        assert out.isnan().any(1).tolist() == [token == 2 for token in range(6)]
+
+
+def test_places_count_from_the_end_and_never_leave_the_products(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_unusual_places)
+
+
+def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
+    case = Case(4, 2, 4, 16)
+    products, places, scale, _ = operands(case, torch.device("cpu"))
+    across = products.mT.contiguous().mT
+    (out,) = lowering.prepare(node_of(case), across, places, scale, None, "tile")(across, places, scale, None)
+    assert_near(out, wanted(case, products, places, scale, None))
+    nothing = products[:0], places[:0], scale[:0], None
+    assert lowering.prepare(node_of(case), *nothing, "tile")(*nothing)[0].shape == (0, 16)

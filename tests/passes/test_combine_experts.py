@@ -1,0 +1,163 @@
+"""combine_experts: which sums of what experts return become a call, and what keeps them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from torch import fx
+
+from benchmarks.tolerances import relative_error
+from ditron_inductor import pipeline
+from ditron_inductor.options import Options
+from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, run_ranks, text
+
+pytestmark = pytest.mark.usefixtures("group")
+KIND = "combine_experts"
+T, D, F, E, K = 6, 16, 8, 6, 2
+X = torch.empty(T, D).bfloat16()
+SCORES = torch.empty(T, E)
+UP = torch.empty(E, F, D).bfloat16()
+DOWN = torch.empty(E, D, F).bfloat16()
+OPERANDS = (UP, X, SCORES, DOWN)
+
+
+def routed(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The products of all slots, scaled, with the places of the slots of each token: as `transformers` writes it."""
+    # A reduction that is fused, without which nothing is.
+    x = all_reduce(x @ up[0].mT @ up[0])
+    weights, chosen = scores.topk(K)
+    ids, order = chosen.reshape(-1).sort()
+    ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+    rows = torch._grouped_mm(x[order // K], up.mT, offs=ends)
+    products = torch._grouped_mm(rows, down.mT, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return products[places]
+
+
+def experts(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).view(-1, K, D).sum(1).bfloat16())
+
+
+def with_another(*operands: torch.Tensor) -> torch.Tensor:
+    """With what another expert returns, which all tokens use, in another shape."""
+    total = routed(*operands).view(-1, K, D).sum(1).bfloat16().view(2, -1, D)
+    return all_reduce(total + operands[1].sin().view(2, -1, D))
+
+
+def calls(module: fx.GraphModule, options: Options | None = None) -> int:
+    """Runs all passes; how many calls were made."""
+    made = pipeline.run(module.graph, options or Options())[KIND]
+    module.graph.lint()
+    module.recompile()
+    return made
+
+
+def same_results(fn: Callable[..., Any], *, made: int, options: Options | None = None) -> fx.GraphModule:
+    """The graph after all passes, which computes on all ranks what it computed before."""
+    (before,), (after,) = compiled_graphs(fn, *OPERANDS), compiled_graphs(fn, *OPERANDS)
+    assert calls(after, options) == made
+
+    def inputs() -> list[list[torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        return [[torch.randn(one.shape, generator=generator).to(one.dtype) for one in OPERANDS]] * WORLD_SIZE
+
+    # The node rounds once, and the graph several times.
+    for got, wanted in zip(run_ranks(after, inputs()), run_ranks(before, inputs()), strict=True):
+        assert all(relative_error(one, other) < 1e-2 for one, other in zip(got, wanted, strict=True))
+    return after
+
+
+def test_golden_experts_of_a_prompt() -> None:
+    lines = text(same_results(experts, made=1).graph).splitlines()
+    begin = next(index for index, line in enumerate(lines) if "_grouped_mm_1" in line)
+    expecttest.assert_expected_inline("\n".join(lines[begin:]), """\
+_grouped_mm_1 [12, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)
+view_1 [12] = aten.reshape(getitem, [-1])
+index_1 [12] = aten.index.Tensor(view_1, [getitem_3])
+unsqueeze [12, 1] = aten.unsqueeze(index_1, -1)
+empty [12] = aten.empty.memory_format([12], dtype=torch.int64, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
+iota [12] = prims.iota(12, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
+index_put [12] = aten.index_put(empty, [getitem_3], iota)
+reshape_default [12] = aten.reshape(unsqueeze, [-1])
+combine_experts = ditron.combine_experts([_grouped_mm_1, index_put, reshape_default], 'top_k=2', None)
+getitem_5 [6, 16] = combine_experts[0]
+after__default = ditron.after_(getitem_5, getitem_6)
+all_reduce_1 [6, 16] = _c10d_functional.all_reduce(getitem_5, 'sum', '0')
+wait_tensor_1 [6, 16] = _c10d_functional.wait_tensor(all_reduce_1)
+return (wait_tensor_1,)""")
+
+
+def test_what_is_added_goes_into_the_node() -> None:
+    (line,) = [one for one in text(same_results(with_another, made=1).graph).splitlines() if "ditron.combine" in one]
+    assert "has_added" in line
+
+
+def test_any_number_of_tokens() -> None:
+    for fn in (experts, with_another):
+        (module,) = compiled_graphs(fn, *OPERANDS, dynamic=True)
+        assert calls(module) == 1
+
+
+def test_it_can_be_left_out() -> None:
+    others = tuple(kind for kind in Options().fusions if kind != KIND)
+    same_results(experts, made=0, options=replace(Options(), fusions=others))
+    same_results(experts, made=0, options=replace(Options(), strategy="library"))
+
+
+def used_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    terms = routed(*operands)
+    return all_reduce(terms.view(T, K, D).sum(1).bfloat16()), terms.amax()
+
+
+def slots_of_others(*operands: torch.Tensor) -> torch.Tensor:
+    """The slots of a token are not side by side."""
+    return all_reduce(routed(*operands).view(K, T, D).sum(0).bfloat16())
+
+
+def fewer_places(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands)[: (T - 1) * K].view(T - 1, K, D).sum(1).bfloat16())
+
+
+def scaled_columns(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The factors are not of slots."""
+    x = all_reduce(x @ up[0].mT @ up[0])
+    places, scale = torch.cat([scores[:, 0].argsort()] * K), scores[:1].repeat(1, D // 2)[:, :D]
+    ends = (torch.arange(E, device=x.device, dtype=torch.int32) + 1) * (T * K // E)
+    products = torch._grouped_mm(torch.cat([x @ up[0].mT] * K), down.mT, offs=ends) * scale
+    return all_reduce(products[places].view(T, K, D).sum(1).bfloat16())
+
+
+def summed_in_fp32(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).view(T, K, D).sum(1))
+
+
+def alone(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Beside no collective."""
+    x = x @ up[0].mT @ up[0]
+    ids, order = scores.topk(K)[1].reshape(-1).sort()
+    ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+    products = torch._grouped_mm(torch._grouped_mm(x[order // K], up.mT, offs=ends), down.mT, offs=ends)
+    return (products * scores.view(-1)[order].unsqueeze(-1))[order.argsort()].view(T, K, D).sum(1).bfloat16()
+
+
+REFUSED = (used_elsewhere, slots_of_others, fewer_places, scaled_columns, summed_in_fp32, alone)
+
+
+@pytest.mark.parametrize("fn", REFUSED)
+def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
+    same_results(fn, made=0)
+
+
+def test_what_is_written_later_is_copied_before() -> None:
+    def written(*operands: torch.Tensor) -> torch.Tensor:
+        out = experts(*operands)
+        operands[2].zero_()
+        return out
+
+    same_results(written, made=1)
