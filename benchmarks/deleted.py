@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, NORM, Row, by_cell, read_csv
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MOE, NORM, Row, by_cell, read_csv
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,15 @@ DELETED = (
         "the products by the op, then Inductor's kernel",
         "one product, and Inductor's kernel",
         lambda row: row.sizes["kind"] == "training",
+    ),
+    Verdict(
+        "the second matmul of experts, its sum for each token and the all-reduce, in two parts of the columns",
+        MOE,
+        "grouped_matmul_all_reduce",
+        ("ditron:library",),
+        ("ditron:chunked",),
+        "the same as a whole",
+        "the sum alone is a node, [combine_experts](kernels/combine_experts.md)",
     ),
 )
 

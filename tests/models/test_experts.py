@@ -22,7 +22,7 @@ from tests.ranks import RankPools
 pytest.importorskip("transformers", reason="the models are those of the extra 'models'")
 COPIES, GROUPED = "batched_mm", "grouped_mm"
 KIND = "expert_projections"
-REDUCED = "grouped_matmul_all_reduce"
+COMBINED = "combine_experts"
 
 
 def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
@@ -39,7 +39,7 @@ def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
             wanted, got = (step_of(setup, model, fn, given)["logits"] for fn in (model, call))
             error = float((got - wanted).float().norm() / wanted.float().norm())
             assert error <= MODEL_TOLERANCES[setup.sizes.dtype], f"{setup}: {error:.1e}"
-    return counters["ditron"][KIND if experts == COPIES else REDUCED]
+    return counters["ditron"][KIND if experts == COPIES else COMBINED]
 
 
 NARROW = replace(Sizes(), dtype=torch.bfloat16)
@@ -50,8 +50,8 @@ SETUPS = (
     Setup("qwen3_moe", "hf", sizes=NARROW, inductor=True, batch=1, seq_len=1),
 )
 PROMPTS = (
-    Setup("mixtral", "hf", sizes=NARROW, strategy="chunked", batch=5, seq_len=14),
-    Setup("qwen3_moe", "hf", sizes=NARROW, strategy="chunked", inductor=True, batch=5, seq_len=15),
+    Setup("mixtral", "hf", sizes=NARROW, strategy="tile", batch=5, seq_len=14),
+    Setup("qwen3_moe", "hf", sizes=NARROW, strategy="tile", inductor=True, batch=5, seq_len=15),
 )
 
 
@@ -65,5 +65,5 @@ def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> N
 
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize("setup", PROMPTS, ids=str)
-def test_experts_of_a_prompt_are_reduced_in_parts(rank_pools: RankPools, setup: Setup) -> None:
+def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup: Setup) -> None:
     assert rank_pools.get("cpu", 2).run(_run, setup, GROUPED, timeout=200) == [setup.num_layers] * 2

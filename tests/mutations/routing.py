@@ -8,7 +8,8 @@ EXPERTS = "lowering/expert_projections/experts_kernel.py"
 FINDER = "passes/fuse/expert_projections.py"
 MEETINGS = "ditron_inductor/device/meetings.py"
 FOUND = "tests/passes/test_expert_projections.py"
-REDUCED = "tests/lowering/test_grouped_matmul_all_reduce.py"
+COMBINE = "lowering/combine_experts/combine_kernel.py"
+SUMMED = "tests/lowering/test_combine_experts.py"
 COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_in_the_interpreter"
 REFUSED = "tests/test_strict.py"
 
@@ -63,38 +64,31 @@ ROUTING: tuple[Mutation, ...] = (
         f"{REFUSED}::test_a_rank_that_gives_up_for_good_tells_its_peers",
     ),
     Mutation(
-        "results go to the columns of another part",
-        "lowering/all_reduce/chunked.py",
-        "offset = (begin - part * sizes.M) * across + part * width",
-        "offset = (begin - part * sizes.M) * across",
-        f"{REDUCED}::test_near_the_reference[cpu2-0-chunked]",
-    ),
-    Mutation(
-        "all parts have the products of the first one",
-        "lowering/grouped_matmul_all_reduce/chunked.py",
-        "if part != self._part:",
-        "if self._part < 0:",
-        f"{REDUCED}::test_near_the_reference[cpu2-0-chunked]",
-    ),
-    Mutation(
         "slots are scaled by their place",
-        "lowering/grouped_matmul_all_reduce/combine.py",
+        COMBINE,
         "tl.load(scale + place, mask",
         "tl.load(scale + tokens * TOP_K + j, mask",
-        f"{REDUCED}::test_sums_of_a_run_of_tokens[cpu2-3]",
+        f"{SUMMED}::test_near_the_reference_in_the_interpreter",
+    ),
+    Mutation(
+        "places beyond the products are read",
+        COMBINE,
+        "there = (place >= 0) & (place < S)",
+        "there = place >= 0",
+        f"{SUMMED}::test_places_count_from_the_end_and_never_leave_the_products",
     ),
     Mutation(
         "sums may be over tokens",
-        "passes/fuse/grouped_matmul_all_reduce.py",
-        """if len(shape) != 3 or [dim % 3 for dim in proofs.arguments(total)["dim"]] != [1] or""",
-        "if len(shape) != 3 or",
-        "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire[sums_over_tokens]",
+        "passes/fuse/combine_experts.py",
+        """[dim % 3 for dim in bound["dim"]] != [1] or""",
+        "",
+        "tests/passes/test_combine_experts.py::test_it_must_not_fire[slots_of_others]",
     ),
     Mutation(
-        "what is returned too is fused away",
-        "passes/fuse/grouped_matmul_all_reduce.py",
-        "if other is not None:",
-        "if other is steps:",
-        "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire[used_elsewhere]",
+        "terms that are read elsewhere are left unmade",
+        "passes/fuse/combine_experts.py",
+        "if proofs.other_user(steps[:-1], {*steps}) is not None:",
+        "if proofs.other_user(steps[:-1], {*steps}) is steps:",
+        "tests/passes/test_combine_experts.py::test_it_must_not_fire[used_elsewhere]",
     ),
 )
