@@ -28,7 +28,8 @@ from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.models.architecture import Architecture, Decoder
 from benchmarks.models.forms import cut
 from benchmarks.models.zoo import MODELS, TINY
-from benchmarks.records import head_commit, merge_csv
+from benchmarks.ops import command
+from benchmarks.records import GENERATION, head_commit, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import Times, synchronize
 from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
@@ -171,12 +172,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="of each sequence, which is the size of the cache")
     parser.add_argument("--rounds", type=int, default=5, help="of each contestant, at least two")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--out", default="", help="CSV to merge the rows into")
+    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
     parser.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
     parser.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds, after which the ranks are ended")
     options = parser.parse_args(arguments)
+    options.out = command.out_of(options, GENERATION)
     world = num_ranks(MODULE, options.world, options.device)
     return measure_on_ranks(MODULE, options, world, options.device, options.limit) if world else 2
 

@@ -83,7 +83,7 @@ def _older(rows: Iterable[Row], **cell: object) -> list[Contest]:
     return [one for one in found if _is(one, **cell)]  # type: ignore[arg-type]
 
 
-def readme(models: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
+def readme(models: Sequence[Row], facts: Sequence[Fact], generated: Sequence[Row]) -> list[Claim]:
     """Returns the claims of README.md."""
     measured = [one for one in contests(models) if one.best_gain]
     lost = [gain for one in measured if (gain := one.best_gain) and gain < 1]
@@ -93,7 +93,22 @@ def readme(models: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
         Claim("in {} of {} cells, by up to {} %", (str(len(lost)), str(len(measured)), percent(min(lost)))),
         Claim("alone with nothing to wait for, is [{} to {} times]", limits),
         workspaces(facts),
+        generation(generated),
     ]
+
+
+def generation(rows: Sequence[Row]) -> Claim:
+    """Returns the claim on tokens per second of a whole model in README.md. rows: of all runs."""
+    run = [row for row in newest(rows) if row.sizes["batch"] == "32"]
+    rates = {row.contestant: 32e6 / row.p50_us for row in run if row.p50_us}
+    others = {name: rate for name, rate in rates.items() if not name.startswith("ditron")}
+    over = rates["ditron:local"] / max(others.values())
+    text = (
+        "makes {} tokens per second with Ditron, and {} compiled as [for serving](docs/guide/serving.md); Inductor "
+        "makes {} and {}, eager mode {}. That is {} times as many as the best rival"
+    )
+    numbers = [f"{rates[name]:.0f}" for name in ("ditron", "ditron:local", "inductor", "inductor:local", "eager")]
+    return Claim(text, (*numbers, f"{over:.2f}"))
 
 
 def beside_attention(attention: Sequence[Row]) -> list[Claim]:
@@ -239,11 +254,16 @@ def _best(cells: Iterable[Comparison], op: str, graph: int) -> tuple[str, ...]:
 
 
 def pages(
-    root: Path, gemm: Sequence[Row], attention: Sequence[Row], models: Sequence[Row], facts: Sequence[Fact]
+    root: Path,
+    gemm: Sequence[Row],
+    attention: Sequence[Row],
+    models: Sequence[Row],
+    facts: Sequence[Fact],
+    generated: Sequence[Row],
 ) -> dict[Path, list[Claim]]:
-    """The claims of every page. gemm, attention, models: the rows of all runs of these files."""
+    """The claims of every page. gemm, attention, models, generated: the rows of all runs of these files."""
     return {
-        root / "README.md": readme(models, facts),
+        root / "README.md": readme(models, facts, generated),
         root / "docs" / "index.md": home(models),
         root / "docs" / "models.md": whole_models(models, facts),
         root / "docs" / "when_it_pays.md": single_kernels(gemm, models) + beside_attention(attention),

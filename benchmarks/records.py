@@ -24,6 +24,7 @@ ATTENTION = RESULTS / "attention.csv"
 NORM = RESULTS / "norm.csv"
 UNALIGNED = RESULTS / "unaligned.csv"
 MOE = RESULTS / "moe.csv"
+GENERATION = RESULTS / "generation.csv"
 
 
 @dataclass(frozen=True)

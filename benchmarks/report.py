@@ -43,7 +43,7 @@ from benchmarks.models.facts import path_of, read_facts
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
-from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MODELS, NORM, Row, merge_csv, newest, read_csv
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, NORM, Row, merge_csv, newest, read_csv
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES
 
 COMMAND = "python -m benchmarks.report"
@@ -212,7 +212,8 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         HOME: HOME.read_text(),
         README: with_part(README.read_text(), readme_part(models, facts)),
     }
-    claims = prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), read_csv(MODELS), facts)
+    gemm, attention, every, generated_rows = map(read_csv, (GEMM_COLLECTIVES, ATTENTION, MODELS, GENERATION))
+    claims = prose.pages(ROOT, gemm, attention, every, facts, generated_rows)
     return {path: prose.with_claims(text, claims.get(path, ())) for path, text in texts.items()}
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import prose, sources
 from benchmarks.models.facts import path_of, read_facts
 from benchmarks.prose import Claim
-from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MODELS, NORM, newest, read_csv
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, NORM, newest, read_csv
 from benchmarks.report import BEGIN, END, README, ROOT, stale
 from tests.test_results import ROW
 
@@ -28,7 +28,7 @@ CLAIMED = {
 @pytest.fixture(scope="module")
 def claims() -> dict[Path, list[Claim]]:
     models, facts = read_csv(MODELS), newest(read_facts(path_of(MODELS)))
-    return prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), models, facts)
+    return prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), models, facts, read_csv(GENERATION))
 
 
 def test_claims_replace_their_numbers_alone() -> None:

@@ -29,7 +29,14 @@ from benchmarks.launch import measure_on_ranks
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
 from benchmarks.ops.expert_projections import (
-    LIMIT_S, MODELS, TINY, TOLERANCE, add_cells, bytes_per_s, end_cell, routed,
+    LIMIT_S,
+    MODELS,
+    TINY,
+    TOLERANCE,
+    add_cells,
+    bytes_per_s,
+    end_cell,
+    routed,
 )  # fmt: skip
 from benchmarks.records import MOE, Row, head_commit
 from benchmarks.session import Session
