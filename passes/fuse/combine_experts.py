@@ -76,13 +76,13 @@ def find_combine_experts(total: fx.Node) -> Match | None:
     steps = (scaled, taken, *views, total)
     if proofs.other_user(steps[:-1], {*steps}) is not None:
         return None
-    result, views, added = _added(_cast(total, proofs.fake(grouped).dtype))
+    result, behind, added = _added(_cast(total, proofs.fake(grouped).dtype))
     if proofs.fake(result).dtype != proofs.fake(grouped).dtype:
         return None
     operands = (grouped, places, scale, *((added,) if added is not None else ()))
     if written(operands) is not None:
         return None
-    return Match(grouped, places, scale, shape[1], added, views, result)
+    return Match(grouped, places, scale, shape[1], added, behind, result)
 
 
 def _fits(grouped: fx.Node, places: fx.Node, scale: fx.Node, shape: torch.Size) -> bool:
@@ -111,7 +111,7 @@ def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None
     terms = [] if user is None else [term for term in user.args if isinstance(term, fx.Node) and term is not chain[-1]]
     if user is None or user.target is not aten.add.Tensor or user.kwargs or len(terms) != 1:
         return total, (), None
-    return (user, tuple(chain[1:]), terms[0]) if proofs.alike(chain[-1], *terms) else (total, (), None)
+    return (user, tuple(chain[1:]), terms[0]) if proofs.alike(chain[-1], terms[0]) else (total, (), None)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:

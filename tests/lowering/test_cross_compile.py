@@ -68,12 +68,11 @@ def _many_rows_cases() -> list[Case]:
         *((kernel, "sm_90", config.LARGE, "bf16") for kernel in MANY_ROWS),
         *((gather, "sm_90", tile, "bf16") for tile in TILES[1:]),
         (gather, "sm_90", config.FP32, "fp32"),
-        *((kernel, "sm_100", config.LARGE, "bf16") for kernel in (gather, reduce)),
+        (gather, "sm_100", config.LARGE, "bf16"),
     ]
     pointers: list[tuple[str, str, Config, str]] = [
-        *((kernel, target, config.LARGE, "bf16") for kernel in MANY_ROWS for target in ("sm_90", "gfx942")),
-        (gather, "gfx950", config.LARGE, "bf16"),
-        (gather, "gfx942", config.FP32, "fp32"),
+        *((kernel, "gfx942", config.LARGE, "bf16") for kernel in MANY_ROWS),
+        *((gather, target, config.LARGE, "bf16") for target in ("sm_90", "gfx950")),
     ]
     return [
         *(Case(*form, descriptors=True) for form in descriptors),
@@ -101,7 +100,7 @@ def _gathered_cases() -> list[Case]:
     """What differs from the other kernels: stores to every peer, and copies."""
     return [
         Case("gathered", "sm_90", config.LARGE, "bf16", descriptors=True, biased=True),
-        *(Case("gathered", target, config.LARGE, "bf16", biased=True) for target in ("sm_90", "gfx942")),
+        Case("gathered", "gfx942", config.LARGE, "bf16", biased=True),
         *(Case("gathered_few", target, _few_tiles(64), "bf16", biased=True) for target in ("sm_90", "gfx942")),
     ]
 
@@ -115,7 +114,7 @@ def _scattered_cases() -> list[Case]:
         Case("scattered_columns", "sm_90", config.LARGE, "bf16", descriptors=True, biased=True),
         Case("scattered_columns", "gfx942", config.LARGE, "bf16", biased=True),
         Case("scattered_rows", "sm_90", config.LARGE, "bf16", descriptors=True),
-        *(Case("scattered_rows", target, config.LARGE, "bf16") for target in ("sm_90", "gfx942")),
+        Case("scattered_rows", "gfx942", config.LARGE, "bf16"),
     ]
 
 
@@ -128,11 +127,12 @@ def _more_cases() -> list[Case]:
         (scatter, "sm_90", config.SMALL, "bf16"),
         (reduce, "sm_90", config.MIDDLE, "bf16"),
         *((kernel, "sm_90", config.FP32, "fp32") for kernel in (scatter, reduce, "gathered")),
-        (scatter, "sm_100", config.LARGE, "bf16"),
+        *((kernel, "sm_100", config.LARGE, "bf16") for kernel in (scatter, reduce)),
     ]
     pointers: list[tuple[str, str, Config, str]] = [
         *((gather, target, config.DECODE, "bf16") for target in ("sm_90", "gfx950")),
-        (gather, "sm_90", config.FP32, "fp32"),
+        *((gather, target, config.FP32, "fp32") for target in ("sm_90", "gfx942")),
+        *((kernel, "sm_90", config.LARGE, "bf16") for kernel in (scatter, reduce, "gathered", "scattered_rows")),
         *((kernel, "gfx950", config.LARGE, "bf16") for kernel in (scatter, reduce)),
         *(("one_shot", "sm_90", tile, "fp32") for tile in FEW_ROWS_FP32[1:]),
         *(("one_shot", target, FEW_ROWS[-1], "bf16") for target in TARGETS if target != "sm_90"),

@@ -23,14 +23,12 @@ HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 CHOSEN = [
     Setup("llama", "hf"),
     Setup("llama", "sp", train=True),
-    Setup("gpt_neox", "hf", train=True),
     *(
         replace(setup, strategy="library")
         for setup in (
             Setup("qwen3", "hf", train=True),
             Setup("gpt_neox", "tp"),
             Setup("opt", "sp", train=True),
-            Setup("phi", "sp", train=True),
             Setup("olmo2", "hf"),
             Setup("granite", "hf"),
             Setup("glm4_moe", "hf", train=True),

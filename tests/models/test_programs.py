@@ -307,7 +307,7 @@ def run_sizes(ctx: RankContext) -> None:
     torch._dynamo.reset()
     with without_caches(), collect_sites() as sink, without_generated_code():
         compiled = torch.compile(program, backend="ditron", options=TILE, dynamic=True)
-        for batch, length in ((2, 3), (4, 5), (1, 4), (3, 1)):
+        for batch, length in ((2, 3), (1, 4), (3, 1)):
             compare(ctx, program, compiled, ((batch, length, 16), (16, 24)), True)
     alone = [site.reason for graph in sink.graphs if not graph.is_backward for site in graph.sites if not site.matched]
     assert not alone, alone
@@ -333,7 +333,7 @@ def run_one_compilation(ctx: RankContext) -> None:
         ]
 
     torch._dynamo.reset()
-    with torch.no_grad(), without_caches(), collect_sites() as sink:
+    with torch.no_grad(), without_caches(), collect_sites() as sink, without_generated_code():
         compiled = torch.compile(program, backend="ditron", options=TILE, dynamic=True)
         for batch, length in ((2, 3), (4, 5), (3, 8)):
             compare(ctx, program, compiled, ((batch, length, 16), (16, 24), (24, 16)), False)
@@ -353,7 +353,7 @@ def run_tokens(ctx: RankContext) -> None:
         return [x @ gather(w).t()]
 
     torch._dynamo.reset()
-    with without_caches(), collect_sites() as sink:
+    with without_caches(), collect_sites() as sink, without_generated_code():
         compiled = torch.compile(program, backend="ditron", options=TILE)
         for tokens in ((3, 3), (3, 5), (4, 5), (4, 9), (6, 2)):
             compare(ctx, program, compiled, ((12, 16), (tokens[ctx.rank], 16)), False)
@@ -398,7 +398,7 @@ def run_options(ctx: RankContext) -> None:
 
     torch._dynamo.reset()
     options: list[dict[str, Any]] = [TILE, {"ditron.strategy": "library"}, {"ditron.fusions": [AG]}, TILE]
-    with without_caches():
+    with without_caches(), without_generated_code():
         compiled = [torch.compile(program, backend="ditron", options=one) for one in options]
         for call in [*compiled, *compiled]:
             compare(ctx, program, call, XW, True)
