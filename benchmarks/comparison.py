@@ -21,7 +21,7 @@ MEASURED_OPS = (*OPS, *DELETED_KINDS)
 BASELINES = ("nccl", "gloo")
 RIVALS = (*BASELINES, "registered", "max_autotune", "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
 """Everybody else's contestants, in the order of the tables."""
-OURS = ("ditron", "ditron:tile", "ditron:chunked", "ditron:library")
+OURS = ("ditron", "ditron:planned", "ditron:tile", "ditron:chunked", "ditron:library")
 COMMIT = "commit"
 """The header of the column that says which commit a row was measured at, and whether it is old."""
 TITLES = {
@@ -34,6 +34,7 @@ TITLES = {
     "symm_mem:one_shot": "one-shot",
     "symm_mem:two_shot": "two-shot",
     "ditron": "auto",
+    "ditron:planned": "auto, no trials",
     "ditron:tile": "tile",
     "ditron:chunked": "chunked",
     "ditron:library": "library",

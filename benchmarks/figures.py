@@ -26,6 +26,7 @@ COLOURS = {
     "symm_mem:one_shot": "#e6ab02",
     "symm_mem:two_shot": "#a6761d",
     "ditron": "#000000",
+    "ditron:planned": "#b2abd2",
     "ditron:tile": "#1b9e77",
     "ditron:chunked": "#7570b3",
     "ditron:library": "#999999",

@@ -84,8 +84,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _RanksTogether:
-    """With pytest-xdist a worker has all files with pools of ranks, but for those of whole models, which another one
-    has, with pools of its own; all else runs beside them, test by test.
+    """With pytest-xdist the files with pools of ranks are in three groups, each of which one worker has, with pools of
+    its own: kernels, whole models, and the rest. They take about the same time. All else runs beside them, test by
+    test.
     """
 
     @pytest.hookimpl(optionalhook=True)
@@ -97,7 +98,8 @@ class _RanksTogether:
                 file = config.rootpath / nodeid.partition("::")[0]
                 if not _has_pools(file):
                     return nodeid
-                return "models" if file.is_relative_to(HERE / "models") else "ranks"
+                folder = file.relative_to(HERE).parts[0]
+                return folder if folder in ("lowering", "models") else "ranks"
 
         return Scheduler(config, log)
 

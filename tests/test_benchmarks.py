@@ -19,7 +19,7 @@ from benchmarks.comparison import TITLES
 from benchmarks.figures import COLOURS
 from benchmarks.ops.__main__ import listing, parser, request_of
 from benchmarks.ops.check import Check
-from benchmarks.ops.contest import CONTESTANTS, OURS, SAMPLED_ROWS, Contest, of_every_shard, sampled_rows, wanted
+from benchmarks.ops.contest import CONTESTANTS, OURS, PLANNED, SAMPLED_ROWS, Contest, of_every_shard, sampled_rows, wanted
 from benchmarks.ops.estimate import cells_seconds, graph_calls
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import SETS, Cell, Selection
@@ -90,7 +90,7 @@ def test_selection_filters_and_orders() -> None:
 
 def test_every_strategy_is_a_contestant_and_has_a_name_and_a_colour() -> None:
     assert OURS == {"ditron": "auto"} | {f"ditron:{name}": name for name in STRATEGIES if name != "auto"}
-    assert set(SHOWN) == set(OURS)
+    assert set(SHOWN) == {*OURS, PLANNED}
     assert set(TITLES) == set(CONTESTANTS)
     assert set(COLOURS) == set(CONTESTANTS) - {"gemm", "gloo"}
 

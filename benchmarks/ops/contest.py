@@ -31,6 +31,8 @@ SAMPLED_ROWS = 64
 
 OURS: dict[str, str] = {"ditron": "auto"} | {f"ditron:{name}": name for name in STRATEGIES if name != "auto"}
 """Our contestants, and the strategy that each of them forces."""
+PLANNED = "ditron:planned"
+"""The plan's strategy, without trials."""
 CONTESTANTS: tuple[str, ...] = (
     "gemm",
     "nccl",
@@ -41,6 +43,7 @@ CONTESTANTS: tuple[str, ...] = (
     "symm_mem:one_shot",
     "symm_mem:two_shot",
     *OURS,
+    PLANNED,
 )
 """Every name that a row can have, in the order of the tables."""
 
@@ -141,20 +144,22 @@ class Setting:
             result.contestants["registered"] = make(registered.of_world(self.device).calling(empty), product_into)
         result.contestants["max_autotune"] = make(empty, tuned_product())
 
-    def site(self, op: str, strategy: str) -> str:
+    def site(self, op: str, name: str) -> str:
         """The name of the site that one of our contestants is."""
-        return f"benchmark/0:{op}:{strategy}"
+        return f"benchmark/0:{op}:{name}"
 
     def ours(self, kind: type[Node], fields: Mapping[str, Any], operands: Sequence[Operands]) -> dict[str, Call]:
         """Our contestants, which return the first output. fields: of the node, those of the site excepted."""
         group = {"world_size": self.world_size, "group_name": self.group_name}
 
-        def bound(strategy: str) -> Call:
-            site, policy = self.site(kind.kind, strategy), Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-            return in_turns(kind(**fields, **group, site=site, policy=policy), operands, 0)
+        def bound(name: str, strategy: str) -> Call:
+            policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=name == "ditron")
+            return in_turns(kind(**fields, **group, site=self.site(kind.kind, name), policy=policy), operands, 0)
 
         has = "auto", *kind.strategies
-        return {name: bound(strategy) for name, strategy in OURS.items() if strategy in has}
+        # Without a GPU nothing is tried.
+        names = OURS | ({PLANNED: "auto"} if self.device.type == "cuda" else {})
+        return {name: bound(name, strategy) for name, strategy in names.items() if strategy in has}
 
 
 def product_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ alone as it was before.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
-* anything between the grouped matmul and the sum is used elsewhere, as the backward of training does;
+* anything between the grouped matmul and the sum is used elsewhere;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
 * something writes into an operand, which the call would read later.
 """

@@ -105,6 +105,12 @@ def test_any_number_of_tokens() -> None:
         assert calls(module) == 1
 
 
+def test_the_forward_of_training_has_it_too() -> None:
+    trained = [one.requires_grad_() for one in (UP.clone(), X.clone(), SCORES.clone(), DOWN.clone())]
+    forward, backward = compiled_graphs(experts, *trained)
+    assert (calls(forward), calls(backward)) == (1, 0)
+
+
 def test_it_has_to_be_named_and_leaves_the_library_alone() -> None:
     same_results(experts, made=0, options=Options())
     same_results(experts, made=0, options=replace(NAMED, strategy="library"))
