@@ -19,7 +19,16 @@ from benchmarks.comparison import TITLES
 from benchmarks.figures import COLOURS
 from benchmarks.ops.__main__ import listing, parser, request_of
 from benchmarks.ops.check import Check
-from benchmarks.ops.contest import CONTESTANTS, OURS, PLANNED, SAMPLED_ROWS, Contest, of_every_shard, sampled_rows, wanted
+from benchmarks.ops.contest import (
+    CONTESTANTS,
+    OURS,
+    PLANNED,
+    SAMPLED_ROWS,
+    Contest,
+    of_every_shard,
+    sampled_rows,
+    wanted,
+)
 from benchmarks.ops.estimate import cells_seconds, graph_calls
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import SETS, Cell, Selection
