@@ -84,9 +84,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _RanksTogether:
-    """With pytest-xdist the files with pools of ranks are in three groups, each of which one worker has, with pools of
-    its own: kernels, whole models, and the rest. They take about the same time. All else runs beside them, test by
-    test.
+    """With pytest-xdist the files with pools of ranks are in two groups, each of which one worker has, with pools of
+    its own: programs, and the parts that run them. More ranks at once would take the cores from each other. All else
+    runs beside them, test by test.
     """
 
     @pytest.hookimpl(optionalhook=True)
@@ -98,8 +98,7 @@ class _RanksTogether:
                 file = config.rootpath / nodeid.partition("::")[0]
                 if not _has_pools(file):
                     return nodeid
-                folder = file.relative_to(HERE).parts[0]
-                return folder if folder in ("lowering", "models") else "ranks"
+                return "programs" if file.parent in (HERE, HERE / "models", HERE / "stacks") else "parts"
 
         return Scheduler(config, log)
 

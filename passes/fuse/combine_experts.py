@@ -102,8 +102,8 @@ def _cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None]:
-    """Returns (the only sum of `total`, or of views of it, with another tensor of its shape; these views; that tensor),
-    or (total, no views, None).
+    """Returns (the only sum of `total`, or of views of it, with another tensor of its shape and dtype; these views;
+    that tensor), or (total, no views, None).
     """
     chain = [total]
     while (user := proofs.sole_user(chain[-1])) is not None and proofs.keeps_order(user):
@@ -111,7 +111,8 @@ def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None
     terms = [] if user is None else [term for term in user.args if isinstance(term, fx.Node) and term is not chain[-1]]
     if user is None or user.target is not aten.add.Tensor or user.kwargs or len(terms) != 1:
         return total, (), None
-    return (user, tuple(chain[1:]), terms[0]) if proofs.alike(chain[-1], terms[0]) else (total, (), None)
+    fits = proofs.alike(chain[-1], terms[0]) and proofs.fake(terms[0]).dtype == proofs.fake(total).dtype
+    return (user, tuple(chain[1:]), terms[0]) if fits else (total, (), None)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:

@@ -99,6 +99,23 @@ def test_what_is_added_goes_into_the_node() -> None:
     assert "has_added" in line
 
 
+def with_an_integer(*operands: torch.Tensor) -> torch.Tensor:
+    """What is added has another dtype, as the result has where it is of fp32."""
+    total = routed(*operands).view(-1, K, D).sum(1).bfloat16()
+    return all_reduce(total + operands[1].to(torch.int64))
+
+
+def with_fp32(*operands: torch.Tensor) -> torch.Tensor:
+    total = routed(*operands).view(-1, K, D).sum(1).bfloat16()
+    return all_reduce(total + operands[1].float().sin())
+
+
+@pytest.mark.parametrize("fn", [with_an_integer, with_fp32])
+def test_another_dtype_is_added_behind_the_node(fn: Callable[..., Any]) -> None:
+    (line,) = [one for one in text(same_results(fn, made=1).graph).splitlines() if "ditron.combine" in one]
+    assert "has_added" not in line
+
+
 def test_any_number_of_tokens() -> None:
     for fn in (experts, with_another):
         (module,) = compiled_graphs(fn, *OPERANDS, dynamic=True)
