@@ -34,6 +34,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task.nodes import CombineExperts
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 GROUPED = aten._grouped_mm.default
@@ -57,10 +58,10 @@ class Match:
 
 def find_combine_experts(total: fx.Node) -> Match | None:
     """Proves that the sum `total` is one of the slots of each token, as drawn above; None if it is not."""
-    terms = proofs.operand(total)
+    terms, bound = proofs.operand(total), proofs.arguments(total)
     shape = proofs.fake(terms).shape
-    bound = proofs.arguments(total)
-    if len(shape) != 3 or [dim % 3 for dim in bound["dim"]] != [1] or bound["keepdim"] or not isinstance(shape[1], int):
+    dims = [dim % 3 for dim in bound["dim"] or ()]
+    if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int):
         return None
     *views, taken = proofs.views_up(terms)
     scaled = taken.args[0] if taken.target is aten.index.Tensor else None
@@ -88,10 +89,11 @@ def find_combine_experts(total: fx.Node) -> Match | None:
 def _fits(grouped: fx.Node, places: fx.Node, scale: fx.Node, shape: torch.Size) -> bool:
     """Returns whether the operands of a sum of terms [T, k, N] are those of its slots."""
     T, top_k, N = shape
-    place, factor = proofs.fake(places), proofs.fake(scale)
+    place, factor = proofs.fake(places), proofs.tensor(scale)
+    if factor is None or place.dtype != torch.int64 or factor.dtype not in ACTIVATION_DTYPES:
+        return False
     expected = ((place, (T * top_k,)), (proofs.fake(grouped), (T * top_k, N)), (factor, (T * top_k, 1)))
-    fits = all(proofs.same_shape(tuple(value.shape), of_slots) for value, of_slots in expected)
-    return fits and place.dtype == torch.int64 and factor.dtype.is_floating_point
+    return all(proofs.same_shape(tuple(value.shape), of_slots) for value, of_slots in expected)
 
 
 def _cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -160,6 +160,14 @@ def summed_in_fp32(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(routed(*operands).view(T, K, D).sum(1))
 
 
+def scaled_by_a_number(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    x = all_reduce(x @ up[0].mT @ up[0])
+    places = torch.cat([scores[:, 0].argsort()] * K)
+    ends = (torch.arange(E, device=x.device, dtype=torch.int32) + 1) * (T * K // E)
+    products = torch._grouped_mm(torch.cat([x @ up[0].mT] * K), down.mT, offs=ends) * 0.5
+    return all_reduce(products[places].view(T, K, D).sum(1).bfloat16())
+
+
 def alone(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """Beside no collective."""
     x = x @ up[0].mT @ up[0]
@@ -169,7 +177,15 @@ def alone(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.T
     return (products * scores.view(-1)[order].unsqueeze(-1))[order.argsort()].view(T, K, D).sum(1).bfloat16()
 
 
-REFUSED = (used_elsewhere, slots_of_others, fewer_places, scaled_columns, summed_in_fp32, alone)
+REFUSED = (
+    used_elsewhere,
+    slots_of_others,
+    fewer_places,
+    scaled_columns,
+    scaled_by_a_number,
+    summed_in_fp32,
+    alone,
+)
 
 
 @pytest.mark.parametrize("fn", REFUSED)
