@@ -61,10 +61,9 @@ class CombineExperts(Node):
     """out[t] = added[t] + sum_j scale[s] * products[s] with s = places[t * top_k + j]. No site. j counts the `top_k`
     experts that token t takes. A slot is a token's use of one expert; there are S = T * top_k of them.
 
-    products [S, N] is what the experts return, sorted in any way, with contiguous columns. places is int64 [S], token
-    by token; a negative place counts from the end, and a place beyond S makes NaN. scale is [S], of any dtype. added
-    [T, N], if there is one, is what an expert returns that all tokens use. out is [T, N], in the dtype of products. It
-    is added up in fp32 and rounded once.
+    products [S, N] is what the experts return, sorted in any way. places is int64 [S], token by token; a negative place
+    counts from the end. scale is a floating-point [S]. added [T, N], if there is one, is what an expert returns that
+    all tokens use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
     """
 
     kind: ClassVar[str] = "combine_experts"

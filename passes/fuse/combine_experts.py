@@ -44,7 +44,8 @@ CAST = torch.ops.prims.convert_element_type.default
 @dataclass(frozen=True)
 class Match:
     """A weighted sum of slots. grouped: the matmul. places: [S]. scale: [S, 1]. added: in any shape of T * N elements,
-    or None. views: those between the sum [T, N] and `result`, which is replaced.
+    or None. views: those between the sum [T, N] and `result`, which is replaced. steps: the nodes from behind the
+    matmul to the result.
     """
 
     grouped: fx.Node
@@ -54,6 +55,7 @@ class Match:
     added: fx.Node | None
     views: tuple[fx.Node, ...]
     result: fx.Node
+    steps: tuple[fx.Node, ...]
 
 
 def find_combine_experts(total: fx.Node) -> Match | None:
@@ -61,7 +63,7 @@ def find_combine_experts(total: fx.Node) -> Match | None:
     terms, bound = proofs.operand(total), proofs.arguments(total)
     shape = proofs.fake(terms).shape
     dims = [dim % 3 for dim in bound["dim"] or ()]
-    if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int):
+    if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int) or shape[1] < 1:
         return None
     *views, taken = proofs.views_up(terms)
     scaled = taken.args[0] if taken.target is aten.index.Tensor else None
@@ -77,13 +79,18 @@ def find_combine_experts(total: fx.Node) -> Match | None:
     steps = (scaled, taken, *views, total)
     if proofs.other_user(steps[:-1], {*steps}) is not None:
         return None
-    result, behind, added = _added(_cast(total, proofs.fake(grouped).dtype))
-    if proofs.fake(result).dtype != proofs.fake(grouped).dtype:
+    product, rounded = proofs.fake(grouped), _cast(total, proofs.fake(grouped).dtype)
+    # A sum of another kind of numbers would not be what is added up here.
+    if not proofs.fake(total).dtype.is_floating_point or proofs.fake(rounded).dtype != product.dtype:
+        return None
+    result, behind, added = _added(rounded)
+    value = proofs.fake(result)
+    if not proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape)):
         return None
     operands = (grouped, places, scale, *((added,) if added is not None else ()))
     if written(operands) is not None:
         return None
-    return Match(grouped, places, scale, shape[1], added, behind, result)
+    return Match(grouped, places, scale, shape[1], added, behind, result, (*steps, rounded, *behind, result))
 
 
 def _fits(grouped: fx.Node, places: fx.Node, scale: fx.Node, shape: torch.Size) -> bool:
@@ -120,32 +127,24 @@ def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
     """Replaces a sum by one op call."""
     like, result = proofs.fake(match.grouped), match.result
-    T, N = proofs.fake(match.places).shape[0] // match.top_k, like.shape[1]
+    (S,), N = proofs.fake(match.places).shape, like.shape[1]
+    shape = (S // match.top_k, N)
     task = CombineExperts(match.top_k, match.added is not None, options.strategy)
     with graph.inserting_before(result):
-        scale = rewriting.computed(graph, aten.reshape.default, (match.scale, [-1]), match.scale)
+        scale = rewriting.call(graph, aten.reshape.default, (match.scale, [-1]), match.scale, (S,))
         operands = {"products": match.grouped, "places": match.places, "scale": scale}
         if match.added is not None:
-            operands["added"] = rewriting.computed(graph, aten.reshape.default, (match.added, [-1, N]), match.added)
-        made = rewriting.fake_like(like, (T, N), rewriting.contiguous_strides((T, N)))
+            rows = (match.added, [-1, N])
+            operands["added"] = rewriting.call(graph, aten.reshape.default, rows, match.added, shape)
+        made = rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape))
         call = rewriting.call_task(graph, task, operands, result, [made])
         output = rewriting.output(graph, call, 0, result)
         for view in match.views:
-            output = rewriting.computed(graph, view.target, (output, *view.args[1:]), view)
+            output = rewriting.call(
+                graph, view.target, (output, *view.args[1:]), view, proofs.fake(view).shape, proofs.fake(view).stride()
+            )
     result.replace_all_uses_with(output)
-    rewriting.erase_unused(graph, [result, *_between(match)])
-
-
-def _between(match: Match) -> list[fx.Node]:
-    """The nodes from the result up to the operands of the call."""
-    found: list[fx.Node] = []
-    left = [*match.result.all_input_nodes]
-    while left:
-        node = left.pop()
-        if node not in found and node not in (match.grouped, match.places, match.scale, match.added):
-            found.append(node)
-            left += node.all_input_nodes
-    return found
+    rewriting.erase_unused(graph, match.steps)
 
 
 def combine_experts(graph: fx.Graph, *, options: Options) -> int:
@@ -154,8 +153,11 @@ def combine_experts(graph: fx.Graph, *, options: Options) -> int:
         return 0
     if not any(is_task(node) for node in graph.nodes):
         return 0
-    sums = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
-    found = [match for total in sums if (match := find_combine_experts(total)) is not None]
-    for match in found:
-        rewrite(graph, match, options)
-    return len(found)
+    made = 0
+    # One after the other: what is added to a sum may be another one.
+    for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        match = find_combine_experts(total)
+        if match is not None:
+            rewrite(graph, match, options)
+            made += 1
+    return made

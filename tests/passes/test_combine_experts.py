@@ -14,12 +14,12 @@ from torch import fx
 from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
-from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, run_ranks, text
+from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text
 
 pytestmark = pytest.mark.usefixtures("group")
 KIND = "combine_experts"
 NAMED = replace(Options(), fusions=(*Options().fusions, KIND))
-T, D, F, E, K = 6, 16, 8, 6, 2
+T, D, F, E, K = 10, 16, 8, 6, 2
 X = torch.empty(T, D).bfloat16()
 SCORES = torch.empty(T, E)
 UP = torch.empty(E, F, D).bfloat16()
@@ -30,7 +30,10 @@ OPERANDS = (UP, X, SCORES, DOWN)
 def routed(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """The products of all slots, scaled, with the places of the slots of each token: as `transformers` writes it."""
     # A reduction that is fused, without which nothing is.
-    x = all_reduce(x @ up[0].mT @ up[0])
+    return slots(up, all_reduce(x @ up[0].mT @ up[0]), scores, down)
+
+
+def slots(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     weights, chosen = scores.topk(K)
     ids, order = chosen.reshape(-1).sort()
     ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
@@ -78,19 +81,19 @@ def test_golden_experts_of_a_prompt() -> None:
     lines = text(same_results(experts, made=1).graph).splitlines()
     begin = next(index for index, line in enumerate(lines) if "_grouped_mm_1" in line)
     expecttest.assert_expected_inline("\n".join(lines[begin:]), """\
-_grouped_mm_1 [12, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)
-view_1 [12] = aten.reshape(getitem, [-1])
-index_1 [12] = aten.index.Tensor(view_1, [getitem_3])
-unsqueeze [12, 1] = aten.unsqueeze(index_1, -1)
-empty [12] = aten.empty.memory_format([12], dtype=torch.int64, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
-iota [12] = prims.iota(12, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
-index_put [12] = aten.index_put(empty, [getitem_3], iota)
-reshape_default [12] = aten.reshape(unsqueeze, [-1])
+_grouped_mm_1 [20, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)
+view_1 [20] = aten.reshape(getitem, [-1])
+index_1 [20] = aten.index.Tensor(view_1, [getitem_3])
+unsqueeze [20, 1] = aten.unsqueeze(index_1, -1)
+empty [20] = aten.empty.memory_format([20], dtype=torch.int64, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
+iota [20] = prims.iota(20, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
+index_put [20] = aten.index_put(empty, [getitem_3], iota)
+reshape_default [20] = aten.reshape(unsqueeze, [-1])
 combine_experts = ditron.combine_experts([_grouped_mm_1, index_put, reshape_default], 'top_k=2', None)
-getitem_5 [6, 16] = combine_experts[0]
+getitem_5 [10, 16] = combine_experts[0]
 after__default = ditron.after_(getitem_5, getitem_6)
-all_reduce_1 [6, 16] = _c10d_functional.all_reduce(getitem_5, 'sum', '0')
-wait_tensor_1 [6, 16] = _c10d_functional.wait_tensor(all_reduce_1)
+all_reduce_1 [10, 16] = _c10d_functional.all_reduce(getitem_5, 'sum', '0')
+wait_tensor_1 [10, 16] = _c10d_functional.wait_tensor(all_reduce_1)
 return (wait_tensor_1,)""")
 
 
@@ -116,10 +119,42 @@ def test_another_dtype_is_added_behind_the_node(fn: Callable[..., Any]) -> None:
     assert "has_added" not in line
 
 
-def test_any_number_of_tokens() -> None:
-    for fn in (experts, with_another):
-        (module,) = compiled_graphs(fn, *OPERANDS, dynamic=True)
+def by_size(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """A view by a size of the graph's inputs, which nothing else reads."""
+    return all_reduce(routed(up, x, scores, down).view(x.shape[0], K, D).sum(1).bfloat16())
+
+
+@pytest.mark.parametrize("fn", [experts, with_another, by_size])
+def test_any_number_of_tokens(fn: Callable[..., Any]) -> None:
+    (module,) = compiled_graphs(fn, *OPERANDS, dynamic=True)
+    inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    with assert_no_new_guards(module):
         assert calls(module) == 1
+    (call,) = [node for node in module.graph.nodes if node.name == KIND]
+    assert isinstance(call.meta["val"][0].shape[0], torch.SymInt)
+    assert [node.name for node in module.graph.find_nodes(op="placeholder")] == inputs
+
+
+def two_mixtures(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    x = all_reduce(x @ up[0].mT @ up[0])
+    first = slots(up, x, scores, down).view(-1, K, D).sum(1).bfloat16()
+    return all_reduce(first + slots(up, x, scores.cos(), down).view(-1, K, D).sum(1).bfloat16())
+
+
+def a_stream(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """What is added to the second sum holds the first one."""
+    x = all_reduce(x @ up[0].mT @ up[0])
+    for one in (scores, scores.cos()):
+        x = x + slots(up, x, one, down).view(-1, K, D).sum(1).bfloat16()
+    return all_reduce(x)
+
+
+@pytest.mark.parametrize("fn", [two_mixtures, a_stream])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sums_that_are_added_to_each_other(fn: Callable[..., Any], dynamic: bool | None) -> None:
+    same_results(fn, made=2)
+    (module,) = compiled_graphs(fn, *OPERANDS, dynamic=dynamic)
+    assert calls(module) == 2
 
 
 def test_the_forward_of_training_has_it_too() -> None:
@@ -156,6 +191,16 @@ def scaled_columns(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down
     return all_reduce(products[places].view(T, K, D).sum(1).bfloat16())
 
 
+def summed_as_integers(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).view(T, K, D).sum(1, dtype=torch.int64).bfloat16())
+
+
+def in_other_strides(*operands: torch.Tensor) -> torch.Tensor:
+    """The result would lie in memory as what is added does."""
+    total = routed(*operands).view(T, K, D).sum(1).bfloat16()
+    return all_reduce(operands[1].sin().mT.contiguous().mT + total)
+
+
 def summed_in_fp32(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(routed(*operands).view(T, K, D).sum(1))
 
@@ -183,6 +228,8 @@ REFUSED = (
     fewer_places,
     scaled_columns,
     scaled_by_a_number,
+    summed_as_integers,
+    in_other_strides,
     summed_in_fp32,
     alone,
 )
