@@ -50,7 +50,8 @@ SETUPS = (
 )
 PROMPTS = (
     pytest.param(
-        Setup("mixtral", "hf", sizes=NARROW, strategy="tile", batch=5, seq_len=14), marks=pytest.mark.all_cases
+        Setup("mixtral", "hf", sizes=NARROW, strategy="tile", inductor=True, batch=5, seq_len=14),
+        marks=pytest.mark.all_cases,
     ),
     Setup("qwen3_moe", "hf", sizes=NARROW, strategy="tile", batch=5, seq_len=15),
 )
