@@ -22,10 +22,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from tabulate import tabulate
 from torch.nn.functional import embedding_bag
 
-from benchmarks.launch import measure_on_ranks
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
 from benchmarks.ops.expert_projections import (
@@ -36,9 +34,11 @@ from benchmarks.ops.expert_projections import (
     add_cells,
     bytes_per_s,
     end_cell,
+    print_cells,
     routed,
-)  # fmt: skip
-from benchmarks.records import MOE, Row, head_commit
+    texts_of,
+)
+from benchmarks.records import MOE, Row
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
@@ -140,26 +140,17 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
             times, bench="moe", op=CombineExperts.kind, shape=shape, graph=device.type == "cuda", limit_us=limit_us,
             commit=options.commit,
         )  # fmt: skip
-        us = {name: each.p50_us for name, each in times.items()}
-        mine = us.get("ditron", float("nan"))
-        best = min((value for name, value in us.items() if name != "ditron"), default=float("nan"))
-        texts = [f"{us[name]:.1f}" if name in us else "-" for name in NAMES]
-        lines.append([shape, f"{limit_us:.1f}", *texts, f"{mine / limit_us:.2f}", f"{best / mine:.2f}"])
+        lines.append([shape, f"{limit_us:.1f}", *texts_of(times, NAMES, limit_us)])
         session.say("  ".join(lines[-1]))
         del given, calls
         end_cell(session, options, rows)
-    if session.rank == 0 and lines:
-        print(f"a copy moves {rate / 1e12:.2f} TB/s; microseconds")
-        print(tabulate(lines, HEADS, disable_numparse=True), flush=True)
+    print_cells(session, HEADS, lines, rate)
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    options = parser().parse_args(arguments)
-    options.out = command.out_of(options, MOE)
-    options.commit = options.commit or head_commit()
-    return measure_on_ranks(MODULE, options, options.world or 1, options.device, options.limit)
+    return command.start_alone(MODULE, parser().parse_args(arguments), MOE)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks.launch import measure_on_ranks
+from benchmarks.records import head_commit
+
 
 def parser(
     module: str, sets: Iterable[str], chosen: list[str], *, world: int, limit_s: float
@@ -44,3 +47,10 @@ def out_of(options: argparse.Namespace, results: Path) -> str:
     if options.out is not None:
         return str(options.out)
     return str(results) if options.device == "cuda" else ""
+
+
+def start_alone(module: str, options: argparse.Namespace, results: Path) -> int:
+    """The exit code of the command of a benchmark that needs one GPU. results: the committed ones."""
+    options.out = out_of(options, results)
+    options.commit = options.commit or head_commit()
+    return measure_on_ranks(module, options, options.world or 1, options.device, options.limit)

@@ -19,20 +19,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
-from benchmarks.launch import measure_on_ranks
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
 from benchmarks.ops.sorted_experts import TILES, SortedExperts
-from benchmarks.records import MOE, Row, head_commit, merge_csv
+from benchmarks.records import MOE, Row, merge_csv
 from benchmarks.session import Session
-from benchmarks.timing import interleaved
+from benchmarks.timing import Times, interleaved
 from benchmarks.tolerances import relative_error
 from ditron_inductor.report.timing import GRAPH_CALLS
 from ditron_inductor.task import schema
@@ -267,6 +266,22 @@ def end_cell(session: Session, options: argparse.Namespace, rows: Sequence[Row])
     torch.compiler.reset()
 
 
+def texts_of(times: Mapping[str, Times], names: Sequence[str], limit_us: float) -> list[str]:
+    """The times of these contestants, that of `ditron` over the limit, and the fastest other one over it."""
+    us = {name: each.p50_us for name, each in times.items()}
+    mine = us.get("ditron", float("nan"))
+    best = min((value for name, value in us.items() if name != "ditron"), default=float("nan"))
+    texts = [f"{us[name]:.1f}" if name in us else "-" for name in names]
+    return [*texts, f"{mine / limit_us:.2f}", f"{best / mine:.2f}"]
+
+
+def print_cells(session: Session, heads: Sequence[str], lines: Sequence[Sequence[str]], rate: float) -> None:
+    """The table of a run, if it has a line. rate: bytes that a copy reads and writes in a second."""
+    if session.rank == 0 and lines:
+        print(f"a copy moves {rate / 1e12:.2f} TB/s; microseconds")
+        print(tabulate(lines, heads, disable_numparse=True), flush=True)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
@@ -304,27 +319,17 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
             limit_us=limit_us,
             commit=options.commit,
         )
-        us = {name: each.p50_us for name, each in times.items()}
         names = ("inductor:batched", "inductor:grouped", "triton:sorted", "ditron")
-        mine = us.get("ditron", float("nan"))
-        best = min((value for name, value in us.items() if name != "ditron"), default=float("nan"))
-        texts = [f"{us[name]:.1f}" if name in us else "-" for name in names]
-        ratios = [f"{mine / limit_us:.2f}", f"{best / mine:.2f}"]
-        lines.append([cell.shape, f"{taken:.0f}", f"{limit_us:.1f}", *texts, *ratios])
+        lines.append([cell.shape, f"{taken:.0f}", f"{limit_us:.1f}", *texts_of(times, names, limit_us)])
         del given, calls
         end_cell(session, options, rows)
-    if session.rank == 0 and lines:
-        print(f"a copy moves {rate / 1e12:.2f} TB/s; microseconds")
-        print(tabulate(lines, HEADS, disable_numparse=True), flush=True)
+    print_cells(session, HEADS, lines, rate)
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    options = parser().parse_args(arguments)
-    options.out = command.out_of(options, MOE)
-    options.commit = options.commit or head_commit()
-    return measure_on_ranks(MODULE, options, options.world or 1, options.device, options.limit)
+    return command.start_alone(MODULE, parser().parse_args(arguments), MOE)
 
 
 if __name__ == "__main__":

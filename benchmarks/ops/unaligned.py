@@ -36,10 +36,9 @@ from tabulate import tabulate
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
-from benchmarks.launch import measure_on_ranks
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
-from benchmarks.records import UNALIGNED, Row, head_commit, merge_csv
+from benchmarks.records import UNALIGNED, Row, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from ditron_inductor.options import Options
@@ -311,10 +310,7 @@ def fitted(found: Sequence[Measured]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    options = parser().parse_args(arguments)
-    options.out = command.out_of(options, UNALIGNED)
-    options.commit = options.commit or head_commit()
-    return measure_on_ranks(MODULE, options, options.world or 1, options.device, options.limit)
+    return command.start_alone(MODULE, parser().parse_args(arguments), UNALIGNED)
 
 
 if __name__ == "__main__":

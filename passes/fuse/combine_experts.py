@@ -19,6 +19,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * anything between the grouped matmul and the sum is used elsewhere;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
+* the sum has another dtype than the products, or the result has other strides than row-major ones;
 * something writes into an operand, which the call would read later.
 """
 
@@ -32,7 +33,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
-from ditron_inductor.passes.graph.launches import is_task
+from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
@@ -149,9 +150,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
 
 def combine_experts(graph: fx.Graph, *, options: Options) -> int:
     """Makes one call of each weighted sum of what experts return, and returns how many."""
-    if CombineExperts.kind not in options.fusions or options.strategy == "library":
-        return 0
-    if not any(is_task(node) for node in graph.nodes):
+    if not takes_local(graph, CombineExperts.kind, options):
         return 0
     made = 0
     # One after the other: what is added to a sum may be another one.

@@ -40,7 +40,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
-from ditron_inductor.passes.graph.launches import is_task
+from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -185,9 +185,7 @@ def _between(match: Match) -> list[fx.Node]:
 
 def expert_projections(graph: fx.Graph, *, options: Options) -> int:
     """Makes one call of the matmul of all slots with each weight, and returns how many."""
-    if ExpertProjections.kind not in options.fusions or options.strategy == "library":
-        return 0
-    if not any(is_task(node) for node in graph.nodes):
+    if not takes_local(graph, ExpertProjections.kind, options):
         return 0
     matches = [find_expert_projections(bmm) for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default)]
     found = [match for match in matches if match is not None]

@@ -37,7 +37,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul, with_bias
-from ditron_inductor.passes.graph.launches import is_task
+from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
 
 PATTERN = Projections.kind
@@ -121,9 +121,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 def projections(graph: fx.Graph, *, options: Options) -> int:
     """Puts matmuls of one tensor with few rows together, and returns the number of calls that replace them."""
-    if PATTERN not in options.fusions or options.strategy == "library":
-        return 0
-    if not any(is_task(node) for node in graph.nodes):
+    if not takes_local(graph, PATTERN, options):
         return 0
     count = 0
     for match in find_projections(graph):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ditron_inductor.options import Options
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import TASK_KINDS
@@ -20,6 +21,14 @@ def is_task(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return target.namespace == schema.NAMESPACE and target._opname in TASK_KINDS
+
+
+def takes_local(graph: fx.Graph, kind: str, options: Options) -> bool:
+    """Returns whether calls of a kind that communicates nothing may be made: the options allow them, and the graph
+    holds a Task node, without which it is left to Inductor.
+    """
+    allowed = kind in options.fusions and options.strategy != "library"
+    return allowed and any(is_task(node) for node in graph.nodes)
 
 
 def launches_collective(node: fx.Node) -> bool:
