@@ -52,14 +52,16 @@ class How(NamedTuple):
 def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr):
     """See the module and the node. products: [S, N]. places, scale: [S]. added, out: [T, N]."""
     TOP_K: tl.constexpr = HOW.TOP_K
-    across = tl.cdiv(sizes.N, HOW.BLOCK)
+    ROWS: tl.constexpr = HOW.ROWS
+    BLOCK: tl.constexpr = HOW.BLOCK
+    across = tl.cdiv(sizes.N, BLOCK)
     block = tl.program_id(0)
-    tokens = (block // across * HOW.ROWS + tl.arange(0, HOW.ROWS)).to(tl.int64)
-    columns = block % across * HOW.BLOCK + tl.arange(0, HOW.BLOCK)
+    tokens = (block // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = block % across * BLOCK + tl.arange(0, BLOCK)
     exists = tokens < sizes.T
     inside = exists[:, None] & (columns < sizes.N)[None, :]
     S = sizes.T * TOP_K
-    total = tl.zeros((HOW.ROWS, HOW.BLOCK), dtype=tl.float32)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         place = tl.load(places + tokens * TOP_K + j, mask=exists, other=0)
         place = tl.where(place < 0, place + S, place)
