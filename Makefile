@@ -1,16 +1,20 @@
-# make demo | test | test-all | lint | docs | test-gpu | clean. Each of them makes .venv first; PYTHON=... picks the interpreter for it.
+# make demo | test | test-all | test-oldest | lint | docs | test-gpu | clean. Each of them makes .venv first; PYTHON=... picks the interpreter for it.
 
 VENV := .venv
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
+OLDEST := $(VENV)/oldest
 # The tests start several processes each; without this every one of them takes all cores.
 export OMP_NUM_THREADS ?= 1
+# For the same reason Python keeps what it has compiled, also where the environment tells it not to.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-gpu lint docs clean
+.PHONY: help setup demo test test-all test-oldest test-gpu lint docs clean
 help:
 	@echo "make demo      two ranks run a small Llama through Ditron and compare it with eager"
 	@echo "make test      the tests that need no GPU, without the mutations"
 	@echo "make test-all  every case of them: hours"
+	@echo "make test-oldest  whether kernels compile with the oldest Triton that is supported, without a GPU"
 	@echo "make test-gpu  the suite that needs two or more GPUs"
 	@echo "make lint      ruff, mypy, file lengths"
 	@echo "make docs      the documentation as a site, in build/site; broken links are errors"
@@ -30,6 +34,12 @@ test: $(READY)
 
 test-all: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases
+
+test-oldest: $(OLDEST)
+	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -q -m "not gpu" -n 2 tests/lowering -k compile
+
+$(OLDEST): $(READY)
+	$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps --target $@ triton==3.6.0
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -q -m gpu

@@ -93,33 +93,40 @@ def readme(models: Sequence[Row], facts: Sequence[Fact], generated: Sequence[Row
         Claim("in {} of {} cells, by up to {} %", (str(len(lost)), str(len(measured)), percent(min(lost)))),
         Claim("alone with nothing to wait for, is [{} to {} times]", limits),
         workspaces(facts),
-        generation(generated),
+        *generation(generated),
     ]
-
-
-def generation(rows: Sequence[Row]) -> Claim:
-    """Returns the claim on tokens per second of a whole model in README.md. rows: of all runs, of which the newest
-    counts that has all contestants of the cell that the page names.
-    """
-    cells = [run for lines in grouped(rows).values() for run in runs(lines) if _is_generated(run[0])]
-    found = [{row.contestant: 32e6 / row.p50_us for row in run if row.p50_us} for run in cells]
-    rates = next(one for one in reversed(found) if len(one) == len(GENERATED))
-    others = {name: rate for name, rate in rates.items() if not name.startswith("ditron")}
-    over = rates["ditron:local"] / max(others.values())
-    text = (
-        "makes {} tokens per second with Ditron, and {} compiled as [for serving](docs/guide/serving.md); Inductor "
-        "makes {} and {}, eager mode {}. That is {} times as many as the best rival"
-    )
-    return Claim(text, (*(f"{rates[name]:.0f}" for name in GENERATED), f"{over:.2f}"))
 
 
 GENERATED = ("ditron", "ditron:local", "inductor", "inductor:local", "eager")
 
 
-def _is_generated(row: Row) -> bool:
-    """Whether a row is of the cell of which README.md tells the tokens per second."""
+def generation(rows: Sequence[Row]) -> list[Claim]:
+    """Returns the claims on tokens per second of a whole model in README.md. rows: of all runs."""
+    many, alone = _rates(rows, 32), _rates(rows, 1)
+    texts = (
+        "makes {} tokens per second with Ditron, and {} compiled as [for serving](docs/guide/serving.md); Inductor "
+        "makes {} and {}, eager mode {}. That is {} times as many as the best rival",
+        "With one sequence they are {} and {}, {} and {}, and {}: {} times",
+    )
+    found = []
+    for text, rates in zip(texts, (many, alone), strict=True):
+        others = {name: rate for name, rate in rates.items() if not name.startswith("ditron")}
+        over = rates["ditron:local"] / max(others.values())
+        found.append(Claim(text, (*(f"{rates[name]:.0f}" for name in GENERATED), f"{over:.2f}")))
+    return found
+
+
+def _rates(rows: Sequence[Row], batch: int) -> dict[str, float]:
+    """Returns the tokens per second by contestant with `batch` sequences, of the newest run that has all of them."""
+    cells = [run for lines in grouped(rows).values() for run in runs(lines) if _is_generated(run[0], batch)]
+    found = [{row.contestant: batch * 1e6 / row.p50_us for row in run if row.p50_us} for run in cells]
+    return next(one for one in reversed(found) if len(one) == len(GENERATED))
+
+
+def _is_generated(row: Row, batch: int) -> bool:
+    """Whether a row is of a cell of which README.md tells the tokens per second."""
     cell = (row.sizes["model"], row.sizes["batch"], row.sizes["layers"], row.world)
-    return cell == ("llama3-8b", "32", "32", 2) and "H100" in row.gpu
+    return cell == ("llama3-8b", str(batch), "32", 2) and "H100" in row.gpu
 
 
 def beside_attention(attention: Sequence[Row]) -> list[Claim]:

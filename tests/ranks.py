@@ -9,8 +9,8 @@ When a rank does not answer within the limit, its stacks are dumped, the pool is
 `RankPools.get` starts a fresh one: a deadlock costs its limit and fails one test. Ranks meet in a file store, are
 seeded by rank, and get their environment before any import: `TRITON_INTERPRET=1` acts when kernels are decorated.
 
-The pools that most tests share are spawned: each rank has hashes of its own, and what it decides must not hang on them.
-Those of single tests, CPU ranks without an environment of their own, are forked from a process that has imported torch.
+The pools of two ranks that most tests share are spawned: each rank has hashes of its own, and what it decides must not
+hang on them. Other CPU ranks without an environment of their own are forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class RankPools:
             return pool
         if pool is not None:
             self._pools.pop(key).close()
-        self._pools[key] = RankPool(world_size, device_type, env=env, spawned=not label)
+        self._pools[key] = RankPool(world_size, device_type, env=env, spawned=world_size == 2 and not label)
         return self._pools[key]
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def _one_shot_norm(ctx: RankContext, shapes: list[tuple[int, int]]) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.all_cases)])
 def test_an_all_reduce_with_its_norm_is_right_and_equal_on_all_ranks(rank_pools: RankPools, world_size: int) -> None:
     shapes = [(3, 40), (1, 64), (MOST_PROGRAMS + 3, 8), (3, 40)]
     first, *others = rank_pools.get("cpu", world_size).run(_one_shot_norm, shapes, timeout=90)

@@ -67,8 +67,6 @@ class CombineExperts(Node):
     """
 
     kind: ClassVar[str] = "combine_experts"
-    # Its kernel has run on GPUs as a part of another one, and not yet in this form.
-    by_default: ClassVar[bool] = False
     top_k: int
     has_added: bool = False
     strategy: str = "auto"

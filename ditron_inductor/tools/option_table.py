@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ditron_inductor.declared_options import DECLARED, DEFAULT_FUSIONS, FUSIONS, Option
+from ditron_inductor.declared_options import DECLARED, FUSIONS, Option
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 COMMAND = "python -m ditron_inductor.tools.option_table"
@@ -33,9 +33,8 @@ def with_table(page: str) -> str:
 
 
 def _default_text(one: Option) -> str:
-    if one.default == DEFAULT_FUSIONS:
-        others = ", ".join(f"`{kind}`" for kind in FUSIONS if kind not in DEFAULT_FUSIONS)
-        return f"all but {others}" if others else "all of them"
+    if one.default == FUSIONS:
+        return "all of them"
     return f"`{one.default}`" if isinstance(one.default, str) else str(one.default)
 
 

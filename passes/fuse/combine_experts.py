@@ -10,13 +10,15 @@ After:
     _grouped_mm(..), places, reshape(scale) [S], [added] -> ditron.combine_experts -> getitem 0 [T, N]
 
 Inductor writes the scaled terms of all slots, in fp32 where the scale is in fp32, before it reads them by their places.
-The node reads each product once and writes only the sums (see lowering/combine_experts/combine_kernel.py). Whatever
-made `places` and `scale`, each token gets the sum of the slots that they name. What is rounded on the way to the sum is
-not rounded in the node, which adds in fp32, as Inductor's kernel does. A collective behind the sum is fused or left
-alone as it was before.
+Only sums of few terms are unrolled, which makes one kernel of all of it, as fast as the node's. The node reads each
+product once and writes only the sums (see lowering/combine_experts/combine_kernel.py). Whatever made `places` and
+`scale`, each token gets the sum of the slots that they name. What is rounded on the way to the sum is not rounded in
+the node, which adds in fp32, as Inductor's kernel does. A collective behind the sum is fused or left alone as it was
+before.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
+* Inductor unrolls the sum;
 * anything between the grouped matmul and the sum is used elsewhere;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
 * the sum has another dtype than the products, or the result has other strides than row-major ones;
@@ -29,6 +31,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
@@ -64,7 +67,9 @@ def find_combine_experts(total: fx.Node) -> Match | None:
     terms, bound = proofs.operand(total), proofs.arguments(total)
     shape = proofs.fake(terms).shape
     dims = [dim % 3 for dim in bound["dim"] or ()]
-    if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int) or shape[1] < 1:
+    if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int):
+        return None
+    if shape[1] < inductor_config.unroll_reductions_threshold:
         return None
     *views, taken = proofs.views_up(terms)
     scaled = taken.args[0] if taken.target is aten.index.Tensor else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -53,6 +54,10 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+FAMILIES = [
+    pytest.param(target, marks=() if target in ("sm_90", "gfx942") else pytest.mark.all_cases) for target in TARGETS
+]
+"""For kernels whose waits and moves the compilers of one family treat alike: one GPU of each."""
 NUM_WEIGHTS = 2
 TENSORS = ("shard", "gathered", "bias", "out", "x", "weight", "received")
 TUPLES_OF_TENSORS = ("weights", "extras", "outs", "lefts", "rights")

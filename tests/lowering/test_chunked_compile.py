@@ -16,7 +16,7 @@ from ditron_inductor.lowering.combine_experts import combine_kernel as combine
 from ditron_inductor.lowering.epilogues import arrange
 from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing, dialect_of
-from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned
+from tests.lowering.cross_compile import FAMILIES, POINTERS, TARGETS, all_aligned
 
 EPILOGUE = "full(x0) + cast(silu(cast(mm0 + row(x1), bf16)), bf16); mm0"
 # By kernel: (kernel, warps, compile-time arguments, waits, releases). A wait is two reads: the first and the loop's.
@@ -81,7 +81,7 @@ def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "", tr
     return binary.asm["ptx" if target.startswith("sm_") else "amdgcn"], binary.metadata.shared
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", FAMILIES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_waits_and_releases_are_there(name: str, target: str) -> None:
     _, _, _, waits, releases = KERNELS[name]
@@ -115,7 +115,7 @@ def test_data_moves_in_wide_accesses(name: str, dtype: str) -> None:
     assert not re.search(r"st\.global\.(b16|b32)\b", text)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", FAMILIES)
 @pytest.mark.parametrize("name", ["open_slot", "publish_pieces", "await_pieces", "await_all"])
 def test_waiting_kernels_leave_room(name: str, target: str) -> None:
     """One warp, and shared memory for words that its threads hand on: they fit beside a product if anything does."""

@@ -10,6 +10,7 @@ import expecttest
 import pytest
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
@@ -18,8 +19,8 @@ from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, co
 
 pytestmark = pytest.mark.usefixtures("group")
 KIND = "combine_experts"
-NAMED = replace(Options(), fusions=(*Options().fusions, KIND))
-T, D, F, E, K = 10, 16, 8, 6, 2
+DEFAULT = Options()
+T, D, F, E, K = 20, 16, 8, 10, 8
 X = torch.empty(T, D).bfloat16()
 SCORES = torch.empty(T, E)
 UP = torch.empty(E, F, D).bfloat16()
@@ -54,7 +55,7 @@ def with_another(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(total + operands[1].sin().view(2, -1, D))
 
 
-def calls(module: fx.GraphModule, options: Options = NAMED) -> int:
+def calls(module: fx.GraphModule, options: Options = DEFAULT) -> int:
     """Runs all passes; how many calls were made."""
     made = pipeline.run(module.graph, options)[KIND]
     module.graph.lint()
@@ -62,7 +63,7 @@ def calls(module: fx.GraphModule, options: Options = NAMED) -> int:
     return made
 
 
-def same_results(fn: Callable[..., Any], *, made: int, options: Options = NAMED) -> fx.GraphModule:
+def same_results(fn: Callable[..., Any], *, made: int, options: Options = DEFAULT) -> fx.GraphModule:
     """The graph after all passes, which computes on all ranks what it computed before."""
     (before,), (after,) = compiled_graphs(fn, *OPERANDS), compiled_graphs(fn, *OPERANDS)
     assert calls(after, options) == made
@@ -81,19 +82,19 @@ def test_golden_experts_of_a_prompt() -> None:
     lines = text(same_results(experts, made=1).graph).splitlines()
     begin = next(index for index, line in enumerate(lines) if "_grouped_mm_1" in line)
     expecttest.assert_expected_inline("\n".join(lines[begin:]), """\
-_grouped_mm_1 [20, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)
-view_1 [20] = aten.reshape(getitem, [-1])
-index_1 [20] = aten.index.Tensor(view_1, [getitem_3])
-unsqueeze [20, 1] = aten.unsqueeze(index_1, -1)
-empty [20] = aten.empty.memory_format([20], dtype=torch.int64, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
-iota [20] = prims.iota(20, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
-index_put [20] = aten.index_put(empty, [getitem_3], iota)
-reshape_default [20] = aten.reshape(unsqueeze, [-1])
-combine_experts = ditron.combine_experts([_grouped_mm_1, index_put, reshape_default], 'top_k=2', None)
-getitem_5 [10, 16] = combine_experts[0]
+_grouped_mm_1 [160, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)
+view_1 [160] = aten.reshape(getitem, [-1])
+index_1 [160] = aten.index.Tensor(view_1, [getitem_3])
+unsqueeze [160, 1] = aten.unsqueeze(index_1, -1)
+empty [160] = aten.empty.memory_format([160], dtype=torch.int64, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
+iota [160] = prims.iota(160, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
+index_put [160] = aten.index_put(empty, [getitem_3], iota)
+reshape_default [160] = aten.reshape(unsqueeze, [-1])
+combine_experts = ditron.combine_experts([_grouped_mm_1, index_put, reshape_default], 'top_k=8', None)
+getitem_5 [20, 16] = combine_experts[0]
 after__default = ditron.after_(getitem_5, getitem_6)
-all_reduce_1 [10, 16] = _c10d_functional.all_reduce(getitem_5, 'sum', '0')
-wait_tensor_1 [10, 16] = _c10d_functional.wait_tensor(all_reduce_1)
+all_reduce_1 [20, 16] = _c10d_functional.all_reduce(getitem_5, 'sum', '0')
+wait_tensor_1 [20, 16] = _c10d_functional.wait_tensor(all_reduce_1)
 return (wait_tensor_1,)""")
 
 
@@ -163,9 +164,15 @@ def test_the_forward_of_training_has_it_too() -> None:
     assert (calls(forward), calls(backward)) == (1, 0)
 
 
-def test_it_has_to_be_named_and_leaves_the_library_alone() -> None:
-    same_results(experts, made=0, options=Options())
-    same_results(experts, made=0, options=replace(NAMED, strategy="library"))
+def test_it_can_be_left_out_and_leaves_the_library_alone() -> None:
+    others = tuple(name for name in DEFAULT.fusions if name != KIND)
+    same_results(experts, made=0, options=replace(DEFAULT, fusions=others))
+    same_results(experts, made=0, options=replace(DEFAULT, strategy="library"))
+
+
+def test_sums_that_inductor_unrolls_are_left_to_it() -> None:
+    with inductor_config.patch(unroll_reductions_threshold=K + 1):
+        same_results(experts, made=0)
 
 
 def used_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
