@@ -45,11 +45,12 @@ def test_all_reduce_rms_norm(rank_pools: RankPools) -> None:
     assert all(row.p50_us for row in rows)
 
 
-def test_combine_experts(rank_pools: RankPools) -> None:
+@pytest.mark.parametrize(("form", "rival"), [("index", "embedding_bag"), ("scatter", "deterministic")])
+def test_combine_experts(rank_pools: RankPools, form: str, rival: str) -> None:
     module = "benchmarks.ops.combine_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "6", "--rounds", "2", "--out", "", "--commit", "0"]
-    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny))
-    wanted = {"inductor", "max_autotune", "embedding_bag", "ditron"}
+    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args([*tiny, "--form", form]))
+    wanted = {"inductor", "max_autotune", rival, "ditron"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 

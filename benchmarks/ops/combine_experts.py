@@ -10,6 +10,11 @@ interleaved:
     embedding_bag      torch's `embedding_bag` of the products with weights, whose weights have to be bfloat16
     ditron             one call of `combine_experts`
 
+With `--form scatter` a call takes the slots in their sorted order in place of the places, and adds the products to the
+rows of their tokens, as TorchTitan writes it. Then `inductor` and `max_autotune` compile `scatter_add`,
+`deterministic` is `scatter_add` by torch's deterministic algorithm, as in TorchTitan 0.3, and `ditron` makes the places
+first.
+
 The limit is the time to read the products and to write the sums, at the speed of a copy on this GPU, which is measured
 first.
 """
@@ -47,19 +52,20 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import CombineExperts
 
 MODULE = "benchmarks.ops.combine_experts"
-NAMES = ("inductor", "max_autotune", "embedding_bag", "ditron")
+NAMES = ("inductor", "max_autotune", "embedding_bag", "deterministic", "ditron")
 HEADS = ["cell", "limit", *NAMES, "ditron/limit", "best other/ditron"]
+FORMS = ("index", "scatter")
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""products [S, D], places [S], scale [S]."""
+"""products [S, D], the places of the slots of the tokens or the slots in sorted order [S], scale [S]."""
 
 
-def drawn(model: str, T: int, routing: str, device: torch.device, seed: int) -> Operands:
+def drawn(model: str, T: int, routing: str, form: str, device: torch.device, seed: int) -> Operands:
     """Random operands."""
     sizes, generator = (MODELS | TINY)[model], torch.Generator(device=device).manual_seed(seed)
     weights, experts = routed(T, sizes, routing, device, generator)
     order = experts.reshape(-1).argsort()
     products = torch.empty(T * sizes.k, sizes.D, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-    return products, order.argsort(), weights.reshape(-1)[order]
+    return products, order.argsort() if form == "index" else order, weights.reshape(-1)[order]
 
 
 def by_sum(top_k: int) -> Callable[..., torch.Tensor]:
@@ -82,23 +88,60 @@ def by_bags(top_k: int) -> Callable[..., torch.Tensor]:
     return layer
 
 
-def contestants(session: Session, top_k: int, given: Sequence[Operands]) -> dict[str, Callable[[int], object]]:
+def scaled(products: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The terms that TorchTitan adds up."""
+    factors = scale.unsqueeze(-1)
+    return (products.to(factors.dtype) * factors).to(products.dtype)
+
+
+def by_scatter(top_k: int, terms_of: Callable[..., torch.Tensor] = scaled) -> Callable[..., torch.Tensor]:
+    """The sum as TorchTitan writes it."""
+
+    def layer(products: torch.Tensor, order: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        index = (order // top_k).unsqueeze(-1).expand_as(products)
+        zeros = products.new_zeros(len(order) // top_k, products.shape[1])
+        return zeros.scatter_add(0, index, terms_of(products, scale))
+
+    return layer
+
+
+def deterministic(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The layer by torch's deterministic algorithms."""
+
+    def call(*operands: torch.Tensor) -> torch.Tensor:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return layer(*operands)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return call
+
+
+def contestants(
+    session: Session, top_k: int, form: str, given: Sequence[Operands]
+) -> dict[str, Callable[[int], object]]:
     """The contestants whose results are right, captured on a GPU."""
     node, on_gpu = CombineExperts(top_k), session.clock.device.type == "cuda"
 
-    def ours(products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = schema.call(node, products=products, places=places, scale=scale)[0]
+    def ours(products: torch.Tensor, index: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if form == "scatter":
+            index = index.scatter(0, index, torch.arange(len(index), device=index.device))
+        out: torch.Tensor = schema.call(node, products=products, places=index, scale=scale)[0]
         return out
 
     tuned = {"mode": "max-autotune-no-cudagraphs"} if on_gpu else {}
+    written = (by_sum if form == "index" else by_scatter)(top_k)
     layers = {
-        "inductor": torch.compile(by_sum(top_k), dynamic=False),
-        "max_autotune": torch.compile(by_sum(top_k), dynamic=False, **tuned),
-        "embedding_bag": by_bags(top_k),
+        "inductor": torch.compile(written, dynamic=False),
+        "max_autotune": torch.compile(written, dynamic=False, **tuned),
         "ditron": ours,
     }
-    products, places, scale = (one.double() if one.is_floating_point() else one for one in given[0])
-    wanted = by_sum(top_k)(products, places, scale)
+    if form == "index":
+        layers["embedding_bag"] = by_bags(top_k)
+    else:
+        layers["deterministic"] = deterministic(by_scatter(top_k, torch.compile(scaled, dynamic=False)))
+    wanted = written(*(one.double() if one.is_floating_point() else one for one in given[0]))
 
     def checked(name: str) -> Callable[[int], object]:
         error = relative_error(layers[name](*given[0]), wanted)
@@ -114,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
     add_cells(result, models=list(MODELS), tokens=[8192, 2048, 512, 32])
+    result.add_argument("--form", choices=FORMS, default=FORMS[0], help="how the sum is written")
     command.add_common(result, world=1, limit_s=LIMIT_S)
     result.set_defaults(rounds=9)
     return result
@@ -126,14 +170,14 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
     device = session.clock.device
     rate = bytes_per_s(device)
     for model, T, routing in itertools.product(options.models, options.tokens, options.routing):
-        shape = f"model={model};T={T};routing={routing}"
+        shape = f"model={model};T={T};routing={routing}" + f";form={options.form}" * (options.form != FORMS[0])
         if session.seconds() > options.budget:
             session.say(f"no time for {shape}")
             continue
         sizes = (MODELS | TINY)[model]
         nbytes = T * (sizes.k + 1) * sizes.D * 2
-        given = [drawn(model, T, routing, device, seed) for seed in range(copies_of(device, nbytes))]
-        calls = contestants(session, sizes.k, given)
+        given = [drawn(model, T, routing, options.form, device, seed) for seed in range(copies_of(device, nbytes))]
+        calls = contestants(session, sizes.k, options.form, given)
         times = interleaved(session.clock, calls, GRAPH_CALLS if device.type == "cuda" else 1, options.rounds)
         limit_us = nbytes / rate * 1e6
         rows += session.rows_of(

@@ -5,36 +5,46 @@ Before, with T tokens that take k experts each, in S = T * k slots sorted by exp
     _grouped_mm(..) [S, N] -> mul(.., unsqueeze(scale [S], -1)) -> index(.., [places [S]]) -> reshape [T, k, N]
     -> sum over k -> [cast] -> [add(.., added)]
 
+and as TorchTitan writes it, also with `index_add` and `index_put`:
+
+    _grouped_mm(..) [S, N] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
+    -> scatter_add(added or zeros [T, N], 0, expand(order [S] // k), ..)             order: the indices of a sort
+
 After:
 
     _grouped_mm(..), places, reshape(scale) [S], [added] -> ditron.combine_experts -> getitem 0 [T, N]
 
-Inductor writes the scaled terms of all slots, in fp32 where the scale is in fp32, before it reads them by their places.
-Only sums of few terms are unrolled, which makes one kernel of all of it, as fast as the node's. The node reads each
-product once and writes only the sums (see lowering/combine_experts/combine_kernel.py). Whatever made `places` and
-`scale`, each token gets the sum of the slots that they name. What is rounded on the way to the sum is not rounded in
-the node, which adds in fp32, as Inductor's kernel does. A collective behind the sum is fused or left alone as it was
-before.
+In the first form Inductor writes the scaled terms of all slots, in fp32 where the scale is in fp32, before it reads
+them by their places. Only sums of few terms are unrolled, which makes one kernel of all of it, as fast as the node's.
+In the second form the rows are added by atomic operations, or after another sort. The node reads each product once and
+writes only the sums (see lowering/combine_experts/combine_kernel.py). Whatever made `places` and `scale`, each token
+gets the sum of the slots that they name. In the second form `order` has each of 0 to S - 1 once, because it is the
+indices of a sort. So `order // k` is each token k times, and the places are the inverse of `order`. What is rounded on
+the way to the sum is not rounded in the node, which adds in fp32. A collective behind the sum is fused or left alone as
+it was before.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * Inductor unrolls the sum;
 * anything between the grouped matmul and the sum is used elsewhere;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
+* the places are those of no sort, in the second form: tokens may then have any number of slots;
 * the sum has another dtype than the products, or the result has other strides than row-major ones;
 * something writes into an operand, which the call would read later.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task.nodes import CombineExperts
@@ -43,18 +53,29 @@ from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 aten = torch.ops.aten
 GROUPED = aten._grouped_mm.default
 CAST = torch.ops.prims.convert_element_type.default
+SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", "torchtitan::deterministic_scatter_add")
+SORTS = (aten.sort.default, aten.sort.stable)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The scaled products of all slots. scale: [S, 1]. steps: the nodes from behind the matmul to the terms."""
+
+    grouped: fx.Node
+    scale: fx.Node
+    steps: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class Match:
-    """A weighted sum of slots. grouped: the matmul. places: [S]. scale: [S, 1]. added: in any shape of T * N elements,
-    or None. views: those between the sum [T, N] and `result`, which is replaced. steps: the nodes from behind the
-    matmul to the result.
+    """A weighted sum of slots. index: [S], the places of the slots of the tokens, or, if `sorts`, the slot at each
+    place. added: in any shape of T * N elements, or None. views: those between the sum [T, N] and `result`, which is
+    replaced. steps: the nodes from behind the matmul to the result.
     """
 
-    grouped: fx.Node
-    places: fx.Node
-    scale: fx.Node
+    terms: Terms
+    index: fx.Node
+    sorts: bool
     top_k: int
     added: fx.Node | None
     views: tuple[fx.Node, ...]
@@ -62,51 +83,128 @@ class Match:
     steps: tuple[fx.Node, ...]
 
 
-def find_combine_experts(total: fx.Node) -> Match | None:
-    """Proves that the sum `total` is one of the slots of each token, as drawn above; None if it is not."""
-    terms, bound = proofs.operand(total), proofs.arguments(total)
-    shape = proofs.fake(terms).shape
+def find_combine_experts(node: fx.Node) -> Match | None:
+    """Proves that `node` is the sum of the slots of each token, in one of the two forms; None if it is not."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if node.target is aten.sum.dim_IntList:
+        return _sum_of_indexed(node)
+    is_scatter = node.target._schema.name in SCATTERS and node.target._overloadname == "default"
+    return _scattered(node) if is_scatter else None
+
+
+def _sum_of_indexed(total: fx.Node) -> Match | None:
+    """Proves the first form."""
+    summed, bound = proofs.operand(total), proofs.arguments(total)
+    shape = proofs.fake(summed).shape
     dims = [dim % 3 for dim in bound["dim"] or ()]
     if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int):
         return None
     if shape[1] < inductor_config.unroll_reductions_threshold:
         return None
-    *views, taken = proofs.views_up(terms)
+    *views, taken = proofs.views_up(summed)
     scaled = taken.args[0] if taken.target is aten.index.Tensor else None
     indices = taken.args[1] if scaled is not None else None
     if not isinstance(scaled, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
         return None
-    places, factors = indices[0], [factor for factor in scaled.args if isinstance(factor, fx.Node)]
-    if scaled.target is not aten.mul.Tensor or len(factors) != 2 or not isinstance(places, fx.Node):
+    places, terms = indices[0], _terms(scaled)
+    if terms is None or not isinstance(places, fx.Node) or not _fits(terms, places, *shape):
         return None
-    grouped, scale = factors if factors[0].target is GROUPED else factors[::-1]
-    if grouped.target is not GROUPED or not _fits(grouped, places, scale, shape):
-        return None
-    steps = (scaled, taken, *views, total)
-    if proofs.other_user(steps[:-1], {*steps}) is not None:
-        return None
-    product, rounded = proofs.fake(grouped), _cast(total, proofs.fake(grouped).dtype)
-    # A sum of another kind of numbers would not be what is added up here.
-    if not proofs.fake(total).dtype.is_floating_point or proofs.fake(rounded).dtype != product.dtype:
-        return None
+    rounded = _cast(total, proofs.fake(terms.grouped).dtype)
     result, behind, added = _added(rounded)
-    value = proofs.fake(result)
-    if not proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape)):
-        return None
-    operands = (grouped, places, scale, *((added,) if added is not None else ()))
-    if written(operands) is not None:
-        return None
-    return Match(grouped, places, scale, shape[1], added, behind, result, (*steps, rounded, *behind, result))
+    found = Match(terms, places, False, shape[1], added, behind, result, (*terms.steps, taken, *views, total))
+    # A sum of another kind of numbers would not be what is added up here.
+    return _checked(found, rounded) if proofs.fake(total).dtype.is_floating_point else None
 
 
-def _fits(grouped: fx.Node, places: fx.Node, scale: fx.Node, shape: torch.Size) -> bool:
-    """Returns whether the operands of a sum of terms [T, k, N] are those of its slots."""
-    T, top_k, N = shape
-    place, factor = proofs.fake(places), proofs.tensor(scale)
+def _scattered(total: fx.Node) -> Match | None:
+    """Proves the second form."""
+    bound, shape = proofs.arguments(total), proofs.fake(total).shape
+    base, index = bound.get("self", bound.get("out")), bound.get("index")
+    source = bound.get("source", bound.get("src", bound.get("values")))
+    if "indices" in bound and bound["accumulate"] and len(bound["indices"]) == 1:
+        (index,) = bound["indices"]
+    assert isinstance(base, fx.Node) and isinstance(source, fx.Node)
+    if not isinstance(index, fx.Node) or len(shape) != 2:
+        return None
+    terms, order = _terms(source), _sorted_slots(index)
+    if terms is None or order is None or bound.get("dim", 0) != 0 or bound.get("alpha", 1) != 1:
+        return None
+    # The token of each row, or of each element.
+    per_row = "indices" in bound or "alpha" in bound
+    expected = proofs.fake(terms.grouped).shape[: 1 if per_row else 2]
+    fits = proofs.same_shape(tuple(proofs.fake(index).shape), tuple(expected))
+    if not fits or not _fits(terms, order[0], shape[0], order[1], shape[1]):
+        return None
+    result, views, added = _added(total) if _is_zeros(base) else (total, (), base)
+    return _checked(Match(terms, order[0], True, order[1], added, views, result, (*terms.steps, total)), total)
+
+
+def _terms(node: fx.Node) -> Terms | None:
+    """Reads `node` as products of a grouped matmul with factors, which may be cast before and behind that."""
+    scaled = proofs.operand(node) if _casts(node) else node
+    factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
+    if scaled.target is not aten.mul.Tensor or len(factors) != 2:
+        return None
+    for factor, scale in (factors, factors[::-1]):
+        grouped = proofs.operand(factor) if _casts(factor) else factor
+        if grouped.target is GROUPED:
+            behind = (factor, scaled, node)
+            return Terms(grouped, scale, behind if factor is not grouped else behind[1:])
+    return None
+
+
+def _casts(node: fx.Node) -> bool:
+    return node.target is CAST and all(one.dtype.is_floating_point for one in map(proofs.fake, (node, node.args[0])))
+
+
+def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
+    """Returns (the indices of a sort of all slots, k) if `index` has their quotients by k, for rows or elements."""
+    rows = index
+    if rows.target is aten.expand.default:
+        rows = proofs.operand(rows)
+        if not proofs.known_equal(proofs.fake(rows).shape[-1], 1):
+            return None
+    rows = proofs.views_up(rows)[-1]
+    if rows.target not in (aten.div.Tensor_mode, aten.floor_divide.default) or len(rows.args) != 2:
+        return None
+    order, top_k = rows.args
+    if rows.kwargs.get("rounding_mode", "floor") is None or not isinstance(top_k, int) or top_k < 1:
+        return None
+    if not isinstance(order, fx.Node) or order.target is not operator.getitem or order.args[1] != 1:
+        return None
+    sort = proofs.operand(order)
+    return (order, top_k) if sort.target in SORTS and proofs.fake(order).ndim == 1 else None
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    return node.target is aten.full.default and node.args[1] in (0,)
+
+
+def _fits(terms: Terms, slots: fx.Node, T: Any, top_k: int, N: Any) -> bool:
+    """Returns whether the operands of a sum of `top_k` terms for T tokens are those of their slots."""
+    place, factor = proofs.fake(slots), proofs.tensor(terms.scale)
     if factor is None or place.dtype != torch.int64 or factor.dtype not in ACTIVATION_DTYPES:
         return False
-    expected = ((place, (T * top_k,)), (proofs.fake(grouped), (T * top_k, N)), (factor, (T * top_k, 1)))
+    expected = ((place, (T * top_k,)), (proofs.fake(terms.grouped), (T * top_k, N)), (factor, (T * top_k, 1)))
     return all(proofs.same_shape(tuple(value.shape), of_slots) for value, of_slots in expected)
+
+
+def _checked(found: Match, total: fx.Node) -> Match | None:
+    """Returns the match if nothing else reads its steps, and its result is what the node returns. total: [T, N]."""
+    *inner, last = found.steps
+    value = proofs.fake(found.result)
+    operands = [found.terms.grouped, found.index, found.terms.scale, *([found.added] if found.added else ())]
+    columns = sizes.in_graph(found.result.graph, found.result, proofs.fake(total).shape[1])
+    wrong = (
+        proofs.other_user(inner, {*inner, last}) is not None
+        or proofs.fake(total).dtype != proofs.fake(found.terms.grouped).dtype
+        or (found.added is not None and proofs.fake(found.added).dtype != proofs.fake(total).dtype)
+        or not proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape))
+        or written(operands) is not None
+        or columns is None
+    )
+    return None if wrong else replace(found, steps=(*found.steps, total, *found.views, found.result))
 
 
 def _cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -130,17 +228,29 @@ def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None
     return (user, tuple(chain[1:]), terms[0]) if fits else (total, (), None)
 
 
+def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:
+    """Inserts the place of each slot, from the slot at each place [S]."""
+    value = proofs.fake(order)
+    (S,) = value.shape
+    length = S if isinstance(S, int) else sizes.made(graph, aten.sym_size.int, (order, 0), S)
+    iota = rewriting.call(graph, torch.ops.prims.iota.default, (length,), order, (S,))
+    iota.kwargs = {"start": 0, "step": 1, "dtype": value.dtype, "device": value.device, "requires_grad": False}
+    return rewriting.call(graph, aten.scatter.src, (order, 0, order, iota), order, (S,))
+
+
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
     """Replaces a sum by one op call."""
-    like, result = proofs.fake(match.grouped), match.result
-    (S,), N = proofs.fake(match.places).shape, like.shape[1]
+    terms, result = match.terms, match.result
+    like = proofs.fake(terms.grouped)
+    (S,), N = proofs.fake(match.index).shape, like.shape[1]
     shape = (S // match.top_k, N)
     task = CombineExperts(match.top_k, match.added is not None, options.strategy)
     with graph.inserting_before(result):
-        scale = rewriting.call(graph, aten.reshape.default, (match.scale, [-1]), match.scale, (S,))
-        operands = {"products": match.grouped, "places": match.places, "scale": scale}
+        scale = rewriting.call(graph, aten.reshape.default, (terms.scale, [-1]), terms.scale, (S,))
+        places = _inverse(graph, match.index) if match.sorts else match.index
+        operands = {"products": terms.grouped, "places": places, "scale": scale}
         if match.added is not None:
-            rows = (match.added, [-1, N])
+            rows = (match.added, [-1, sizes.in_graph(graph, result, N)])
             operands["added"] = rewriting.call(graph, aten.reshape.default, rows, match.added, shape)
         made = rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape))
         call = rewriting.call_task(graph, task, operands, result, [made])
@@ -159,7 +269,7 @@ def combine_experts(graph: fx.Graph, *, options: Options) -> int:
         return 0
     made = 0
     # One after the other: what is added to a sum may be another one.
-    for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+    for total in list(graph.nodes):
         match = find_combine_experts(total)
         if match is not None:
             rewrite(graph, match, options)

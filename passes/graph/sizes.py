@@ -54,7 +54,7 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
     if known is not None:
         return known
     if not asked(source):
-        return _made(graph, aten.sym_size.int, (source, dim), length)
+        return made(graph, aten.sym_size.int, (source, dim), length)
     if source.target in RESHAPES:
         size = list(proofs.arguments(source).values())[1][dim]
         return size if isinstance(size, fx.Node) else None
@@ -68,7 +68,7 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
         if target is ALL_GATHER:
             return _multiple(graph, reader, operand, dim, group_size, length, asked)
         whole = _size(graph, reader, operand, dim, asked)
-        return None if whole is None else _made(graph, operator.floordiv, (whole, group_size), length)
+        return None if whole is None else made(graph, operator.floordiv, (whole, group_size), length)
     if source.target is aten.mm.default:
         return _size(graph, reader, source.args[dim], dim, asked)  # type: ignore[arg-type]
     if source.target is aten.addmm.default:
@@ -117,7 +117,7 @@ def _multiple(
     graph: fx.Graph, reader: fx.Node, source: Any, dim: int, times: Any, length: Any, asked: Callable[[fx.Node], bool]
 ) -> Any:
     size = _size(graph, reader, source, dim, asked)
-    return None if size is None else _made(graph, operator.mul, (size, times), length)
+    return None if size is None else made(graph, operator.mul, (size, times), length)
 
 
 def in_graph(graph: fx.Graph, before: fx.Node, length: Any) -> Any:
@@ -139,7 +139,8 @@ def _existing(graph: fx.Graph, reader: fx.Node, length: Any, asked: Callable[[fx
     return None
 
 
-def _made(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], length: Any) -> fx.Node:
+def made(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], length: Any) -> fx.Node:
+    """Inserts a call that computes the size `length`."""
     node = graph.call_function(target, args)
     node.meta["val"] = length
     return node

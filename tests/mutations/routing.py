@@ -87,8 +87,22 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "terms that are read elsewhere are left unmade",
         "passes/fuse/combine_experts.py",
-        "if proofs.other_user(steps[:-1], {*steps}) is not None:",
-        "if proofs.other_user(steps[:-1], {*steps}) is steps:",
+        "proofs.other_user(inner, {*inner, last}) is not None",
+        "proofs.other_user(inner, {*inner, last}) is inner",
         "tests/passes/test_combine_experts.py::test_it_must_not_fire[used_elsewhere]",
+    ),
+    Mutation(
+        "tokens need not have as many slots as they take experts",
+        "passes/fuse/combine_experts.py",
+        "order.target is not operator.getitem or order.args[1] != 1",
+        "order.target is not operator.getitem",
+        "tests/passes/test_combine_experts.py::test_it_must_not_fire[to_ranked_values]",
+    ),
+    Mutation(
+        "rows may be added to a part of the columns",
+        "passes/fuse/combine_experts.py",
+        "if not fits or not _fits(",
+        "if not _fits(",
+        "tests/passes/test_combine_experts.py::test_it_must_not_fire[to_some_columns]",
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -98,6 +100,87 @@ wait_tensor_1 [20, 16] = _c10d_functional.wait_tensor(all_reduce_1)
 return (wait_tensor_1,)""")
 
 
+def sorted_slots(
+    up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the scaled products of all slots, the tokens of these, x), as TorchTitan makes them."""
+    x = all_reduce(x @ up[0].mT @ up[0])
+    weights, chosen = scores.topk(K)
+    ids = chosen.view(-1)
+    order = torch.argsort(ids, stable=True)
+    rows = order // K
+    ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+    products = torch._grouped_mm(torch._grouped_mm(x[rows], up.mT, offs=ends), down.mT, offs=ends)
+    return (products.float() * weights.view(-1)[order].reshape(-1, 1)).bfloat16(), rows, x
+
+
+def scattered(*operands: torch.Tensor) -> torch.Tensor:
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(x).scatter_add(0, rows.reshape(-1, 1).expand(-1, D), terms).view(2, -1, D))
+
+
+def added_rows(*operands: torch.Tensor) -> torch.Tensor:
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(x).index_add(0, rows, terms) + x.sin())
+
+
+def put_rows(*operands: torch.Tensor) -> torch.Tensor:
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(x.cos().index_put((rows,), terms, accumulate=True))
+
+
+def test_golden_sums_by_scatter() -> None:
+    lines = text(same_results(scattered, made=1).graph).splitlines()
+    begin = next(index for index, line in enumerate(lines) if "_grouped_mm_1" in line)
+    expecttest.assert_expected_inline("\n".join(lines[begin:]), """\
+_grouped_mm_1 [160, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)
+view_1 [160] = aten.reshape(getitem, [-1])
+index_1 [160] = aten.index.Tensor(view_1, [getitem_3])
+view_2 [160, 1] = aten.reshape(index_1, [-1, 1])
+reshape_default [160] = aten.reshape(view_2, [-1])
+iota_default [160] = prims.iota(160, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
+scatter_src [160] = aten.scatter.src(getitem_3, 0, getitem_3, iota_default)
+combine_experts = ditron.combine_experts([_grouped_mm_1, scatter_src, reshape_default], 'top_k=8', None)
+getitem_5 [20, 16] = combine_experts[0]
+view_4 [2, 10, 16] = aten.reshape(getitem_5, [2, -1, 16])
+after__default = ditron.after_(view_4, getitem_6)
+all_reduce_1 [2, 10, 16] = _c10d_functional.all_reduce(view_4, 'sum', '0')
+wait_tensor_1 [2, 10, 16] = _c10d_functional.wait_tensor(all_reduce_1)
+return (wait_tensor_1,)""")
+
+
+@pytest.mark.parametrize("fn", [added_rows, put_rows])
+def test_what_is_added_to_scattered_sums_goes_into_the_node(fn: Callable[..., Any]) -> None:
+    (line,) = [one for one in text(same_results(fn, made=1).graph).splitlines() if "ditron.combine" in one]
+    assert "has_added" in line
+
+
+def op_of_torchtitan() -> Callable[..., torch.Tensor]:
+    """TorchTitan's op, or one with its name and its arguments if it is not installed."""
+    with contextlib.suppress(ImportError):
+        found: Callable[..., torch.Tensor]
+        found = importlib.import_module("torchtitan.ops.scatter_add").deterministic_scatter_add
+        return found
+
+    @torch.library.custom_op("torchtitan::deterministic_scatter_add", mutates_args=())
+    def deterministic_scatter_add(out: torch.Tensor, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        return out.scatter_add(0, index, src)
+
+    deterministic_scatter_add.register_fake(lambda out, index, src: torch.empty_like(out))
+    return deterministic_scatter_add
+
+
+def test_the_op_of_torchtitan() -> None:
+    add = op_of_torchtitan()
+
+    def titan(*operands: torch.Tensor) -> torch.Tensor:
+        terms, rows, x = sorted_slots(*operands)
+        index = rows.reshape(-1, 1).expand(-1, D)
+        return all_reduce(add(torch.zeros_like(x), index, terms))
+
+    same_results(titan, made=1)
+
+
 def test_what_is_added_goes_into_the_node() -> None:
     (line,) = [one for one in text(same_results(with_another, made=1).graph).splitlines() if "ditron.combine" in one]
     assert "has_added" in line
@@ -125,7 +208,7 @@ def by_size(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch
     return all_reduce(routed(up, x, scores, down).view(x.shape[0], K, D).sum(1).bfloat16())
 
 
-@pytest.mark.parametrize("fn", [experts, with_another, by_size])
+@pytest.mark.parametrize("fn", [experts, with_another, by_size, scattered, put_rows])
 def test_any_number_of_tokens(fn: Callable[..., Any]) -> None:
     (module,) = compiled_graphs(fn, *OPERANDS, dynamic=True)
     inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
@@ -158,9 +241,10 @@ def test_sums_that_are_added_to_each_other(fn: Callable[..., Any], dynamic: bool
     assert calls(module) == 2
 
 
-def test_the_forward_of_training_has_it_too() -> None:
+@pytest.mark.parametrize("fn", [experts, scattered])
+def test_the_forward_of_training_has_it_too(fn: Callable[..., Any]) -> None:
     trained = [one.requires_grad_() for one in (UP.clone(), X.clone(), SCORES.clone(), DOWN.clone())]
-    forward, backward = compiled_graphs(experts, *trained)
+    forward, backward = compiled_graphs(fn, *trained)
     assert (calls(forward), calls(backward)) == (1, 0)
 
 
@@ -229,7 +313,69 @@ def alone(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.T
     return (products * scores.view(-1)[order].unsqueeze(-1))[order.argsort()].view(T, K, D).sum(1).bfloat16()
 
 
+def to_other_tokens(*operands: torch.Tensor) -> torch.Tensor:
+    """Tokens have more slots than the experts that they take, and others none."""
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(x).index_add(0, rows // 2, terms))
+
+
+def to_unsorted_tokens(*operands: torch.Tensor) -> torch.Tensor:
+    """Nobody knows how many slots a token has."""
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(x).index_add(0, operands[2].argmax(1).repeat(K) // K, terms))
+
+
+def to_ranked_values(*operands: torch.Tensor) -> torch.Tensor:
+    """The values of a sort, not its indices."""
+    terms, rows, x = sorted_slots(*operands)
+    values = operands[2].topk(K)[1].reshape(-1).sort()[0]
+    return all_reduce(torch.zeros_like(x).index_add(0, values // K, terms))
+
+
+def to_some_columns(*operands: torch.Tensor) -> torch.Tensor:
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(x).scatter_add(0, rows.reshape(-1, 1).expand(-1, D // 2), terms))
+
+
+def along_columns(*operands: torch.Tensor) -> torch.Tensor:
+    terms, rows, x = sorted_slots(*operands)
+    index = (rows % D).reshape(-1, 1).expand(-1, D)
+    return all_reduce(x.new_zeros(T * K, D).scatter_add(1, index, terms))
+
+
+def added_twice(*operands: torch.Tensor) -> torch.Tensor:
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(x).index_add(0, rows, terms, alpha=2))
+
+
+def put_and_replaced(*operands: torch.Tensor) -> torch.Tensor:
+    """Not added up: which slot of a token stays is not said. The slots of a token are made equal here."""
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(x).index_put((rows,), terms * 0))
+
+
+def scattered_and_read(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(x).index_add(0, rows, terms)), terms.amax()
+
+
+def true_quotient(*operands: torch.Tensor) -> torch.Tensor:
+    """The quotients are rounded up."""
+    terms, rows, x = sorted_slots(*operands)
+    order = operands[2].topk(K)[1].reshape(-1).argsort()
+    return all_reduce(x.new_zeros(T + 1, D).index_add(0, (order / K).ceil().long(), terms))
+
+
 REFUSED = (
+    to_other_tokens,
+    to_unsorted_tokens,
+    to_ranked_values,
+    to_some_columns,
+    along_columns,
+    added_twice,
+    put_and_replaced,
+    scattered_and_read,
+    true_quotient,
     used_elsewhere,
     slots_of_others,
     fewer_places,
