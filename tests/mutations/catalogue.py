@@ -511,9 +511,9 @@ PASSES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a gather along the last dimension is not read as a transpose",
-        "passes/fuse/all_gather_matmul.py",
-        "return OrientedMatmul(use.user, use.operand, use.transposed != swapped)",
-        "return OrientedMatmul(use.user, use.operand, use.transposed)",
+        "passes/graph/gathered.py",
+        "return OrientedMatmul(user, use.operand, use.transposed != gathered.swapped)",
+        "return OrientedMatmul(user, use.operand, use.transposed)",
         "tests/passes/test_transposed_problems.py::test_golden_weight_gathered_along_its_columns",
     ),
     Mutation(
