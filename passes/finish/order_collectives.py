@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,53 +55,47 @@ SELECTABLE = (
 )
 
 
-@dataclass(frozen=True)
-class Match:
-    """One launch of the chain: a Task node, or a collective that no pass has fused."""
-
-    node: fx.Node
-    is_task: bool
-
-
-def find_chain(graph: fx.Graph) -> list[Match]:
-    """The launches to keep in order, in graph order; empty for a graph without a Task node."""
+def find_chain(graph: fx.Graph) -> list[fx.Node]:
+    """The launches to keep in order, Task nodes and collectives that no pass has fused, in graph order; empty for a
+    graph without a Task node.
+    """
     groups = {group_of(node) for node in graph.nodes if is_task(node)}
-    chain: list[Match] = []
+    chain: list[fx.Node] = []
     for node in graph.nodes:
         if is_task(node):
-            chain.append(Match(node, is_task=True))
+            chain.append(node)
         elif groups and launches_collective(node):
             group = group_of(node)
             if not isinstance(group, str) or group in groups or is_vllm_collective(node):
-                chain.append(Match(node, is_task=False))
+                chain.append(node)
     return chain
 
 
-def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
+def rewrite(graph: fx.Graph, chain: Sequence[fx.Node]) -> None:
     """Puts each launch of `chain` behind the one before it."""
     for previous, current in zip(chain, chain[1:], strict=False):
         token = _token_after(graph, previous)
-        if current.is_task:
-            current.node.update_arg(schema.TOKEN, token)
+        if is_task(current):
+            current.update_arg(schema.TOKEN, token)
         else:
-            _put_after(graph, current.node, token)
+            _put_after(graph, current, token)
 
 
 def order_collectives(graph: fx.Graph, *, options: Options) -> int:
     """Chains the launches, and returns how many were put behind another; 0 if the graph was chained before."""
     chain = find_chain(graph)
-    if any(_is_chained(match) for match in chain):
+    if any(map(_is_chained, chain)):
         return 0
     rewrite(graph, chain)
     return max(len(chain) - 1, 0)
 
 
-def _token_after(graph: fx.Graph, match: Match) -> fx.Node:
+def _token_after(graph: fx.Graph, launch: fx.Node) -> fx.Node:
     """Returns the token that the launch returns, or a new token that depends on its first output."""
-    value = match.node.meta["val"]
-    if match.is_task:
-        return _getitem(graph, match.node, len(value) - 1)
-    launched = _getitem(graph, match.node, 0) if isinstance(value, (list, tuple)) else match.node
+    value = launch.meta["val"]
+    if is_task(launch):
+        return _getitem(graph, launch, len(value) - 1)
+    launched = _getitem(graph, launch, 0) if isinstance(value, (list, tuple)) else launch
     return _call_behind(graph, launched, schema.overload("token_of"), (launched,))
 
 
@@ -147,13 +140,13 @@ def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
     return True
 
 
-def _is_chained(match: Match) -> bool:
+def _is_chained(launch: fx.Node) -> bool:
     """Returns whether something waits for the token of the launch."""
-    value = match.node.meta["val"]
-    if match.is_task:
-        getitems = [user for user in match.node.users if user.target is operator.getitem]
+    value = launch.meta["val"]
+    if is_task(launch):
+        getitems = [user for user in launch.users if user.target is operator.getitem]
         return any(user.args[1] == len(value) - 1 and user.users for user in getitems)
-    outputs = list(match.node.users) if isinstance(value, (list, tuple)) else [match.node]
+    outputs = list(launch.users) if isinstance(value, (list, tuple)) else [launch]
     return any(user.target is schema.overload("token_of") for output in outputs for user in output.users)
 
 

@@ -526,7 +526,7 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "Task nodes are not put behind each other",
         "passes/finish/order_collectives.py",
-        "            current.node.update_arg(schema.TOKEN, token)\n",
+        "            current.update_arg(schema.TOKEN, token)\n",
         "            pass\n",
         "tests/passes/test_order_collectives.py::test_one_chain_across_groups_with_tasks",
     ),
