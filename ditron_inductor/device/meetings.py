@@ -101,10 +101,6 @@ class Meetings:
     def _site(self, group_name: str, site: str) -> tuple[str, str]:
         return self._sites.get(groups.find(group_name), {}).get(site, ("", ""))
 
-    def holder(self, process_group: dist.ProcessGroup) -> Holder:
-        """Returns what a call depends on that was decided here."""
-        return Holder(self, process_group)
-
     def known(self, facts: GraphFacts) -> Decision | None:
         """Returns the decision that follows from what was agreed before, or None. Raises DitronDiverged."""
         agreement = self._agreements.find(facts)

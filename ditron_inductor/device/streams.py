@@ -26,7 +26,6 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -43,34 +42,22 @@ def delay(us: float) -> None:
     torch.cuda._sleep(int(us * CYCLES_PER_US))
 
 
-class CallOrder(Protocol):
-    """Puts the calls of one workspace in order."""
+class CallOrder:
+    """Puts the calls of one workspace in order. On the CPU device there is nothing to do: a call has ended when it
+    returns.
+    """
 
-    stream: int
+    stream: int = 0
     """Handle of the stream that the present call runs on, as the driver takes it; 0 on the CPU."""
-    capturing: bool
+    capturing: bool = False
     """Whether the stream is being captured."""
 
     def enter(self) -> bool:
         """Orders what follows on the current stream after the last call. Returns whether it is being captured."""
-
-    def leave(self) -> None:
-        """Ends a call, whose work is on the stream that was current in `enter`."""
-
-    def is_capturing(self) -> bool: ...
-
-
-class HostOrder:
-    """The order on the CPU device: a call has ended when it returns."""
-
-    stream = 0
-    capturing = False
-
-    def enter(self) -> bool:
         return False
 
     def leave(self) -> None:
-        pass
+        """Ends a call, whose work is on the stream that was current in `enter`."""
 
     def is_capturing(self) -> bool:
         return False
@@ -85,7 +72,7 @@ class _Mark:
     capture: int
 
 
-class StreamOrder:
+class StreamOrder(CallOrder):
     """The order on a CUDA device. `device` is the current device in all calls."""
 
     def __init__(self, device: torch.device) -> None:
