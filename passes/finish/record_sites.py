@@ -108,7 +108,6 @@ def _collective_record(node: fx.Node) -> SiteRecord:
         world_size = group_size(group_name)
     reason = node.meta.get(LEFT_ALONE)
     return SiteRecord(
-        site="",
         kind=kind,
         matched=False,
         pattern=reason.pattern if reason is not None else kind,
@@ -117,12 +116,8 @@ def _collective_record(node: fx.Node) -> SiteRecord:
         dtype=str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
         device_type=inputs[0].device.type if inputs else "",
         shapes=tuple(shape_text(value.shape) for value in inputs),
-        m=None,
-        n=None,
-        k=None,
         itemsize=inputs[0].dtype.itemsize if inputs else None,
         bytes_moved=_collective_bytes(kind, inputs, world_size),
-        strategy="",
         node=node.name,
         text=node.format_node() or node.name,
         reason_code=reason.code if reason is not None else NO_PATTERN,
