@@ -222,7 +222,9 @@ def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.No
     if index > 1:
         return unread(graph, old) if proofs.tensor(old) is not None else old
     new = rewriting.output(graph, call, index, old)
-    if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere(attention):
+    # Whether every row sees a key is known of this rank alone: what follows is no collective.
+    sees_everywhere = all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
+    if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere:
         new = _finite(graph, new)
     if index == 1 and attention.kernel.base != math.e:
         new = scaled(graph, new, 1.0 / math.log(attention.kernel.base))
@@ -232,11 +234,6 @@ def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.No
     if index == 1 and attention.kernel.lse:
         return rewriting.computed(graph, aten.unsqueeze.default, (new, -1), new)
     return new
-
-
-def sees_everywhere(attention: AttentionCall) -> bool:
-    """Returns whether every row sees a key. This rank's alone: what follows is no collective."""
-    return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
 
 
 def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:
