@@ -1,7 +1,6 @@
 """Chains the Task nodes and the remaining collectives of their groups in graph order.
 
-Two ranks that run two sites in different orders wait for each other forever, and Inductor may reorder independent
-extern ops. So the launches form one chain, which only data dependencies can hold through every reordering:
+docs/order.md says why the launches form one chain, and why no form of collective needs a copy for that.
 
     before                                       after
     y, token = matmul_all_reduce(a, b, None)     y, token = matmul_all_reduce(a, b, None)
@@ -9,17 +8,9 @@ extern ops. So the launches form one chain, which only data dependencies can hol
                                                  token_1 = token_of(h)
     z, _ = matmul_all_reduce(c, d, None)         z, _ = matmul_all_reduce(c, d, token_1)
 
-A Task kernel keeps SMs while it waits, so there is one chain across all groups that have a Task node: two groups that
-share ranks must not wait for each other either. Collectives of other groups stay as they are, and so do graphs without
-a Task node. If the graph holds a group as an object, or by vLLM's name for it, it may be any group, so it is chained.
-
-Putting a collective behind the token costs no copy. There are three cases. For collectives that only read their input,
-`after` is an alias of the input. Inductor runs a reduction in place if nobody uses its input afterwards. But Inductor
-loses track of an alias that is written to, and would free the memory before the wait. So there `after_(x, token)` says
-that it writes into x, and the collective keeps its input. In the third case Inductor copies the input of a reduction
-and works on the copy, which is fused with the computation of the input; an alias in between would split the two. There
-the token becomes an operand of the copy, `where(token != 0, x, x)`, which is x bit for bit, whatever the token holds.
-`token_of` depends on the launch, not on the wait, so transfers still overlap with what follows.
+There is one chain across all groups that have a Task node. Collectives of other groups stay as they are, and so do
+graphs without a Task node. If the graph holds a group as an object, or by vLLM's name for it, it may be any group, so
+it is chained.
 """
 
 from __future__ import annotations

@@ -12,20 +12,13 @@ and, where the width of the result is not aligned either (N = 1023),
 
     w -> constant_pad_nd [4104, 1024] -> mm [M, 1024] -> slice [M, 1023]
 
-The same is done for bmm, baddbmm, and addmm, whose bias is padded too. Inductor does this by `shape_padding`, in front
-of all passes, and decides by a benchmark on each rank. So two ranks may compile two graphs, of which only one has a
-certain site. Therefore `shape_padding` is off (see `backend`), and this pass runs behind all fusions, where no other
-pass depends on it. It sees the products that no site took, it looks at sizes, dtypes and strides only, and the
-constants of its rule (`task.alignment`) are the same on all machines.
+docs/fusions.md says which products this pass takes, and why Inductor's own `shape_padding` is off. The pass runs behind
+all fusions, where no other pass depends on it. It sees the products that no site took, and it looks at sizes, dtypes
+and strides only. A padded operand is computed by the kernel that computes the operand itself, if only the product reads
+it and Inductor generates it; otherwise it is a copy. In a matrix that lies column by column the columns are padded. A
+size is padded only if elements are contiguous along it, so M is never padded for a plain `x @ w`.
 
-A padded operand is computed by the kernel that computes the operand itself, if only the product reads it and Inductor
-generates it; otherwise it is a copy. The result is a view with gaps between its rows, also where it leaves the graph,
-as with Inductor's padding. What needs contiguous rows, such as a collective, gets a copy. In a matrix that lies column
-by column the columns are padded. A size is padded only if elements are contiguous along it, so M is never padded for a
-plain `x @ w`.
-
-The products of a site are padded along K too, which each rank contracts alone. What is reduced, scattered or gathered
-behind them stays the same, and so do all facts that ranks compare.
+The products of a site are padded along K too, which each rank contracts alone:
 
     matmul_all_reduce([a [M, 4097]], [b [4097, N]])  ->  matmul_all_reduce([pad(a)], [pad(b)])
 
