@@ -96,11 +96,10 @@ def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | No
     bound = proofs.arguments(node)
     lhs, rhs = (bound[name] for name in OPERANDS[node.target])
     bias = bound["self"] if node.target in BIASED else None
-    values = [proofs.tensor(each) for each in (lhs, rhs, node, *([bias] if node.target in BIASED else []))]
-    if not _paddable(values, devices):
+    values = _paddable([lhs, rhs, node, *([bias] if node.target in BIASED else [])], devices)
+    if values is None:
         return None
-    a, b, out = values[0], values[1], values[2]
-    assert a is not None and b is not None and out is not None
+    a, b, out, *_ = values
     of_lhs, of_rhs, of_out = form(a), form(b), form(out)
     if of_lhs is None or of_rhs is None or of_out is None:
         return None
@@ -151,10 +150,10 @@ def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[S
 
 
 def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...]) -> SiteProduct | None:
-    lhs, rhs = proofs.tensor(a), proofs.tensor(b)
-    if not _paddable([lhs, rhs], devices):
+    values = _paddable([a, b], devices)
+    if values is None:
         return None
-    assert lhs is not None and rhs is not None
+    lhs, rhs = values
     of_lhs, of_rhs = form(lhs), form(rhs)
     K, N = rhs.shape
     k = alignment.missing(K, rhs.dtype)
@@ -181,17 +180,18 @@ def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...
     return SiteProduct(a, b, k, work)
 
 
-def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bool:
-    """Returns whether these are tensors of one dtype that is known here, of known sizes above 1, on a GPU."""
-    if any(value is None for value in values):
-        return False
-    found = [value for value in values if value is not None]
+def _paddable(nodes: Sequence[Any], devices: tuple[str, ...]) -> list[torch.Tensor] | None:
+    """Returns these tensors if they are of one dtype that is known here, of known sizes above 1, and on a GPU."""
+    found = [value for node in nodes if (value := proofs.tensor(node)) is not None]
+    if len(found) < len(nodes):
+        return None
     alike = {(value.dtype, value.device) for value in found}
     static = all(isinstance(size, int) for value in found for size in (*value.shape, *_steps(value)))
     (dtype, device) = next(iter(alike))
     large = static and all(size > 1 for value in found[:3] for size in value.shape[-2:])
     filled = large and all(value.numel() for value in found)
-    return filled and len(alike) == 1 and dtype in OPERAND_DTYPES and device.type in devices
+    fits = filled and len(alike) == 1 and dtype in OPERAND_DTYPES and device.type in devices
+    return found if fits else None
 
 
 def _steps(value: torch.Tensor) -> tuple[Any, ...]:
