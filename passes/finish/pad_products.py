@@ -255,15 +255,16 @@ def rewrite(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> None:
 
 
 def _padded(graph: fx.Graph, source: fx.Node, rows: int, columns: int, padded: dict[Any, fx.Node]) -> fx.Node:
-    """Inserts a matrix, or a batch of matrices, with zeros below and to the right, in the same layout."""
+    """Inserts a vector, a matrix or a batch of matrices with zeros below and to the right, in the same layout."""
     if not rows + columns:
         return source
     key = (source, rows, columns)
     if key not in padded:
-        found = form(source.meta["val"])
-        assert found is not None
-        if found.by_rows:
-            made = rewriting.computed(graph, aten.constant_pad_nd.default, (source, [0, columns, 0, rows]), source)
+        value = source.meta["val"]
+        found = form(value) if value.ndim > 1 else None
+        if found is None or found.by_rows:
+            lengths = [0, columns, 0, rows][: 2 * value.ndim]
+            made = rewriting.computed(graph, aten.constant_pad_nd.default, (source, lengths), source)
         else:
             lying = _swapped(graph, source)
             lying = rewriting.computed(graph, aten.constant_pad_nd.default, (lying, [0, rows, 0, columns]), lying)
@@ -286,13 +287,7 @@ def _padded_bias(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> f
     shape = bias.meta["val"].shape
     columns = match.n if len(shape) and shape[-1] > 1 else 0
     rows = match.m if len(shape) > 1 and shape[-2] > 1 else 0
-    if not rows + columns:
-        return bias
-    key = (bias, rows, columns)
-    if key not in padded:
-        lengths = [0, columns, 0, rows] if len(shape) > 1 else [0, columns]
-        padded[key] = rewriting.computed(graph, aten.constant_pad_nd.default, (bias, lengths), bias)
-    return padded[key]
+    return _padded(graph, bias, rows, columns, padded)
 
 
 def rewrite_site(
