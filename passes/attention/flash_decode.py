@@ -8,17 +8,14 @@ Before, for one query per sequence and a cache that is sharded along the tokens,
     o -> all_gather_into_tensor, lse -> all_gather_into_tensor
       -> softmax of all ranks' lse, * all ranks' o -> sum over the ranks = out [B, Hq, D]
 
-There may also be one gather of cat([o, lse], -1), or o and lse may come from one of torch's attention ops (flash,
-cuDNN, flash for the CPU), also with heads that share keys. The query's dimension of size 1 may stay, or be indexed away
-anywhere. After:
+docs/attention.md lists the forms. After:
 
     q, k, v, lengths -> ditron.flash_decode -> getitem 0 = out
 
 The proof has three steps. First, o is exactly sum(exp(c x) v) / sum(exp(c x)), and lse is the logarithm of the same
 sum, over scores x of the same product. Second, the same holds for what is computed from the two gathered tensors.
 Third, the dimensions of query, keys and values have the roles that the node gives them. The call takes the place of the
-first of the two gathers. If the program gives NaN because a rank has no tokens of a sequence, the node gives the right
-result.
+first of the two gathers.
 
 It must not fire when
 * the parts of other ranks, or anything computed from them, are used elsewhere;

@@ -18,8 +18,6 @@ of matmuls, and a bias of one row, are computed by the node too: each rank adds 
 the tensor that the graph already has in the shape of the product; where there is none, one new reshape makes it. The
 call stands where the collective stood, so the order of collectives does not change.
 
-A gather that feeds a matmul belongs to `all_gather_matmul`, which runs first.
-
 It must not fire when
 * the product, or anything between it and the gathered tensor, is used elsewhere;
 * the chunks are not all of the W equal chunks, once, in order (a permute that also moves another dimension stays in the
