@@ -9,9 +9,11 @@ After:
 
     _grouped_mm(..), places, reshape(scale) [S], [added] -> ditron.combine_experts -> getitem 0 [T, N]
 
-The node writes only the sums (see lowering/combine_experts/combine_kernel.py). Whatever made `places` and `scale`, each
-token gets the sum of the slots that they name. What is rounded on the way to the sum is not rounded in the node, which
-adds in fp32, as Inductor's kernel does. A collective behind the sum is fused or left alone as it was before.
+Inductor writes the scaled terms of all slots, in fp32 where the scale is in fp32, before it reads them by their places.
+The node reads each product once and writes only the sums (see lowering/combine_experts/combine_kernel.py). Whatever
+made `places` and `scale`, each token gets the sum of the slots that they name. What is rounded on the way to the sum is
+not rounded in the node, which adds in fp32, as Inductor's kernel does. A collective behind the sum is fused or left
+alone as it was before.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
