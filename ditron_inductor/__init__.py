@@ -7,6 +7,7 @@ triton itself, so ``python -m ditron_inductor doctor`` works where one is missin
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor import config
@@ -27,21 +28,16 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MODULES = {
+    "ditron": "backend",
+    "passes_for_inductor": "backend",
+    "reset": "device.reset",
+    "save_trials": "tune.saved_trials",
+}
+"""The modules of the names that import torch, which are therefore imported when they are used."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "ditron":
-        from ditron_inductor.backend import ditron
-
-        return ditron
-    if name == "passes_for_inductor":
-        from ditron_inductor.backend import passes_for_inductor
-
-        return passes_for_inductor
-    if name == "save_trials":
-        from ditron_inductor.tune.saved_trials import save_trials
-
-        return save_trials
-    if name == "reset":
-        from ditron_inductor.device.reset import reset
-
-        return reset
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,12 +1,7 @@
 """What Ditron did with a graph, in files, if torch writes its own debug folder (`TORCH_COMPILE_DEBUG=1`).
 
 Torch has a folder for each graph that it compiles: `<root>/run_<time>-pid_<pid>/torchinductor/<graph>/`. In it, each
-call of the passes makes a folder `ditron_0`, `ditron_1`, ...:
-
-    facts.json           versions, rank, options, and the environment variables of Ditron
-    graph_before.txt     the graph in front of the passes; it is there even if a pass fails
-    graph_after.txt      the graph behind them
-    sites.txt            every collective: what became of it, or why it was left alone and where it comes from
+call of the passes makes a folder `ditron_0`, `ditron_1`, ..., whose files docs/report_an_issue.md lists.
 
 `python -m ditron_inductor report` packs these files for an issue.
 """

@@ -3,13 +3,10 @@
     ditron: 2 of 3 collectives of the first graph matched (1 all_gather_matmul, 1 matmul_reduce_scatter); 1 ran fused
     (1 tile), 1 by library (..), left alone: 1 bias; ditron_inductor.explain(model)(*inputs) says where and why
 
-A collective is matched if the passes made a Task node of it. It runs fused if the plan then runs this node by `tile` or
-`chunked`, and not by `library`. What ran is read from the plan's decisions once all sites of the graph have run, and
-not guessed. The generated code of a graph begins this (see graph_meeting.py), so a graph from a cache is counted too.
-
-The line is a warning of the logger `ditron_inductor.summary`, because warnings are shown even if logging is not
-configured; torch's own hints are warnings too. It comes once per process, on rank 0 only. For later graphs, such as
-backward graphs, the totals are logged at debug level. The option `ditron.summary` turns the line off.
+docs/explain.md says what the numbers mean and when the line comes. What ran is read from the plan's decisions once all
+sites of the graph have run, and not guessed. The generated code of a graph begins this (see graph_meeting.py), so a
+graph from a cache is counted too. The line is a warning, because warnings are shown even if logging is not configured;
+torch's own hints are warnings too.
 """
 
 from __future__ import annotations

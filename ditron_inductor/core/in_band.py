@@ -1,17 +1,7 @@
 """Signals in band: a word of data shows by itself that it has arrived, without a release, a flag or an acquire.
 
-A release waits until the receiver has acknowledged the data, and a flag is one more read of memory. Neither is needed
-if memory holds zeros and no word that is sent is zero, because a word of 32 bits is written as a whole: the receiver
-reads the data until no word is zero. Such data has areas of its own, which are used in turn, by a count of these uses
-on the device:
-
-* use u is sent into area u mod 4, and its receiver reads all words that may be written;
-* meanwhile each rank sets the area of u - 1, which nobody reads any more, back to zero.
-
-Every rank waits for all peers in every use. So a rank that has ended u - 1 knows that all ranks have begun u - 1 and
-have ended u - 2, which set the area of u - 3 to zero; three areas would be enough. The rank may send, and needs no
-credit. Words have no epoch and no site. A sign beside each area has them, with a word for each source. Nothing orders
-the sign either: the reader waits for it as it does for the data, and so knows that the data belongs to its own site.
+Memory holds zeros and no word that is sent is zero, so the receiver reads the data until no word is zero. Such data has
+areas of its own, which are used in turn, so that no credits are needed. docs/protocol.md says under "In band" how.
 
 If each thread loads a word for itself, the threads may see different values while the word changes. But if the value
 decides a branch, all threads have to take the same branch. So such words are loaded into a block with one place for

@@ -8,9 +8,8 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -67,9 +66,6 @@ class RankFacts:
     peers: dict[str, bool]
     tile_problem: str
     in_band: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def probe(device: torch.device) -> RankFacts:

@@ -57,7 +57,7 @@ def shake_hands(
     digest = hashlib.blake2b(table.encode(), digest_size=8).hexdigest()
     offer: dict[str, Any] = {
         "settings": {**_settings(options), **{f"{name} version": value for name, value in versions().items()}},
-        "facts": facts.to_json(),
+        "facts": asdict(facts),
         "table_hash": digest,
     }
     if session.group.rank == 0:

@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ditron_inductor.device.groups import Group
 
 
-class Heap(Protocol):
+class Heap:
     """One rank's part of a symmetric heap, and after `join` its view of all parts."""
 
     local: torch.Tensor
@@ -33,18 +33,21 @@ class Heap(Protocol):
 
     def offer(self) -> dict[str, Any]:
         """Returns what the other ranks need to map this heap, as JSON."""
+        raise NotImplementedError
 
     def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
         """Does all that has to succeed on every rank before any of them joins. Raises OSError or RuntimeError."""
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
         """Maps the heaps of all ranks from `offers`, by group rank. Collective. Raises OSError or RuntimeError."""
+        raise NotImplementedError
 
     def joined(self) -> None:
         """Releases what only the mapping needed; all ranks have mapped this heap."""
 
     def view(self, rank: int) -> torch.Tensor:
         """The bytes of the heap of `rank`, as this process sees them: uint8 [nbytes]. Only after `join`."""
+        raise NotImplementedError
 
 
 def make_heap(device: torch.device, nbytes: int) -> Heap:
@@ -79,7 +82,7 @@ class RendezvousCount:
 RENDEZVOUS = RendezvousCount()
 
 
-class CudaHeap:
+class CudaHeap(Heap):
     """Symmetric memory of torch, allocated separately rather than from a pool. A heap may be made while a CUDA graph's
     private pool is active, and must not lie in this pool. It starts at offset 0 of its allocation on every rank.
     """
@@ -106,9 +109,6 @@ class CudaHeap:
         self.addresses = tuple(handle.buffer_ptrs)
         assert self.addresses[group.rank] == self.local.data_ptr()
         self._handle = handle
-
-    def joined(self) -> None:
-        pass
 
     def view(self, rank: int) -> torch.Tensor:
         if self.addresses[rank] == self.local.data_ptr():
@@ -141,7 +141,7 @@ def outside_pools(device: torch.device, act: Callable[[], Any]) -> Any:
         return thread.submit(run).result()
 
 
-class CpuHeap:
+class CpuHeap(Heap):
     """Memory shared between processes of one machine and one user, through /proc/<pid>/fd."""
 
     def __init__(self, nbytes: int) -> None:
@@ -159,9 +159,6 @@ class CpuHeap:
 
     def offer(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "fd": self._fd, "device": self._status.st_dev, "inode": self._status.st_ino}
-
-    def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
-        pass
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
         self._maps = [self.local if rank == group.rank else self._map_peer(offer) for rank, offer in enumerate(offers)]

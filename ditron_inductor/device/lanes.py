@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -52,42 +52,15 @@ HERE: AbstractContextManager[object] = nullcontext()
 """The context to use if there is nothing to switch."""
 
 
-class Lane(Protocol):
-    """One use of the side stream: a context that forks it off the main stream, and joins it again, also on errors."""
+class Lane:
+    """One use of the side stream: a context that forks it off the main stream, and joins it again, also on errors. This
+    is the lane of the CPU device: everything runs immediately, in the order of the calls.
+    """
 
-    main: int
+    main: int = 0
     """The handle of the main stream, which is the current one; inside `beside`, that of the second main stream."""
-    side: int
+    side: int = 0
     """The handle of the side stream."""
-
-    def __enter__(self) -> Lane: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def beside(self) -> AbstractContextManager[object]:
-        """Returns a context in which launches go to the second main stream, and `here` and `wait` refer to it."""
-
-    def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
-        """Queues copies to the tensor at this address on the side stream."""
-
-    def here(self) -> torch.cuda.Event | None:
-        """Returns a mark at the present end of the main stream."""
-
-    def follow(self, mark: torch.cuda.Event | None) -> None:
-        """Makes the side stream wait for a mark of the main stream."""
-
-    def mark(self) -> torch.cuda.Event | None:
-        """Returns a mark at the present end of the side stream."""
-
-    def wait(self, mark: torch.cuda.Event | None) -> None:
-        """Makes the main stream wait for a mark of the side stream."""
-
-
-class HostLane:
-    """The lane of the CPU device: everything runs immediately, in the order of the calls."""
-
-    main = 0
-    side = 0
 
     def __enter__(self) -> Lane:
         return self
@@ -96,26 +69,30 @@ class HostLane:
         pass
 
     def beside(self) -> AbstractContextManager[object]:
+        """Returns a context in which launches go to the second main stream, and `here` and `wait` refer to it."""
         return HERE
 
     def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
+        """Queues copies to the tensor at this address on the side stream."""
         for offset, source, nbytes, runs, pitch in transfers:
             driver.host_copy(tensor + offset, source, nbytes, 0, runs, pitch)
 
-    def here(self) -> None:
+    def here(self) -> torch.cuda.Event | None:
+        """Returns a mark at the present end of the main stream."""
         return None
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
-        pass
+        """Makes the side stream wait for a mark of the main stream."""
 
-    def mark(self) -> None:
+    def mark(self) -> torch.cuda.Event | None:
+        """Returns a mark at the present end of the side stream."""
         return None
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        pass
+        """Makes the main stream wait for a mark of the side stream."""
 
 
-class StreamLane:
+class StreamLane(Lane):
     """The lane of a CUDA device. There is one object for each workspace, which one call after another uses. order:
     knows the stream of the present call. The side stream and the second main stream are made when they are first used.
     Marks are events, which are kept for the next call. Inside a capture they are new, because an event that a finished
@@ -234,4 +211,4 @@ class _Beside:
 
 def make_lane(device: torch.device, order: CallOrder) -> Lane:
     """Returns the lane of a workspace on `device`. Its streams are made when they are first used."""
-    return StreamLane(device, order) if device.type == "cuda" else HostLane()
+    return StreamLane(device, order) if device.type == "cuda" else Lane()

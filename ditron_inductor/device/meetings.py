@@ -1,21 +1,11 @@
 """The meeting: the ranks compare their compiled graphs before the first collective of each.
 
-Graphs of two ranks may legally differ beside a collective: one rank adds a bias, logs a statistic, breaks its graph, or
-has nothing to multiply. Then a rank may not run what its peers fused, and a kernel that waits for signals would wait
-for a rank that is in the library's collective. So every graph that holds collectives meets its peers once, on the host,
-when it runs for the first time, through the store of the process group. The result is a `Decision`.
+Every graph that holds collectives meets its peers once, on the host, when it runs for the first time, through the store
+of the process group. docs/meeting.md says why, who meets whom, and how the ranks agree. The result is a `Decision`.
 
-Who meets whom. Every rank keeps a log of its meetings in each group. An entry says at which *position* the graph
-begins: the number of collectives that the group's library has launched so far, eager ones included. A fused launch does
-not count on any rank, since all have agreed on it, so equal positions are the same point of the program on all ranks. A
-rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on has
-passed this point outside of any compiled graph, and will not come.
-
-How they agree. Every entry has a register in the store, which is written once, by compare-and-set. Its own rank writes
-into it what it has seen: the entries of all peers, and what follows from them. Any rank may write "closed" instead, and
-does so if a rank has not come in time. The ranks are agreed when all registers, of all ranks that are connected by the
-groups of these graphs, hold entries that fit together. All ranks read the same registers, so all reach the same answer.
-An entry that an earlier group of the same name left in the store cannot have seen the present entries.
+A rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on
+has passed this point outside of any compiled graph, and will not come. An entry that an earlier group of the same name
+left in the store cannot have seen the present entries.
 
 A graph that the passes left as it was ("bare") only posts its entry, because it runs in the same way whatever the
 others decide.
@@ -100,10 +90,6 @@ class Meetings:
 
     def _site(self, group_name: str, site: str) -> tuple[str, str]:
         return self._sites.get(groups.find(group_name), {}).get(site, ("", ""))
-
-    def holder(self, process_group: dist.ProcessGroup) -> Holder:
-        """Returns what a call depends on that was decided here."""
-        return Holder(self, process_group)
 
     def known(self, facts: GraphFacts) -> Decision | None:
         """Returns the decision that follows from what was agreed before, or None. Raises DitronDiverged."""

@@ -84,7 +84,7 @@ class Registry:
     def release(self, shared: SharedWorkspace) -> None:
         """Forgets a workspace and frees its memory. The next use of its group makes a new one."""
         with self._lock:
-            self._bound = {key: ws for key, ws in self._bound.items() if ws._shared is not shared}
+            self._bound = {key: ws for key, ws in self._bound.items() if ws.shared is not shared}
             self._shared = {key: other for key, other in self._shared.items() if other is not shared}
         self._offers.pop(shared, None)
         shared.release()
@@ -100,7 +100,7 @@ class Registry:
         timeout_s = options.timeout_s or group.timeout_s
         if shared is None:
             shared = self._open(group, exact, options, timeout_s)
-        elif not any(ws._shared is shared and ws.options == options for ws in self._bound.values()):
+        elif not any(ws.shared is shared and ws.options == options for ws in self._bound.values()):
             self._agree(shared, options, timeout_s)
         workspace = Workspace(shared, options, timeout_s, self.first_timeout_s)
         self._bound[group_name, exact, options] = workspace

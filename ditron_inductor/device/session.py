@@ -29,7 +29,9 @@ LONGEST_PAUSE_S = 0.02
 
 
 class _Waiting:
-    """The deadline and the growing pauses of one meeting."""
+    """The deadline and the growing pauses of one meeting, and its JSON values in the group's store. A store that cannot
+    be reached is a handshake error, not a socket error.
+    """
 
     def __init__(self, group: Group, purpose: str, timeout_s: float) -> None:
         self.group = group
@@ -57,6 +59,24 @@ class _Waiting:
             missing=missing,
         )
 
+    def put(self, key: str, value: Any) -> None:
+        try:
+            self.group.store.set(key, json.dumps(value))
+        except dist.DistError as exc:
+            raise self._unreachable(exc) from exc
+
+    def look(self, key: str) -> Any:
+        """Returns the value of `key`, or None if there is none yet. It never blocks."""
+        store = self.group.store
+        try:
+            return json.loads(store.get(key)) if store.check([key]) else None
+        except dist.DistError as exc:
+            raise self._unreachable(exc) from exc
+
+    def _unreachable(self, exc: Exception) -> DitronHandshakeError:
+        reason = str(exc).splitlines()[0]
+        return self.error(f"the store of the group, which lives in another rank's process ({reason})")
+
 
 def _names(group: Group, ranks: list[int]) -> str:
     names = []
@@ -64,31 +84,6 @@ def _names(group: Group, ranks: list[int]) -> str:
         same = group.global_ranks[rank] == rank
         names.append(f"rank {rank}" if same else f"rank {rank} (global rank {group.global_ranks[rank]})")
     return ", ".join(names)
-
-
-class _Store:
-    """JSON values in the group's store; a store that cannot be reached is a handshake error, not a socket error."""
-
-    def __init__(self, waiting: _Waiting) -> None:
-        self.store = waiting.group.store
-        self.waiting = waiting
-
-    def put(self, key: str, value: Any) -> None:
-        try:
-            self.store.set(key, json.dumps(value))
-        except dist.DistError as exc:
-            raise self._unreachable(exc) from exc
-
-    def look(self, key: str) -> Any:
-        """Returns the value of `key`, or None if there is none yet. It never blocks."""
-        try:
-            return json.loads(self.store.get(key)) if self.store.check([key]) else None
-        except dist.DistError as exc:
-            raise self._unreachable(exc) from exc
-
-    def _unreachable(self, exc: Exception) -> DitronHandshakeError:
-        reason = str(exc).splitlines()[0]
-        return self.waiting.error(f"the store of the group, which lives in another rank's process ({reason})")
 
 
 class Session:
@@ -111,16 +106,15 @@ class Session:
         cannot be used any more.
         """
         waiting = _Waiting(self.group, purpose, timeout_s)
-        store = _Store(waiting)
         place = self.next_place()
         self._sequence += 1
-        store.put(f"{place}/{self.group.rank}", {"purpose": purpose, "value": value})
+        waiting.put(f"{place}/{self.group.rank}", {"purpose": purpose, "value": value})
         answers: dict[int, Any] = {}
         while True:
             for rank in range(self.group.world_size):
                 if rank in answers:
                     continue
-                answer = store.look(f"{place}/{rank}")
+                answer = waiting.look(f"{place}/{rank}")
                 if answer is None:
                     continue
                 if answer["purpose"] != purpose:
@@ -140,13 +134,12 @@ def meet(group: Group, topic: str, purpose: str, timeout_s: float) -> Session:
     `timeout_s`.
     """
     waiting = _Waiting(group, purpose, timeout_s)
-    store = _Store(waiting)
     nonce = uuid.uuid4().hex
     ranks = range(group.world_size)
     posted: dict[str, Any] = {"nonce": nonce, "seen": [""] * group.world_size, "name": ""}
-    store.put(f"{topic}/{group.rank}", posted)
+    waiting.put(f"{topic}/{group.rank}", posted)
     while True:
-        hellos = [posted if rank == group.rank else store.look(f"{topic}/{rank}") for rank in ranks]
+        hellos = [posted if rank == group.rank else waiting.look(f"{topic}/{rank}") for rank in ranks]
         seen = [nonce if rank == group.rank else hello["nonce"] if hello else "" for rank, hello in enumerate(hellos)]
         strangers = [
             rank
@@ -157,7 +150,7 @@ def meet(group: Group, topic: str, purpose: str, timeout_s: float) -> Session:
         update = {"nonce": nonce, "seen": seen, "name": name}
         if update != posted:
             posted = update
-            store.put(f"{topic}/{group.rank}", posted)
+            waiting.put(f"{topic}/{group.rank}", posted)
             hellos[group.rank] = posted
         undecided = [rank for rank, hello in enumerate(hellos) if hello is None or not name or hello["name"] != name]
         if not undecided:

@@ -5,15 +5,10 @@ If a call is on another stream than the last call, it waits for an event recorde
 only events of the same capture may be waited for, and outside, only events recorded outside. The rest is fixed by where
 the user replays the graph, which has to be ordered after eager calls on other streams like any use of shared memory.
 
-Outside captures nothing is recorded while the calls stay on one stream; this costs one comparison. The event is
-recorded when the stream changes, on the old stream. Streams run in order, so the event covers the last call, and
-whatever the user has put on the stream since, for which the new call then waits too. Two cases need more:
-
-* A stream that torch did not make may be destroyed by its owner before the next call comes. Its event is recorded after
-  every call.
-* The old stream may be part of a capture by now. An event recorded there would belong to the capture, and waiting for
-  it would draw the new stream into the graph, silently. That is an error. (The last call was made before the capture
-  began. The user avoids the error by a call on that stream in between, or by no call on the other stream.)
+Outside captures the event is recorded when the stream changes, but behind every call on a stream that torch did not
+make (docs/host_path.md). If the old stream is part of a capture by then, an event recorded there would draw the new
+stream into the graph, silently. That is an error. (The last call was made before the capture began. The user avoids the
+error by a call on that stream in between, or by no call on the other stream.)
 
 A stream is the last stream as soon as a call has entered on it, even if the call fails, because it has waited for all
 calls before.
@@ -26,7 +21,6 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -43,34 +37,22 @@ def delay(us: float) -> None:
     torch.cuda._sleep(int(us * CYCLES_PER_US))
 
 
-class CallOrder(Protocol):
-    """Puts the calls of one workspace in order."""
+class CallOrder:
+    """Puts the calls of one workspace in order. On the CPU device there is nothing to do: a call has ended when it
+    returns.
+    """
 
-    stream: int
+    stream: int = 0
     """Handle of the stream that the present call runs on, as the driver takes it; 0 on the CPU."""
-    capturing: bool
+    capturing: bool = False
     """Whether the stream is being captured."""
 
     def enter(self) -> bool:
         """Orders what follows on the current stream after the last call. Returns whether it is being captured."""
-
-    def leave(self) -> None:
-        """Ends a call, whose work is on the stream that was current in `enter`."""
-
-    def is_capturing(self) -> bool: ...
-
-
-class HostOrder:
-    """The order on the CPU device: a call has ended when it returns."""
-
-    stream = 0
-    capturing = False
-
-    def enter(self) -> bool:
         return False
 
     def leave(self) -> None:
-        pass
+        """Ends a call, whose work is on the stream that was current in `enter`."""
 
     def is_capturing(self) -> bool:
         return False
@@ -85,7 +67,7 @@ class _Mark:
     capture: int
 
 
-class StreamOrder:
+class StreamOrder(CallOrder):
     """The order on a CUDA device. `device` is the current device in all calls."""
 
     def __init__(self, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from ditron_inductor.device.ring import FIRST_SLOT_BYTES, Generation, make_gener
 from ditron_inductor.device.scratch import Scratch
 from ditron_inductor.device.session import Session
 from ditron_inductor.device.sites import SiteNames
-from ditron_inductor.device.streams import CallOrder, HostOrder, StreamOrder
+from ditron_inductor.device.streams import CallOrder, StreamOrder
 from ditron_inductor.device.watchdog import Health
 from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronHandshakeError, WorkspaceError
 
@@ -52,7 +52,7 @@ class SharedWorkspace:
         self.rates = rates
         self.sites = SiteNames(self.group, session.name)
         self.health = Health(self.group, self.sites, device)
-        self.order: CallOrder = StreamOrder(device) if device.type == "cuda" else HostOrder()
+        self.order: CallOrder = StreamOrder(device) if device.type == "cuda" else CallOrder()
         self.lane: Lane = make_lane(device, self.order)
         self.generations: list[Generation] = []
         self.lost: list[Generation] = []
@@ -265,12 +265,14 @@ class SharedWorkspace:
 
 
 class Workspace:
-    """The workspace of (group, device) as a site with `options` uses it. Get it from `device.workspaces.get`."""
+    """The workspace of (group, device) as a site with `options` uses it. Get it from `device.workspaces.get`. shared:
+    what it has in common with the group's workspaces for other options.
+    """
 
     def __init__(
         self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float, first_timeout_s: float = 0.0
     ) -> None:
-        self._shared = shared
+        self.shared = shared
         self.options = options
         self.timeout_s = timeout_s
         self.first_timeout_s = max(timeout_s, first_timeout_s)
@@ -278,42 +280,42 @@ class Workspace:
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities of the group."""
-        return self._shared.capabilities
+        return self.shared.capabilities
 
     @property
     def group(self) -> Group:
-        return self._shared.group
+        return self.shared.group
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return self._shared.group.rank
+        return self.shared.group.rank
 
     @property
     def world_size(self) -> int:
-        return self._shared.group.world_size
+        return self.shared.group.world_size
 
     @property
     def device(self) -> torch.device:
-        return self._shared.device
+        return self.shared.device
 
     @property
     def table(self) -> str:
         """The text of the table of measured choices that all ranks use, which is rank 0's."""
-        return self._shared.table
+        return self.shared.table
 
     @property
     def nbytes(self) -> int:
         """The bytes of symmetric memory that this rank holds for the group, including rings that are kept for captured
         graphs.
         """
-        return self._shared.nbytes()
+        return self.shared.nbytes()
 
     def footprint(self, nbytes: int) -> int:
         """Returns the bytes that count against the option 'ditron.workspace_limit' for calls of `nbytes`, including
         what the group holds.
         """
-        return self._shared.footprint(nbytes, self.options.workspace_limit)
+        return self.shared.footprint(nbytes, self.options.workspace_limit)
 
     def largest(self, what: str, size: int) -> int:
         """Returns the largest `size` on any rank, for sizes that may differ between ranks, such as uneven shards. The
@@ -323,36 +325,31 @@ class Workspace:
         known = self.agreed(what)
         if known is None:
             try:
-                sizes = agree_options(self._shared.session, self.options, self.first_timeout_s, what, size)
+                sizes = agree_options(self.shared.session, self.options, self.first_timeout_s, what, size)
             except (DitronHandshakeError, DitronDiverged) as exc:
-                self._shared.health.fail(exc)
+                self.shared.health.fail(exc)
                 raise
             known = (size, max(sizes))
-            self._shared.largest[what] = known
+            self.shared.largest[what] = known
         return known[1]
 
     def agreed(self, what: str) -> tuple[int, int] | None:
         """Returns (own size, largest size) of `what`, as the ranks last agreed. It is a new object after every
         agreement.
         """
-        return self._shared.largest.get(what)
+        return self.shared.largest.get(what)
 
     def is_current(self) -> bool:
         """Returns whether `workspaces.get` would still return it: neither was it released, nor its group replaced.
 
         Raises RuntimeError when there is no group of its name any more.
         """
-        return not self._shared.released and self._shared.group.is_current()
+        return not self.shared.released and self.shared.group.is_current()
 
     def check(self) -> None:
         """Raises the error that an earlier kernel found, as the next call would."""
-        if self._shared.health.failed():
-            self._shared.health.check()
-
-    @property
-    def shared(self) -> SharedWorkspace:
-        """The state that this workspace shares with the group's workspaces for other options."""
-        return self._shared
+        if self.shared.health.failed():
+            self.shared.health.check()
 
     def call(self, site: str, nbytes: int) -> Call:
         """One use of a slot with at least `nbytes` of data, for one kernel launch: `with ws.call(...) as call: launch`.
@@ -361,7 +358,7 @@ class Workspace:
         kernel failed, and then DitronPoisoned until the reset. It raises DitronCaptureError and WorkspaceError if the
         slots are too small and cannot grow. After an exception inside the block the workspace needs a reset.
         """
-        return Call(self._shared, (site, nbytes, self.options.workspace_limit, self.timeout_s, self.first_timeout_s))
+        return Call(self.shared, (site, nbytes, self.options.workspace_limit, self.timeout_s, self.first_timeout_s))
 
 
 class Call:

@@ -212,7 +212,6 @@ def computes(problem: Problem) -> str:
 
 def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     """Returns the predicted microseconds of one call, by strategy; of an eager call at least the host's time."""
-    problem = problem.as_expected()
     if computes(problem) == "norm":
         device = {"library": _norm_library_us(problem, on), "tile": _norm_tile_us(problem, on)}
     elif computes(problem) == "decode":
@@ -346,13 +345,11 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
-    if computes(problem) == "attention":
-        attention = _matmul_us(problem, on, efficiency=ATTENTION_TILE)
-        transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
-        return _overlapped(attention, transfer, _chunks(problem)) + on.signal_us
-    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
+    attends = computes(problem) == "attention"
+    efficiency = ATTENTION_TILE if attends else on.tile_efficiency * _fill(problem)
+    matmul = _matmul_us(problem, on, efficiency=efficiency)
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
-    if problem.m in MIDDLE_ROWS and not (fast and exchange_of(problem) == GATHERED_PRODUCT):
+    if not attends and problem.m in MIDDLE_ROWS and not (fast and exchange_of(problem) == GATHERED_PRODUCT):
         matmul /= MIDDLE_EFFICIENCY
     transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
     overlapped = _overlapped(matmul, transfer, _chunks(problem))

@@ -197,8 +197,9 @@ class SummedMatmul(TaskNode):
 
 
 class ReducedSum(WithEpilogue, SummedMatmul):
-    """A sum of products that is reduced over the ranks: `mm0` of its epilogue is the reduced sum, rounded. A part
-    `pre:` is computed of the products before.
+    """A sum of products that is reduced over the ranks. With an epilogue the outputs are computed from `mm0`, which is
+    out after rounding, and `num_extras` more tensors. A part `pre:` is computed from the sum of products, and its
+    result is reduced.
     """
 
     reduces: ClassVar[bool] = True
@@ -344,10 +345,8 @@ class MatmulReduceScatter(ReducedSum):
     """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
 
     a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. A bias
-    is a row [N], or for matrices a column [W*S, 1]; every rank adds its own bias before the reduction.
-
-    With an epilogue the outputs are computed from `mm0`, which is out after rounding, and `num_extras` more tensors. A
-    part `pre:` is computed from the sum of products, and its result is reduced.
+    is a row [N], or for matrices a column [W*S, 1]; every rank adds its own bias before the reduction. For an epilogue
+    see `ReducedSum`.
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
@@ -387,11 +386,7 @@ class MatmulAllReduce(ReducedSum):
     """out = all_reduce(sum_i a_i @ b_i + bias), bit-identical on every rank.
 
     a_i is [.., K_i], b_i is [K_i, N], out is [.., N]. A bias is a row [N]; every rank adds its own bias before the
-    reduction.
-
-    With an epilogue the outputs are computed from `mm0`, which is out after rounding, and `num_extras` more tensors.
-    They are bit-identical if these tensors are. A part `pre:` is computed from the sum of products, and its result is
-    reduced.
+    reduction. For an epilogue see `ReducedSum`; its outputs are bit-identical if its extra tensors are.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce"

@@ -50,7 +50,7 @@ class PictureRecord:
     inputs: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SiteRecord:
     """One collective site of one graph, matched or left alone, in graph order.
 
@@ -66,7 +66,7 @@ class SiteRecord:
     around the site, itself included, in graph order.
     """
 
-    site: str
+    site: str = ""
     kind: str
     matched: bool
     pattern: str
@@ -75,12 +75,12 @@ class SiteRecord:
     dtype: str
     device_type: str
     shapes: tuple[str, ...]
-    m: int | None
-    n: int | None
-    k: int | None
+    m: int | None = None
+    n: int | None = None
+    k: int | None = None
     itemsize: int | None
     bytes_moved: int | None
-    strategy: str
+    strategy: str = ""
     node: str
     text: str
     reason_code: str = ""

@@ -7,13 +7,8 @@ ranks of each rank's median; they are empty if a strategy could not run. All tim
 run, and only their ratios are used. `slices`: how many slices the gathered or scattered dimension lies inside, as in a
 `Problem`; the column is missing where all lines have one.
 
-`Table.lookup` finds a shape that was measured, else one from its bucket or close to it:
-
-* rows: half-octaves. m is in bucket round(2 log2 m). The last bucket, 16384 rows, is open. All m of a bucket get the
-  same answer.
-* weights: the measured n and k nearest to those asked for, each within a factor of sqrt(2).
-* between two measured buckets of one weight the ratio to `library` is interpolated if they are at most two octaves
-  apart; up to four octaves apart the worse of the two counts; outside of all, the nearest one within an octave.
+`Table.lookup` finds a shape that was measured, else one close to it, as docs/tuning.md says. Rows fall into buckets of
+half-octaves, m into bucket round(2 log2 m). The weights are the nearest ones within a factor of sqrt(2).
 
 Everything is computed from integers and IEEE sums and products, so that ranks on different hosts agree.
 """

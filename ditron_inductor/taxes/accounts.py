@@ -4,12 +4,7 @@ The parts of a site's time add up to it:
 
     us = compute + bulk synchronous + locality + other
 
-Without fusion, `bulk synchronous` is the wait from the rank's own arrival at a collective to its exit, minus the time
-of the bytes that the collective itself writes for a kernel or reads from one. These bytes, and those that the kernels
-beside it write and read again, are `locality`. `compute` is the rest. With fusion there is no collective that could be
-timed. `compute` is then the same as without fusion, `locality` is that of the kernel's own intermediates, and `bulk
-synchronous` is the rest. If the rest is negative, the kernel computes faster than the library (or its intermediates
-stay in a cache), and `other` is this negative time.
+docs/taxes.md says how each of them is made. `other` is negative, or 0.
 """
 
 from __future__ import annotations

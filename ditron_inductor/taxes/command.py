@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ditron_inductor.errors import DitronError, MissingDependency
 from ditron_inductor.task.nodes import STRATEGIES
 from ditron_inductor.tools.doctor import require
-from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
+from ditron_inductor.tools.processes import Rank, device_for, exit_code, run_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -93,14 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
         pyplot()
     request = request_of(arguments, device_type)
     codes = run_ranks(rank_main, request, world_size=ranks, device_type=device_type, limit_s=arguments.limit)
-    if all(code == 0 for code in codes):
-        return 0
-    print(
-        f"taxes: failed on {failures_text(codes)}. The first error above says what went wrong; "
-        "`python -m ditron_inductor doctor` shows what can run on this machine.",
-        file=sys.stderr,
-    )
-    return 1
+    return exit_code("taxes", codes)
 
 
 def request_of(arguments: argparse.Namespace, device_type: str) -> TaxRequest:

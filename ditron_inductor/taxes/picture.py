@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ditron_inductor.errors import MissingDependency
 from ditron_inductor.taxes.accounts import FUSED, UNFUSED, Account, SiteTaxes, StepTimes
@@ -17,24 +17,6 @@ PARTS = {
 LAUNCH, REST = ("launch", "#1b9e77"), ("rest of the step", "#e6e6e6")
 WIDTH, MOST_SITES = 0.38, 24
 """The width of a bar, and the number of sites that are drawn: those that take longest without fusion."""
-
-
-class Drawable(Protocol):
-    """The parts of a tax report that a picture shows."""
-
-    @property
-    def sites(self) -> Sequence[SiteTaxes]: ...
-
-    @property
-    def steps(self) -> Mapping[str, StepTimes]: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def total(self, form: str, field: str) -> float: ...
 
 
 def pyplot() -> Any:
@@ -50,46 +32,45 @@ def pyplot() -> Any:
     return pyplot
 
 
-def save(report: Drawable, path: str | Path) -> None:
+def save(path: str | Path, all_sites: Sequence[SiteTaxes], steps: Mapping[str, StepTimes], title: str) -> None:
     """Writes the picture to `path`, in the format of its suffix. Raises MissingDependency."""
     plot = pyplot()
-    sites = sorted(report.sites, key=lambda site: 0.0 if site.unfused is None else -site.unfused.us)[:MOST_SITES]
+    sites = sorted(all_sites, key=lambda site: 0.0 if site.unfused is None else -site.unfused.us)[:MOST_SITES]
     figure, (left, right) = plot.subplots(
         1, 2, figsize=(5.0 + 0.55 * len(sites), 5.0), width_ratios=[max(2, len(sites)), 2.2], layout="constrained"
     )
     for index, site in enumerate(sites):
         for account, place in ((site.unfused, index - WIDTH / 2), (site.fused, index + WIDTH / 2)):
             if account is not None:
-                _stack(left, place, _site_parts(account))
+                _stack(left, place, _parts([account]))
     names = [f"{site.record.site.partition(':')[0]}\n{site.record.kind.replace('_', ' ')}" for site in sites]
     left.set_xticks(range(len(sites)), names, rotation=60, ha="right", fontsize=7)
     left.set_title("by site: unfused left, fused right", fontsize=9)
     left.set_ylabel("us in a step, largest of any rank")
     for place, form in enumerate((UNFUSED, FUSED)):
-        _stack(right, place, _step_parts(report, form, report.steps[form]))
+        _stack(right, place, _step_parts([getattr(site, form) for site in all_sites], steps[form]))
     right.set_xticks(range(2), [UNFUSED, FUSED])
     right.set_title("whole step, eager", fontsize=9)
     colours = {name: colour for name, (_, colour) in PARTS.items()} | dict((LAUNCH, REST))
     handles = [plot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
     right.legend(handles, colours, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08))
-    of_cpu = ", interpreted: no times to go by" if report.device == "cpu" else ""
-    figure.suptitle(f"{report.world_size} ranks, {report.device}{of_cpu}", fontsize=10)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
     plot.close(figure)
 
 
-def _site_parts(account: Account) -> list[tuple[float, str]]:
-    """Returns the parts of a bar as (us, colour), from below."""
-    parts = [(getattr(account, field), colour) for field, colour in PARTS.values()]
+def _parts(accounts: Sequence[Account | None]) -> list[tuple[float, str]]:
+    """Returns the parts of a bar as (us, colour), from below, that these accounts have together."""
+    found = [account for account in accounts if account is not None]
+    parts = [(sum(getattr(account, field) for account in found), colour) for field, colour in PARTS.values()]
     # The kernel computes faster by this time. It is subtracted, so that the stack is as high as the time.
-    parts[0] = max(0.0, parts[0][0] + account.other_us), parts[0][1]
+    parts[0] = max(0.0, parts[0][0] + sum(account.other_us for account in found)), parts[0][1]
     return parts
 
 
-def _step_parts(report: Drawable, form: str, step: StepTimes) -> list[tuple[float, str]]:
-    """Returns the parts of a bar as (us, colour), from below. The last part is the time that no account has."""
-    parts = [(report.total(form, field), colour) for field, colour in PARTS.values()]
-    parts[0] = max(0.0, parts[0][0] + report.total(form, "other_us")), parts[0][1]
+def _step_parts(accounts: Sequence[Account | None], step: StepTimes) -> list[tuple[float, str]]:
+    """Returns the parts of the bar of a step. The last part is the time that no account has."""
+    parts = _parts(accounts)
     if step.launch_us is not None:
         parts.append((step.launch_us, LAUNCH[1]))
     return [*parts, (max(0.0, step.eager_us - sum(us for us, _ in parts)), REST[1])]

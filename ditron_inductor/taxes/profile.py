@@ -346,10 +346,7 @@ def _medians(samples: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
     found = {}
     for key in dict.fromkeys(key for sample in samples for key in sample):
         taken = [sample[key] for sample in samples if key in sample]
-        us, waited = (
-            statistics.median(values)
-            for values in ([sample.us for sample in taken], [sample.waited_us for sample in taken])
-        )
+        us, waited = (statistics.median(getattr(sample, name) for sample in taken) for name in ("us", "waited_us"))
         found[key] = Spent(taken[-1].strategy, taken[-1].calls, us, waited)
     return found
 

@@ -107,7 +107,8 @@ class TaxReport:
         """Writes the picture, which has two stacked bars for every site and for the step. Raises MissingDependency."""
         from ditron_inductor.taxes.picture import save
 
-        save(self, path)
+        of_cpu = ", interpreted: no times to go by" if self.device == "cpu" else ""
+        save(path, self.sites, self.steps, f"{self.world_size} ranks, {self.device}{of_cpu}")
 
     def save_trace(self, path: str | Path) -> None:
         """Writes the trace as JSON for Perfetto. Raises ValueError if no trace was taken."""

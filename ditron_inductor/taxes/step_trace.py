@@ -33,16 +33,8 @@ NAMES = {
     int(trace.END.value): "end",
 }
 WAITS = (int(trace.WAIT.value), int(trace.CREDITS.value))
-DETAILS = {
-    "tile": "tile",
-    "wait": "chunk",
-    "wait for credits": "tile",
-    "send": "chunk",
-    "copy": "tile",
-    "sum": "tile",
-    "end": "program",
-}
-"""What the detail of an event counts, by the kind of the event."""
+DETAILS = {"wait": "chunk", "send": "chunk", "end": "program"}
+"""What the detail of an event counts, by the kind of the event; where it is not here, tiles."""
 LANES = 16
 """The most rows of one SM. If there are more programs, they share rows."""
 PROGRAM_MASK = (1 << layout.EVENT_PROGRAM_BITS.value) - 1
@@ -234,7 +226,7 @@ def _rows(rank: RankTrace, first_ns: float) -> Iterator[dict[str, Any]]:
             (event.begin_ns - first_ns, event.end_ns - first_ns),
             {
                 "site": rank.site(event),
-                DETAILS[name]: event.detail,
+                DETAILS.get(name, "tile"): event.detail,
                 "rank": event.peer,
                 "program": event.program,
                 "epoch": event.use & layout.EPOCH_MASK.value,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.task.nodes import STRATEGIES
 from ditron_inductor.tools.doctor import require
-from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
+from ditron_inductor.tools.processes import Rank, device_for, exit_code, run_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -66,16 +66,11 @@ def main(arguments: argparse.Namespace) -> int:
     forms = tuple(FORMS) if arguments.form == "both" else (arguments.form,)
     setup = DemoSetup(arguments.strategy, forms, arguments.graphs, time.monotonic())
     codes = run_ranks(_run_rank, setup, world_size=arguments.ranks, device_type=device_type, limit_s=arguments.limit)
-    if all(code == 0 for code in codes):
+    advice = ", and `--strategy library` runs the same graph without Ditron's kernels"
+    failed = exit_code("demo", codes, advice)
+    if not failed:
         print("demo: every output and gradient matches eager")
-        return 0
-    print(
-        f"demo: failed on {failures_text(codes)}. The first error above says what went wrong; "
-        "`python -m ditron_inductor doctor` shows what can run on this machine, "
-        "and `--strategy library` runs the same graph without Ditron's kernels.",
-        file=sys.stderr,
-    )
-    return 1
+    return failed
 
 
 def _run_rank(rank: Rank, setup: DemoSetup) -> bool:

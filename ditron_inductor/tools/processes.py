@@ -115,6 +115,21 @@ def failures_text(codes: list[int | None]) -> str:
     return ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in enumerate(codes) if code != 0)
 
 
+def exit_code(command: str, codes: list[int | None], advice: str = "") -> int:
+    """Returns the exit code of a command whose ranks ended with these codes, and prints which ranks failed.
+
+    advice: what else helps to find the cause.
+    """
+    if all(code == 0 for code in codes):
+        return 0
+    print(
+        f"{command}: failed on {failures_text(codes)}. The first error above says what went wrong; "
+        f"`python -m ditron_inductor doctor` shows what can run on this machine{advice}.",
+        file=sys.stderr,
+    )
+    return 1
+
+
 def _exit_text(code: int | None) -> str:
     if code is None:
         return "still running at the limit"

@@ -85,14 +85,10 @@ def report_entries(report: Report, *, graph: bool) -> list[Entry]:
     """Returns the measured sites of a report as lines of a table."""
     entries = []
     for site in report.sites:
-        if site.request is not None and site.measured is not None:
-            request = site.request
-            problem = request.problem
-            on_gpu = request.device_type == "cuda"
-            if "library" in site.measured.us:
-                entries.append(
-                    entry_of_times(problem, site.measured.us, request.device_name, graph=int(graph and on_gpu))
-                )
+        request, us = site.request, {} if site.measured is None else site.measured.us
+        if request is not None and "library" in us:
+            captured = int(graph and request.device_type == "cuda")
+            entries.append(entry_of_times(request.problem, us, request.device_name, graph=captured))
     return entries
 
 

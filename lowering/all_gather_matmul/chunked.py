@@ -1,16 +1,15 @@
 """all_gather_matmul, strategy `chunked`: library products on the shards, each as soon as its shard is copied.
 
-Problem. Every rank holds a shard of the activations, flattened to rows [S, K], and its own weights [K, N_i]. Algorithm.
-A small kernel puts the rank's own shard into the rank's own slot, where the peers read it. The main stream multiplies
-the own shard directly from the input, or from the slot if a norm computes the shard (norms/stage_norm.py). Meanwhile
-the side stream copies the other shards into the gathered tensor, beginning with that of rank + 1. The products follow,
-each with as many rows as lowering/schedules.py puts together. Narrow weights are multiplied with all rows at once when
-the last rows have arrived. The library adds a bias in its products. Any other epilogue is one launch behind the
-products of each run of rows, beside the next products, or one launch at the end. If the gathered dimension lies inside
-others, such as that of the sequences of a batch, a shard is one copy of several runs, and one batched product for each
-weight. Signal protocol. See lowering/transfers.py. There is one flag for each source, in row PIECE_ROWS: its whole
-shard is in its slot. The slot is written only with the credits of all peers, so it is never revoked. Limits. K is the
-last dimension of the shard.
+Problem. It is that of tile.py. Algorithm. A small kernel puts the rank's own shard into the rank's own slot, where the
+peers read it. The main stream multiplies the own shard directly from the input, or from the slot if a norm computes the
+shard (norms/stage_norm.py). Meanwhile the side stream copies the other shards into the gathered tensor, beginning with
+that of rank + 1. The products follow, each with as many rows as lowering/schedules.py puts together. Narrow weights are
+multiplied with all rows at once when the last rows have arrived. The library adds a bias in its products. Any other
+epilogue is one launch behind the products of each run of rows, beside the next products, or one launch at the end. If
+the gathered dimension lies inside others, such as that of the sequences of a batch, a shard is one copy of several
+runs, and one batched product for each weight. Signal protocol. See lowering/transfers.py. There is one flag for each
+source, in row PIECE_ROWS: its whole shard is in its slot. The slot is written only with the credits of all peers, so it
+is never revoked. Limits. K is the last dimension of the shard.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """all_to_all_matmul, strategy `chunked`: library products of the pieces of one rank after the other, added up.
 
-Problem. Every rank holds x, which has the rows of all ranks and columns of its own. Rank r wants its rows of every
-rank's x, side by side in rank order, times its weight [K, N]. Algorithm. A small kernel puts x into the rank's own
-slot, where the peers read it. The main stream multiplies the own piece [rows, K/W] by its rows of the weight, directly
-from the input. Meanwhile the side stream copies the peers' pieces, beginning with that of rank + 1, and the main stream
-adds their products to the output, piece by piece. Every partial sum is rounded to the output's dtype, as in a chain of
-matmuls. If the node returns the received tensor, one copy at the end puts the pieces side by side. Signal protocol. See
-lowering/transfers.py. There is one flag for each source, in row PIECE_ROWS: all of its x is in its slot. The slot is
-written only with the credits of all peers, so it is never revoked. Limits. If the scattered dimension lies inside
-others, x is copied first, so that each rank's rows lie together.
+Problem. It is that of tile.py. Algorithm. A small kernel puts x into the rank's own slot, where the peers read it. The
+main stream multiplies the own piece [rows, K/W] by its rows of the weight, directly from the input. Meanwhile the side
+stream copies the peers' pieces, beginning with that of rank + 1, and the main stream adds their products to the output,
+piece by piece. Every partial sum is rounded to the output's dtype, as in a chain of matmuls. If the node returns the
+received tensor, one copy at the end puts the pieces side by side. Signal protocol. See lowering/transfers.py. There is
+one flag for each source, in row PIECE_ROWS: all of its x is in its slot. The slot is written only with the credits of
+all peers, so it is never revoked. Limits. If the scattered dimension lies inside others, x is copied first, so that
+each rank's rows lie together.
 """
 
 from __future__ import annotations

@@ -6,13 +6,9 @@ checks global variables, asks the driver about every pointer and calls two hooks
 each specialisation to the JIT, and keeps the compiled kernel and the list of its arguments. Later launches fill in only
 what differs: the addresses of the tensors and a few numbers. A `Bound` has fixed numbers and fills in addresses only.
 
-The compiled kernel is chosen by the same facts as in the JIT, by Triton's own function: the specialisation of every
-tensor (its dtype, its 16-byte alignment, and on AMD GPUs whether it is small), and the two settings that are options of
-every compilation. All other arguments are fixed for a launcher, except numbers that the kernel does not specialise on,
-which have to fit in 32 bits so that their type cannot change, and pointers with a fixed dtype and alignment.
-
-The JIT makes every launch in the interpreter, while hooks of Triton are set (by a profiler, for instance), and under a
-version of Triton whose internals are not known here.
+docs/host_path.md says by which facts a compiled kernel is chosen, and which launches the JIT makes. All other arguments
+are fixed for a launcher, except numbers that the kernel does not specialise on, which have to fit in 32 bits so that
+their type cannot change, and pointers with a fixed dtype and alignment.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.device import groups
-from ditron_inductor.device.meetings import meetings
+from ditron_inductor.device.meetings import Holder, meetings
 from ditron_inductor.errors import DitronRunsUnfused
 from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.host.chosen import Chosen
@@ -126,7 +126,7 @@ def _by_library(
         problem, node.site, node.policy.strategy, node.policy.workspace_limit, x.device.type, "", wants, wants
     )
     chosen = Chosen(library, (node.group_name, request, Choice("library", reason, None, "meeting")))
-    calls.keep(key, Prepared(meetings.holder(groups.find(node.group_name)), chosen, chosen, "", None))
+    calls.keep(key, Prepared(Holder(meetings, groups.find(node.group_name)), chosen, chosen, "", None))
     return chosen.noted()
 
 

@@ -1,9 +1,8 @@
 """Keeps what the calls of one site with operands of one form have in common.
 
 The form of an operand is its shape, strides, dtype and device. What is kept under the key of a call may depend on the
-key, on the group's workspace, and on what the ranks agreed on. The last two can change. A workspace ends if its group
-is destroyed or made again, or if a reset drops it. A local size is agreed on again if it has changed, or after a reset.
-So both are checked before every use, and the ranks meet at the same calls as if nothing were kept.
+key, on the group's workspace, and on what the ranks agreed on. The last two can change, so both are checked before
+every use (docs/host_path.md).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Records what one call of an op does.
 
-A call by `tile` spends most of its host time on facts that the call before it has found out already: which tensors are
-allocated, and which address goes where. A `Recorder` watches one call. It can be repeated if all that the call did was
-to allocate tensors, to take views of them and of the operands, and to launch kernels, one of them in a slot of the
-workspace. The recorder sees every op of torch (`TorchDispatchMode`); what launches kernels or takes a slot without
-torch reports to `recording.here()`. Anything else is the call's `problem`, and such a call is never repeated.
+docs/host_path.md says which calls can be repeated from a record. A `Recorder` watches one call. It sees every op of
+torch (`TorchDispatchMode`); what launches kernels or takes a slot without torch reports to `recording.here()`. Anything
+that no record can hold is the call's `problem`.
 
 The storage object of a tensor tells where the tensor comes from. Operands may share a storage, such as the parts of one
 weight, so each operand gets a storage object of its own over the same memory.

@@ -1,14 +1,10 @@
 """Trials in the running program: the first calls of a site are timed with each strategy, and the ranks decide together.
 
-A trial belongs to a problem. Sites with equal problems share it, and so do sizes near each other (`trial.bucket`). All
-ranks make the same calls of the same sites in the same order, so each counts which call comes next, and all try the
-same strategy in it. When the first site has made its calls, the ranks compare their times, once. A call inside a CUDA
-graph is not part of a trial. It runs by what was decided before, or else by the plan.
-
-Calls are timed by two events on their stream and by the host's clock. In front of a timed call the GPUs of the group
-meet in a collective of one element, and then wait for `trial.HEAD_START_US` with nothing to do: so that all ranks begin
-together, and none of the events measures a host that is late. The host waits for none of that. Only the decision waits
-for the last event, which has usually passed long before. Nothing is tried on the CPU device.
+docs/tuning.md says what is tried, how it is timed and what follows. Sites with equal problems share a trial, and so do
+sizes near each other (`trial.bucket`). All ranks make the same calls of the same sites in the same order, so each
+counts which call comes next, and all try the same strategy in it. The host does not wait for the events of a timed
+call. Only the decision waits for the last event, which has usually passed long before. Nothing is tried on the CPU
+device.
 
 A reset of the group drops its trials, and so does a growth of the workspace that changes which strategies can run.
 """

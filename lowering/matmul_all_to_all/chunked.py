@@ -1,7 +1,6 @@
 """matmul_all_to_all, strategy `chunked`: library products for one rank after the other, which its copy engine fetches.
 
-Problem. Every rank holds its rows a [M, K] and b [K, N]. Rank r wants, for all rows of all ranks, its own columns of
-the product. The columns are `parts` parts of W runs of C columns each, and rank r gets the r-th run of each part.
+Problem. It is that of tile.py.
 Algorithm. The main stream multiplies by the columns for rank + 1 first and by the rank's own columns last. The products
 go into the rank's own slot, and a small kernel behind each tells its reader. Meanwhile the side stream copies what the
 peers have computed for this rank into the output, in the order in which they compute it: rank - 1 first. The own

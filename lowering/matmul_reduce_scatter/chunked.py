@@ -1,7 +1,6 @@
 """matmul_reduce_scatter, strategy `chunked`: library products for one owner after the other, then one reduction.
 
-Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K. Rank r wants the r-th chunk of rows of the sum.
-Several products a_i @ b_i may be added up, and a row to them; the library adds them, chunk by chunk.
+Problem. It is that of tile.py. The library adds several products, and a row, chunk by chunk.
 Algorithm. The main stream multiplies the rows of rank + 1 first and the rank's own rows last. The products go into the
 rank's own slot, and a small kernel behind each tells its owner. Meanwhile the side stream copies the peers' partial
 products for this rank, in the order in which they are computed: that of rank - 1 first. The last product hides the last
@@ -9,7 +8,7 @@ copy. One kernel adds up the W partial products in rank order in fp32, rounds on
 of an epilogue that comes before the reduction is a launch behind each product. If the scattered dimension lies inside
 others, such as that of the sequences of a batch, the product for an owner is one batched product.
 Signal protocol. See lowering/transfers.py. There is a flag for each part of an owner's rows, from row PIECE_ROWS on.
-Limits. The scattered dimension is not the last one, and the group's size divides it.
+Limits. They are those of tile.py.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ After:
     x, weights, residual, weight -> ditron.all_gather_matmul(.., norm="rms") -> getitem 0 ..
                                                                              -> getitem -2, the sum
 
-So the result of the norm is written directly where peers read it. In a sequence-parallel layer x is the result of a
-reduce-scatter, and the sum is the residual of the next layer. A sum in fp32 that is normalised before it is rounded
+So the result of the norm is written directly where peers read it. A sum in fp32 that is normalised before it is rounded
 (see `norm_forms`) is handled in the same way: the node returns the rounded one.
 
 A norm that is absorbed is removed from Inductor's kernels. It must not fire when

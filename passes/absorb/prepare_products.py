@@ -8,10 +8,8 @@ After:
 
     [a], [b] -> ditron.matmul_reduce_scatter(.., extras=[scale], epilogue="pre: mm0 * column(x0); mm0") -> getitem 0
 
-An all-reduce, and a sum of matmuls as one product, are handled in the same way. The ops are computed in registers
-before a tile is sent (`tile`), or in place on each product (`chunked`, `library`). So the reduction is fused with the
-matmul, and by `tile` the ops need no kernel of their own. Every rank computes what its own graph says: scales need not
-be replicated.
+An all-reduce, and a sum of matmuls as one product, are handled in the same way. Every rank computes what its own graph
+says: scales need not be replicated.
 
 It runs behind the passes that fuse reductions of plain products, on reductions that they left alone because of such an
 op. In bfloat16 and float32 a scalar factor has been moved behind the reduction before (see `move_across`).

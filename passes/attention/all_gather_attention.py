@@ -12,15 +12,12 @@ After:
     q, k -> permute, v -> permute -> ditron.all_gather_attention -> getitem 0: out [B, H, S, D]
 
 If the backward, or anything behind the attention, needs the gathered keys and values, the node returns them. The call
-takes the place of the attention. The attention may be an op of `attention_calls.FORWARD`, or in inference graphs
-matmul, softmax, matmul, with or without a soft cap on the scores (`written_attention`). There may be no mask;
-`is_causal`, which aligns the first query of every rank with the first key of all; or a mask that is proved to be
-causal, with or without a window, whose keys stand in order or in zig-zag order (`shown_masks`). The positions of a
-rank's queries are constants of its graph alone. Every rank fuses, whatever its constants, and the call has them as
-`offset` and `jumps`. Any other mask is passed on as a tensor, the `bias` of the call, whose mask is then `given`. The
-same holds for a bias of floats. `ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
+takes the place of the attention. docs/attention.md says which forms of attention and which masks are read. The
+positions of a rank's queries are constants of its graph alone. Every rank fuses, whatever its constants, and the call
+has them as `offset` and `jumps`. A mask of which nothing is proved, or a bias of floats, is passed on as a tensor, the
+`bias` of the call, whose mask is then `given`.
 
-Calls of that function are in the graph already: they get the options of the compilation here.
+Calls of `ops.all_gather_attention` are in the graph already: they get the options of the compilation here.
 
 It must not fire when
 * there is dropout, a mask or bias of other sizes or dtypes, or queries whose heads do not divide among those of the
@@ -222,7 +219,9 @@ def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.No
     if index > 1:
         return unread(graph, old) if proofs.tensor(old) is not None else old
     new = rewriting.output(graph, call, index, old)
-    if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere(attention):
+    # Whether every row sees a key is known of this rank alone: what follows is no collective.
+    sees_everywhere = all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
+    if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere:
         new = _finite(graph, new)
     if index == 1 and attention.kernel.base != math.e:
         new = scaled(graph, new, 1.0 / math.log(attention.kernel.base))
@@ -232,11 +231,6 @@ def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.No
     if index == 1 and attention.kernel.lse:
         return rewriting.computed(graph, aten.unsqueeze.default, (new, -1), new)
     return new
-
-
-def sees_everywhere(attention: AttentionCall) -> bool:
-    """Returns whether every row sees a key. This rank's alone: what follows is no collective."""
-    return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
 
 
 def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:

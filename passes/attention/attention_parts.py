@@ -159,13 +159,7 @@ class PartAlgebra:
             weights = self.algebra.value(left)
         except Unknown:
             return self._scores(node, left, right)
-        root, (batch, tokens, dim) = self._root(right)
-        axes = self.atoms.of(weights.axes)
-        if not self.atoms.bind(batch, axes[0]) or not self.atoms.bind(tokens, axes[2]):
-            raise Unknown(node)
-        weighted = Value(weights.axes, {**weights.power, ("v", root): 1.0}, weights.is_log)
-        total = self.algebra.total(weighted, [2], node, keepdim=True)
-        return replace(total, axes=(*total.axes[:2], dim))
+        return self.algebra.weighted_sum(weights, *self._root(right), node)
 
     def _scores(self, node: fx.Node, left: fx.Node, right: fx.Node) -> Value:
         query, (batch, rows, dim) = self._root(left)

@@ -46,11 +46,10 @@ from ditron_inductor.passes.attention.attention_calls import (
 )
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import AttentionReduceScatter
-
-PATTERN = AttentionReduceScatter.kind
 
 
 @dataclass(frozen=True)
@@ -180,25 +179,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     return call
 
 
-def attention_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every backward with provable reduce-scatters; returns how many. Others' get a reason."""
-    count = 0
-    for node in [node for node in graph.nodes if node.op == "call_function" and node.target in BACKWARD]:
-        match = find_attention_reduce_scatter(node)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if refused(match):
-            for collective in _feeding(node):
-                leave_alone(collective, PATTERN, match.at(node))
-            continue
-        rewrite(graph, match, options)
-        count += 1
-    return count
-
-
-def _feeding(backward: fx.Node) -> list[fx.Node]:
-    """The reduce-scatters of tensors that are put together from the gradients of keys and values."""
-    found = []
+def _leave(backward: fx.Node, pattern: str, why: Refused) -> None:
+    """Gives a reason to the reduce-scatters of what is put together from the gradients of keys and values."""
     for node in collectives(backward.graph, REDUCE_SCATTER):
         operand = proofs.arguments(node)["input"]
         pieces = operand.args[0] if operand.target is rewriting.aten.cat.default else [operand]
@@ -206,5 +188,10 @@ def _feeding(backward: fx.Node) -> list[fx.Node]:
         first = pieces[0] if part is None else part.source
         outputs = [user for user in backward.users if user.target is getitem and user.args[1] in (1, 2)]
         if views_above(first, outputs) is not None:
-            found.append(node)
-    return found
+            leave_alone(node, pattern, why.at(backward))
+
+
+attention_reduce_scatter = Fusion(
+    AttentionReduceScatter, tuple(BACKWARD), find_attention_reduce_scatter, rewrite, _leave
+)
+"""Fuses every backward of attention with provable reduce-scatters. The reduce-scatters of others get a reason."""

@@ -8,17 +8,14 @@ Before, for one query per sequence and a cache that is sharded along the tokens,
     o -> all_gather_into_tensor, lse -> all_gather_into_tensor
       -> softmax of all ranks' lse, * all ranks' o -> sum over the ranks = out [B, Hq, D]
 
-There may also be one gather of cat([o, lse], -1), or o and lse may come from one of torch's attention ops (flash,
-cuDNN, flash for the CPU), also with heads that share keys. The query's dimension of size 1 may stay, or be indexed away
-anywhere. After:
+docs/attention.md lists the forms. After:
 
     q, k, v, lengths -> ditron.flash_decode -> getitem 0 = out
 
 The proof has three steps. First, o is exactly sum(exp(c x) v) / sum(exp(c x)), and lse is the logarithm of the same
 sum, over scores x of the same product. Second, the same holds for what is computed from the two gathered tensors.
 Third, the dimensions of query, keys and values have the roles that the node gives them. The call takes the place of the
-first of the two gathers. If the program gives NaN because a rank has no tokens of a sequence, the node gives the right
-result.
+first of the two gathers.
 
 It must not fire when
 * the parts of other ranks, or anything computed from them, are used elsewhere;
@@ -39,8 +36,8 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.attention_parts import GatheredParts, PartAlgebra, Ranks, Scores, calls_of_parts
-from ditron_inductor.passes.attention.roots import Root
-from ditron_inductor.passes.attention.softmax_algebra import Axes, Symbol, Unknown
+from ditron_inductor.passes.attention.roots import Moved, Root
+from ditron_inductor.passes.attention.softmax_algebra import Axes, Symbol, Unknown, static_shape
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
@@ -70,11 +67,10 @@ class Match:
 
 @dataclass(frozen=True)
 class _Operand:
-    """A tensor with its dimensions in the order `dims`, and then of this shape."""
+    """A tensor, and the views that give it its dimensions."""
 
     node: fx.Node
-    dims: tuple[int, ...]
-    shape: tuple[int, ...]
+    views: Moved
 
 
 def find_parts(attention: PartAlgebra, gathers: Sequence[Collective]) -> list[GatheredParts]:
@@ -218,14 +214,19 @@ def _operands(
         return math.prod(atoms.size(atom) for atom in of)
 
     B, Hkv, G, D, S = size(batch), size(heads), size(group), size(dim), size(tokens)
-    q = _Operand(origin.query.node, tuple(range(len(origin.query.axes))), (B, Hkv * G, D))
+    q = _operand(origin.query, tuple(range(len(origin.query.axes))), (B, Hkv * G, D))
     caches = []
     for root, last in ((origin.keys, dim), (values, wide)):
         dims = _placed(atoms.of(root.axes), (tuple(batch), tokens, tuple(heads), tuple(last)))
         if dims is None:
             return None
-        caches.append(_Operand(root.node, dims, (B, S, Hkv, D)))
+        caches.append(_operand(root, dims, (B, S, Hkv, D)))
     return q, caches[0], caches[1], None if lengths is None else (lengths[0], lengths[2]), scale
+
+
+def _operand(root: Root, dims: tuple[int, ...], shape: tuple[int, ...]) -> _Operand:
+    """Returns a tensor with its dimensions in the order `dims`, and then of this shape."""
+    return _Operand(root.node, Moved(static_shape(root.node), dims, shape))
 
 
 def _placed(axes: Axes, wanted: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -246,14 +247,15 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     group, launch = match.gathers[0], _first(match.gathers)
     for operand in (match.q.node, match.k.node, match.v.node, *((match.lengths[0],) if match.lengths else ())):
         rewriting.hoist(operand, launch)
-    B = match.q.shape[0]
+    shape = match.q.views.shape
     site, policy = rewriting.UNNAMED_SITE, rewriting.policy(options)
     task = FlashDecode(match.scale, 0.0, group.world_size, group.group_name, site, policy)
     like: torch.Tensor = match.q.node.meta["val"]
-    out = rewriting.fake_like(like, match.q.shape, rewriting.contiguous_strides(match.q.shape))
+    out = rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape))
     with graph.inserting_before(launch):
-        operands = {name: _inserted(graph, root) for name, root in zip("qkv", (match.q, match.k, match.v), strict=True)}
-        operands["lengths"] = _inserted_lengths(graph, match, B)
+        given = zip("qkv", (match.q, match.k, match.v), strict=True)
+        operands = {name: operand.views.insert(graph, operand.node) for name, operand in given}
+        operands["lengths"] = _inserted_lengths(graph, match, shape[0])
         values = (out, rewriting.new_token(like))
         call = rewriting.call_task(graph, task, operands, match.merged, values)
         result = rewriting.output(graph, call, 0, match.merged)
@@ -267,24 +269,13 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     return call
 
 
-def _inserted(graph: fx.Graph, operand: _Operand) -> fx.Node:
-    """Inserts the views that give an operand its dimensions, and returns the last one."""
-    node = operand.node
-    value = proofs.fake(node)
-    if operand.dims != tuple(range(value.ndim)):
-        node = rewriting.computed(graph, aten.permute.default, (node, list(operand.dims)), node)
-    if tuple(node.meta["val"].shape) != operand.shape:
-        node = rewriting.computed(graph, aten.reshape.default, (node, list(operand.shape)), node)
-    return node
-
-
 def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
     """Inserts the lengths, int32 [B]: those that the mask compares with, or the size of the cache."""
     origin = match.q.node
     if match.lengths is None:
         device = origin.meta["val"].device
         kept = {"dtype": torch.int32, "device": device, "pin_memory": False}
-        args = ([batch], match.k.shape[1])
+        args = ([batch], match.k.views.shape[1])
         node = rewriting.call(graph, aten.full.default, args, origin, (batch,), dtype=torch.int32)
         node.kwargs = kept
         return node

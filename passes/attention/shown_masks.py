@@ -4,11 +4,9 @@ A mask is understood if it shows each row the keys whose positions are at most t
 only those above a second bound. The positions of neighbouring rows have to differ by one, except at some jumps. Keys
 stand in order, or in the zig-zag order of a number of ranks.
 
-The positions of the rows belong to this rank alone. If the queries of a program are at `rank * S + arange(S)`, or in
-two chunks, the graph of each rank has other numbers, and on one of the ranks the two chunks are adjacent. So the
-positions of the rows decide only what this rank computes. For the same reason a bound on rows alone, or on keys by a
-number that may come from the rows, is not understood, even if it hides nothing on this rank. All ranks share the order
-of the keys, and the length of a window, which is the same for every row.
+The positions of the rows belong to this rank alone, and decide only what this rank computes. All ranks share the order
+of the keys, and the length of a window, which is the same for every row. docs/attention.md says which masks are not
+understood, because they might be on some ranks only.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ tensor that was permuted or repeated is not mistaken for another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -201,6 +201,16 @@ class Algebra:
         summed: Symbol = ("N", count, x[0][1], v[0][1]) if v else ("Z", count, x[0][1])
         rest = {symbol: times for symbol, times in value.power.items() if symbol not in (*x, *v)}
         return Value(self._without(value, dims, node, keepdim), combined(rest, {summed: 1.0}, 1.0), False)
+
+    def weighted_sum(self, weights: Value, summed: object, axes: Axes, node: fx.Node) -> Value:
+        """Returns the sum of `summed` [batch, tokens, wide] by weights [batch, rows, tokens]. Raises Unknown."""
+        batch, tokens, wide = axes
+        of_weights = self.atoms.of(weights.axes)
+        if not self.atoms.bind(batch, of_weights[0]) or not self.atoms.bind(tokens, of_weights[2]):
+            raise Unknown(node)
+        weighted = Value(weights.axes, {**weights.power, ("v", summed): 1.0}, weights.is_log)
+        total = self.total(weighted, [2], node, keepdim=True)
+        return replace(total, axes=(*total.axes[:2], wide))
 
     def _without(self, value: Value, dims: Sequence[int], node: fx.Node, keepdim: bool) -> Axes:
         """Returns the axes that are left when `dims` are reduced. These have to be exactly the axes of x."""

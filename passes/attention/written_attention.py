@@ -2,10 +2,8 @@
 
     q, gathered k -> views -> bmm = scores -> * scale -> (soft cap) -> (mask) -> softmax -> bmm <- views <- gathered v
 
-It may be written in any way. The maximum may be subtracted or not. The division may stand before the second matmul or
-behind it, in fp32 or in the dtype. Heads may be grouped or repeated. The matmuls may be `matmul` or `einsum`, with the
-scale behind the first one or in front of it. Rows that see nothing may be set to 0. So scaled dot-product attention by
-torch's own operations is covered too. In a chain of `softmax_algebra` from the scores x
+docs/attention.md says in which forms it may be written; besides, rows that see nothing may be set to 0. In a chain of
+`softmax_algebra` from the scores x
 
     a tanh of c x                          gives new scores and a soft cap: b tanh(c x) has the cap b
     a mask that is added, or chosen        shows some of the scores (see `masks`). It has to stand behind the soft cap,
@@ -13,8 +11,7 @@ torch's own operations is covered too. In a chain of `softmax_algebra` from the 
 
 and the result has to be sum(exp(c x) v) / sum(exp(c x)). The dimensions of queries, keys and values are followed from
 tensors of the graph (those of keys and values from the gathered tensors) and have the roles [B, H, S, D]. Casts are
-ignored, because the node keeps scores and sums in fp32. If the program gives NaN because a row sees nothing, the node
-gives 0.
+ignored, because the node keeps scores and sums in fp32.
 """
 
 from __future__ import annotations
@@ -196,13 +193,7 @@ class Proof:
         assert isinstance(right, fx.Node)
         weights = self.algebra.value(left)
         values = chain_to(self.atoms, right, self._gathered)
-        batch, tokens, wide = values[-1].axes
-        axes = self.atoms.of(weights.axes)
-        if not self.atoms.bind(batch, axes[0]) or not self.atoms.bind(tokens, axes[2]):
-            raise Unknown(node)
-        weighted = Value(weights.axes, {**weights.power, ("v", values): 1.0}, weights.is_log)
-        total = self.algebra.total(weighted, [2], node, keepdim=True)
-        return replace(total, axes=(*total.axes[:2], wide))
+        return self.algebra.weighted_sum(weights, values, values[-1].axes, node)
 
     def _origin(self, value: Value, node: fx.Node) -> tuple[WrittenScores, float]:
         """Returns (the scores, their factor) for scores that no mask hides."""

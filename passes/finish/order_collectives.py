@@ -1,7 +1,6 @@
 """Chains the Task nodes and the remaining collectives of their groups in graph order.
 
-Two ranks that run two sites in different orders wait for each other forever, and Inductor may reorder independent
-extern ops. So the launches form one chain, which only data dependencies can hold through every reordering:
+docs/order.md says why the launches form one chain, and why no form of collective needs a copy for that.
 
     before                                       after
     y, token = matmul_all_reduce(a, b, None)     y, token = matmul_all_reduce(a, b, None)
@@ -9,24 +8,15 @@ extern ops. So the launches form one chain, which only data dependencies can hol
                                                  token_1 = token_of(h)
     z, _ = matmul_all_reduce(c, d, None)         z, _ = matmul_all_reduce(c, d, token_1)
 
-A Task kernel keeps SMs while it waits, so there is one chain across all groups that have a Task node: two groups that
-share ranks must not wait for each other either. Collectives of other groups stay as they are, and so do graphs without
-a Task node. If the graph holds a group as an object, or by vLLM's name for it, it may be any group, so it is chained.
-
-Putting a collective behind the token costs no copy. There are three cases. For collectives that only read their input,
-`after` is an alias of the input. Inductor runs a reduction in place if nobody uses its input afterwards. But Inductor
-loses track of an alias that is written to, and would free the memory before the wait. So there `after_(x, token)` says
-that it writes into x, and the collective keeps its input. In the third case Inductor copies the input of a reduction
-and works on the copy, which is fused with the computation of the input; an alias in between would split the two. There
-the token becomes an operand of the copy, `where(token != 0, x, x)`, which is x bit for bit, whatever the token holds.
-`token_of` depends on the launch, not on the wait, so transfers still overlap with what follows.
+There is one chain across all groups that have a Task node. Collectives of other groups stay as they are, and so do
+graphs without a Task node. If the graph holds a group as an object, or by vLLM's name for it, it may be any group, so
+it is chained.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,53 +46,47 @@ SELECTABLE = (
 )
 
 
-@dataclass(frozen=True)
-class Match:
-    """One launch of the chain: a Task node, or a collective that no pass has fused."""
-
-    node: fx.Node
-    is_task: bool
-
-
-def find_chain(graph: fx.Graph) -> list[Match]:
-    """The launches to keep in order, in graph order; empty for a graph without a Task node."""
+def find_chain(graph: fx.Graph) -> list[fx.Node]:
+    """The launches to keep in order, Task nodes and collectives that no pass has fused, in graph order; empty for a
+    graph without a Task node.
+    """
     groups = {group_of(node) for node in graph.nodes if is_task(node)}
-    chain: list[Match] = []
+    chain: list[fx.Node] = []
     for node in graph.nodes:
         if is_task(node):
-            chain.append(Match(node, is_task=True))
+            chain.append(node)
         elif groups and launches_collective(node):
             group = group_of(node)
             if not isinstance(group, str) or group in groups or is_vllm_collective(node):
-                chain.append(Match(node, is_task=False))
+                chain.append(node)
     return chain
 
 
-def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
+def rewrite(graph: fx.Graph, chain: Sequence[fx.Node]) -> None:
     """Puts each launch of `chain` behind the one before it."""
     for previous, current in zip(chain, chain[1:], strict=False):
         token = _token_after(graph, previous)
-        if current.is_task:
-            current.node.update_arg(schema.TOKEN, token)
+        if is_task(current):
+            current.update_arg(schema.TOKEN, token)
         else:
-            _put_after(graph, current.node, token)
+            _put_after(graph, current, token)
 
 
 def order_collectives(graph: fx.Graph, *, options: Options) -> int:
     """Chains the launches, and returns how many were put behind another; 0 if the graph was chained before."""
     chain = find_chain(graph)
-    if any(_is_chained(match) for match in chain):
+    if any(map(_is_chained, chain)):
         return 0
     rewrite(graph, chain)
     return max(len(chain) - 1, 0)
 
 
-def _token_after(graph: fx.Graph, match: Match) -> fx.Node:
+def _token_after(graph: fx.Graph, launch: fx.Node) -> fx.Node:
     """Returns the token that the launch returns, or a new token that depends on its first output."""
-    value = match.node.meta["val"]
-    if match.is_task:
-        return _getitem(graph, match.node, len(value) - 1)
-    launched = _getitem(graph, match.node, 0) if isinstance(value, (list, tuple)) else match.node
+    value = launch.meta["val"]
+    if is_task(launch):
+        return _getitem(graph, launch, len(value) - 1)
+    launched = _getitem(graph, launch, 0) if isinstance(value, (list, tuple)) else launch
     return _call_behind(graph, launched, schema.overload("token_of"), (launched,))
 
 
@@ -147,13 +131,13 @@ def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
     return True
 
 
-def _is_chained(match: Match) -> bool:
+def _is_chained(launch: fx.Node) -> bool:
     """Returns whether something waits for the token of the launch."""
-    value = match.node.meta["val"]
-    if match.is_task:
-        getitems = [user for user in match.node.users if user.target is operator.getitem]
+    value = launch.meta["val"]
+    if is_task(launch):
+        getitems = [user for user in launch.users if user.target is operator.getitem]
         return any(user.args[1] == len(value) - 1 and user.users for user in getitems)
-    outputs = list(match.node.users) if isinstance(value, (list, tuple)) else [match.node]
+    outputs = list(launch.users) if isinstance(value, (list, tuple)) else [launch]
     return any(user.target is schema.overload("token_of") for output in outputs for user in output.users)
 
 

@@ -12,20 +12,13 @@ and, where the width of the result is not aligned either (N = 1023),
 
     w -> constant_pad_nd [4104, 1024] -> mm [M, 1024] -> slice [M, 1023]
 
-The same is done for bmm, baddbmm, and addmm, whose bias is padded too. Inductor does this by `shape_padding`, in front
-of all passes, and decides by a benchmark on each rank. So two ranks may compile two graphs, of which only one has a
-certain site. Therefore `shape_padding` is off (see `backend`), and this pass runs behind all fusions, where no other
-pass depends on it. It sees the products that no site took, it looks at sizes, dtypes and strides only, and the
-constants of its rule (`task.alignment`) are the same on all machines.
+docs/fusions.md says which products this pass takes, and why Inductor's own `shape_padding` is off. The pass runs behind
+all fusions, where no other pass depends on it. It sees the products that no site took, and it looks at sizes, dtypes
+and strides only. A padded operand is computed by the kernel that computes the operand itself, if only the product reads
+it and Inductor generates it; otherwise it is a copy. In a matrix that lies column by column the columns are padded. A
+size is padded only if elements are contiguous along it, so M is never padded for a plain `x @ w`.
 
-A padded operand is computed by the kernel that computes the operand itself, if only the product reads it and Inductor
-generates it; otherwise it is a copy. The result is a view with gaps between its rows, also where it leaves the graph,
-as with Inductor's padding. What needs contiguous rows, such as a collective, gets a copy. In a matrix that lies column
-by column the columns are padded. A size is padded only if elements are contiguous along it, so M is never padded for a
-plain `x @ w`.
-
-The products of a site are padded along K too, which each rank contracts alone. What is reduced, scattered or gathered
-behind them stays the same, and so do all facts that ranks compare.
+The products of a site are padded along K too, which each rank contracts alone:
 
     matmul_all_reduce([a [M, 4097]], [b [4097, N]])  ->  matmul_all_reduce([pad(a)], [pad(b)])
 
@@ -103,11 +96,10 @@ def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | No
     bound = proofs.arguments(node)
     lhs, rhs = (bound[name] for name in OPERANDS[node.target])
     bias = bound["self"] if node.target in BIASED else None
-    values = [proofs.tensor(each) for each in (lhs, rhs, node, *([bias] if node.target in BIASED else []))]
-    if not _paddable(values, devices):
+    values = _paddable([lhs, rhs, node, *([bias] if node.target in BIASED else [])], devices)
+    if values is None:
         return None
-    a, b, out = values[0], values[1], values[2]
-    assert a is not None and b is not None and out is not None
+    a, b, out, *_ = values
     of_lhs, of_rhs, of_out = form(a), form(b), form(out)
     if of_lhs is None or of_rhs is None or of_out is None:
         return None
@@ -158,10 +150,10 @@ def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[S
 
 
 def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...]) -> SiteProduct | None:
-    lhs, rhs = proofs.tensor(a), proofs.tensor(b)
-    if not _paddable([lhs, rhs], devices):
+    values = _paddable([a, b], devices)
+    if values is None:
         return None
-    assert lhs is not None and rhs is not None
+    lhs, rhs = values
     of_lhs, of_rhs = form(lhs), form(rhs)
     K, N = rhs.shape
     k = alignment.missing(K, rhs.dtype)
@@ -188,17 +180,18 @@ def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...
     return SiteProduct(a, b, k, work)
 
 
-def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bool:
-    """Returns whether these are tensors of one dtype that is known here, of known sizes above 1, on a GPU."""
-    if any(value is None for value in values):
-        return False
-    found = [value for value in values if value is not None]
+def _paddable(nodes: Sequence[Any], devices: tuple[str, ...]) -> list[torch.Tensor] | None:
+    """Returns these tensors if they are of one dtype that is known here, of known sizes above 1, and on a GPU."""
+    found = [value for node in nodes if (value := proofs.tensor(node)) is not None]
+    if len(found) < len(nodes):
+        return None
     alike = {(value.dtype, value.device) for value in found}
     static = all(isinstance(size, int) for value in found for size in (*value.shape, *_steps(value)))
     (dtype, device) = next(iter(alike))
     large = static and all(size > 1 for value in found[:3] for size in value.shape[-2:])
     filled = large and all(value.numel() for value in found)
-    return filled and len(alike) == 1 and dtype in OPERAND_DTYPES and device.type in devices
+    fits = filled and len(alike) == 1 and dtype in OPERAND_DTYPES and device.type in devices
+    return found if fits else None
 
 
 def _steps(value: torch.Tensor) -> tuple[Any, ...]:
@@ -262,15 +255,16 @@ def rewrite(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> None:
 
 
 def _padded(graph: fx.Graph, source: fx.Node, rows: int, columns: int, padded: dict[Any, fx.Node]) -> fx.Node:
-    """Inserts a matrix, or a batch of matrices, with zeros below and to the right, in the same layout."""
+    """Inserts a vector, a matrix or a batch of matrices with zeros below and to the right, in the same layout."""
     if not rows + columns:
         return source
     key = (source, rows, columns)
     if key not in padded:
-        found = form(source.meta["val"])
-        assert found is not None
-        if found.by_rows:
-            made = rewriting.computed(graph, aten.constant_pad_nd.default, (source, [0, columns, 0, rows]), source)
+        value = source.meta["val"]
+        found = form(value) if value.ndim > 1 else None
+        if found is None or found.by_rows:
+            lengths = [0, columns, 0, rows][: 2 * value.ndim]
+            made = rewriting.computed(graph, aten.constant_pad_nd.default, (source, lengths), source)
         else:
             lying = _swapped(graph, source)
             lying = rewriting.computed(graph, aten.constant_pad_nd.default, (lying, [0, rows, 0, columns]), lying)
@@ -293,13 +287,7 @@ def _padded_bias(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> f
     shape = bias.meta["val"].shape
     columns = match.n if len(shape) and shape[-1] > 1 else 0
     rows = match.m if len(shape) > 1 and shape[-2] > 1 else 0
-    if not rows + columns:
-        return bias
-    key = (bias, rows, columns)
-    if key not in padded:
-        lengths = [0, columns, 0, rows] if len(shape) > 1 else [0, columns]
-        padded[key] = rewriting.computed(graph, aten.constant_pad_nd.default, (bias, lengths), bias)
-    return padded[key]
+    return _padded(graph, bias, rows, columns, padded)
 
 
 def rewrite_site(

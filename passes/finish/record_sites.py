@@ -20,7 +20,7 @@ from ditron_inductor.passes.graph.launches import GROUP_ARGUMENT, is_task, launc
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 from ditron_inductor.task.problem import Problem
-from ditron_inductor.task.schema import node_from_call, operands_from_call
+from ditron_inductor.task.schema import node_from_call, operands_from_call, values_of
 from ditron_inductor.task.site_records import GraphRecord, SiteRecord
 from ditron_inductor.task.torch_dtypes import precision_of
 
@@ -57,7 +57,7 @@ def count_left_alone(graph: fx.Graph) -> dict[str, int]:
 
 def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
-    given = {name: _values(value) for name, value in operands_from_call(node).items()}
+    given = {name: values_of(operand) for name, operand in operands_from_call(node).items()}
     tensors = [value for values in given.values() for value in (values if isinstance(values, list) else [values])]
     first = tensors[0]
     known = all(_hint(size) is not None for value in tensors for size in value.shape)
@@ -91,11 +91,6 @@ def _task_record(node: fx.Node) -> SiteRecord:
     )
 
 
-def _values(given: Any) -> Any:
-    """Returns the fake tensor of an operand, or the fake tensors of a list."""
-    return [_value(operand) for operand in given] if isinstance(given, list) else _value(given)
-
-
 def _hints(value: Any) -> Any:
     """Returns the shape of a tensor whose sizes are known, or the shapes of a list of tensors."""
     if isinstance(value, list):
@@ -113,7 +108,6 @@ def _collective_record(node: fx.Node) -> SiteRecord:
         world_size = group_size(group_name)
     reason = node.meta.get(LEFT_ALONE)
     return SiteRecord(
-        site="",
         kind=kind,
         matched=False,
         pattern=reason.pattern if reason is not None else kind,
@@ -122,12 +116,8 @@ def _collective_record(node: fx.Node) -> SiteRecord:
         dtype=str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
         device_type=inputs[0].device.type if inputs else "",
         shapes=tuple(shape_text(value.shape) for value in inputs),
-        m=None,
-        n=None,
-        k=None,
         itemsize=inputs[0].dtype.itemsize if inputs else None,
         bytes_moved=_collective_bytes(kind, inputs, world_size),
-        strategy="",
         node=node.name,
         text=node.format_node() or node.name,
         reason_code=reason.code if reason is not None else NO_PATTERN,
@@ -155,13 +145,6 @@ def _collective_bytes(kind: str, inputs: Sequence[torch.Tensor], world_size: int
 def shape_text(shape: Sequence[Any]) -> str:
     """Returns a shape as text, such as `[8, s0, 16]`."""
     return "[" + ", ".join(str(size) for size in shape) + "]"
-
-
-def _value(node: Any) -> torch.Tensor:
-    assert isinstance(node, fx.Node)
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return value
 
 
 def _hint(size: Any) -> int | None:

@@ -24,7 +24,7 @@ from torch import fx
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, digest
 from ditron_inductor.passes.graph.collectives import group_size
 from ditron_inductor.passes.graph.launches import group_of, is_task, launches_collective
-from ditron_inductor.passes.graph.proofs import arguments
+from ditron_inductor.passes.graph.proofs import arguments, fake
 from ditron_inductor.passes.graph.rewriting import TRANSPOSED
 from ditron_inductor.passes.normalize.vllm_collectives import group_names, is_vllm_collective
 from ditron_inductor.task import schema
@@ -140,12 +140,13 @@ def _collective_facts(node: fx.Node) -> LaunchFacts:
 
 def _task_facts(node: fx.Node) -> LaunchFacts:
     task = schema.node_from_call(node.target, node.args)
-    first = _first_tensor(node)
+    first = fake(schema.operands_of(node)[0])
     local = {field.name: getattr(task, field.name) for field in fields(task) if field.name in LOCAL_FIELDS}
     contributed = task.contributed(schema.shapes_from_call(node))
     wire = _wire(task.wire, getattr(task, "reduce_op", None), first.dtype)
     return LaunchFacts(
-        wire=f"{wire} transposed" if _is_transposed(node) else wire,
+        # It then sends transposes of what its collective sent.
+        wire=f"{wire} transposed" if node.meta.get(TRANSPOSED) else wire,
         numel=None if contributed is None else _known(contributed),
         device_type=first.device.type,
         kind=task.form,
@@ -162,18 +163,6 @@ def _place(stack_trace: str) -> str:
 
 def _wire(collective: str, reduce_op: object, dtype: torch.dtype | None) -> str:
     return " ".join(str(part).removeprefix("torch.") for part in (collective, reduce_op, dtype) if part is not None)
-
-
-def _is_transposed(node: fx.Node) -> bool:
-    """Whether a Task node solves the transposed problem, and sends transposes of what its collective sent."""
-    return bool(node.meta.get(TRANSPOSED))
-
-
-def _first_tensor(node: fx.Node) -> torch.Tensor:
-    first = node.args[0][0]  # type: ignore[index]
-    value = (first[0] if isinstance(first, (list, tuple)) else first).meta["val"]  # type: ignore[union-attr]
-    assert isinstance(value, torch.Tensor)
-    return value
 
 
 def _known(shape: Sequence[Any]) -> int | None:

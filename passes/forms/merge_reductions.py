@@ -11,12 +11,9 @@ After, where the last of the two reductions stood:
     a, b -> add [M, N] -> all_reduce -> wait -> add [M, N]
     x ------------------------------------------'
 
-This halves the bytes and the launches. Parallel attention and MLP blocks (GPT-NeoX, Phi) contain such a sum. So do
-mixtures of experts with an expert that all tokens use; there the all-reduces may have different views. Reduce-scatters
-along one dimension are merged in the same way. If `split` and `cat` move chunks first, the sum stands in front of
-these.
-
-The result is that of eager mode up to rounding: the same numbers are added in another order.
+Parallel attention and MLP blocks contain such a sum, and so do mixtures of experts with an expert that all tokens use;
+there the all-reduces may have different views. Reduce-scatters along one dimension are merged in the same way. If
+`split` and `cat` move chunks first, the sum stands in front of these. The result is that of eager mode up to rounding.
 
 It must not fire when
 * a reduction is used by something other than the sum, a partial sum by something other than the next one, or a summand

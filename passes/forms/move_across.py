@@ -10,9 +10,8 @@ this, for a reduction that a fusion takes then:
     mm -> * 0.5 -> reduce_scatter -> wait                        mm -> reduce_scatter -> wait -> * 0.5
     mm -> * 0.5 -> transpose -> all_reduce -> wait               mm -> all_reduce -> wait -> * 0.5 -> transpose -> clone
 
-A factor that is a power of two gives the same bits, as long as nothing leaves the range of the dtype. With any other
-factor the result is rounded once, behind the sum, in place of once on each rank. A sum of products may leave the range
-of float16, so in float16 factors stay in front. Views change no value.
+docs/algebra.md says what of this is exact. A sum of products may leave the range of float16, so in float16 factors stay
+in front.
 
 It must not fire when
 * the cast narrows (see `move_casts`), a part of the gathered tensor is taken (then one rank may have padded its shard,

@@ -17,11 +17,8 @@ row-wise work shrinks to 1/W. The residual stays in parts from one all-reduce to
 region are gathered, so every rank has the same bits of them.
 
 `own_chunk` cuts a replicated tensor where it enters. The rank is found at run time and is not a part of the graph. The
-graph does not show whether its inputs that enter are replicated, nor whether a number in it differs on another rank (`x
-* rank`, `mask[rank:]`). So `replicated` compares samples of the inputs, and the numbers, over the ranks while the
-program runs, and raises if they differ.
-
-The result is that of eager mode up to rounding: a reduction may add in another order.
+graph does not show whether its inputs, and numbers in it, are the same on all ranks, so `replicated` compares samples
+while the program runs, and raises if they differ (docs/algebra.md). The result is that of eager mode up to rounding.
 
 Sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel` decide. It must not fire
 * with dynamic sizes, or if no dimension of the rows divides by the number of ranks;

@@ -13,8 +13,7 @@ After:
                                                       -> getitem 1 [M, F] -> reshape [B, S, F] -> mul by that
 
 Then absorb_epilogues makes the epilogue `cast(silu(mm0), bf16) * mm1`: one program has both halves of the product in
-its registers, while a tile of the undivided product has columns of one half only. A view costs nothing, and nothing is
-copied.
+its registers. A view costs nothing.
 
 A bias of the whole product becomes two views of it likewise: `silu(mm0 + row(x0)) * (mm1 + row(x1))`.
 

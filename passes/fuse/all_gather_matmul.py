@@ -47,39 +47,23 @@ It must not fire when
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
-from ditron_inductor.passes.graph.gathered import (
-    Feeds,
-    Gathered,
-    GatheredUse,
-    OrientedMatmul,
-    collect,
-    contracts,
-    find_feeding,
-    replace,
-)
+from ditron_inductor.passes.graph.gathered import Feeds, find_feeds, replace
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
 from ditron_inductor.task.nodes import AllGatherMatmul
 
 
 @dataclass(frozen=True)
 class Match:
-    """One gather and the matmuls that it feeds. `gathered` is the node that holds the tensor gathered along
-    `gather_dim`, which is read as its transpose if it is `swapped` (gathered along the last dimension).
-    """
+    """One gather and the matmuls that it feeds."""
 
     collective: Collective
-    gathered: fx.Node
-    gather_dim: int
-    swapped: bool
     feeds: Feeds
 
 
@@ -88,38 +72,20 @@ def find_all_gather_matmul(node: fx.Node) -> Match | Refused:
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
         return collective
-    return find_feeding(collective, partial(_match, collective))
-
-
-def _match(collective: Collective, gathered: Gathered) -> Match | Refused:
-    """Collects the matmuls on views of the gathered tensor that can be proved."""
-    value = proofs.fake(gathered.node)
-    swapped = value.ndim == 2 and gathered.dim == 1
-    feeds = collect(collective, gathered, partial(_read, gathered, swapped))
-    if refused(feeds):
-        return feeds
-    return Match(collective, gathered.node, 0 if swapped else gathered.dim, swapped, feeds)
-
-
-def _read(gathered: Gathered, swapped: bool, use: GatheredUse, value: torch.Tensor) -> OrientedMatmul | ReasonCode:
-    """A matmul that keeps the gathered dimension, as rows of the product or as its columns."""
-    if contracts(use, gathered.dim == value.ndim - 1):
-        return ReasonCode.NO_GAIN
-    if gathered.dim == value.ndim - 1 and not swapped:
-        return ReasonCode.LAST_DIM
-    return OrientedMatmul(use.user, use.operand, use.transposed != swapped)
+    feeds = find_feeds(collective)
+    return feeds if refused(feeds) else Match(collective, feeds)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     collective, feeds = match.collective, match.feeds
     task = AllGatherMatmul(
-        gather_dim=match.gather_dim,
+        gather_dim=0 if feeds.gathered.swapped else feeds.gathered.dim,
         return_gathered=feeds.return_gathered,
         num_weights=len(feeds.matmuls),
         **rewriting.site_fields(collective.world_size, collective.group_name, options),
     )
-    return replace(graph, feeds, match.gathered, task, collective.operand, swapped=match.swapped)
+    return replace(graph, feeds, task, collective.operand)
 
 
 all_gather_matmul = Fusion(AllGatherMatmul, (ALL_GATHER,), find_all_gather_matmul, rewrite)

@@ -11,20 +11,12 @@ After, with the same views behind the call:
     a, b, bias, residual, weight, shift -> ditron.matmul_all_reduce_rms_norm -> getitem 0 -> mm, ..
                                                                                 getitem 1 -> ..
 
-If one sum has two norms, as with parallel attention and MLP blocks (GPT-NeoX), the node computes both: the `other` norm
-has the same form, and a weight and shift of its own. In training they share their scaled rows, because the compiler has
-removed what both compute; then they are fused together or not at all. In inference they share nothing but the sum.
-
-The rows may be multiplied by a number, one element or a row before the residual is added (Granite, layer scale). The
-residual may be added in fp32, with the norm of the sum before it is rounded (vLLM): the node then rounds the total that
-others use, and nothing else may use the unrounded one. Norms that are one op of another library are read too (see
-`foreign_norms`).
-
-If there is a norm in front of the residual and none behind (OLMo 2), the node has no last norm and no output of it.
-There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm in front of
-the residual (Gemma 2 and 3): `post`. The node also returns what the backward saves: the reduced tensor, means and
-inverse deviations of the rows, and scaled rows. An epilogue that `prepare_products` has put in front of the reduction
-stays there.
+docs/fusions.md says what the node may hold besides: a second norm of the sum, a norm in front of the residual with or
+without one behind, a second bias, a factor of the rows, and what the backward saves. Two norms that share their scaled
+rows, as in training, are fused together or not at all. The residual may be added in fp32, with the norm of the sum
+before it is rounded (vLLM): the node then rounds the total that others use, and nothing else may use the unrounded one.
+Norms that are one op of another library are read too (see `foreign_norms`). An epilogue that `prepare_products` has put
+in front of the reduction stays there.
 
 The pass runs behind `matmul_all_reduce`. An all-reduce that is still in the graph then becomes the node without a
 matmul. The call takes the place of the all-reduce or of its node, and what it needs in addition is moved in front of
@@ -58,6 +50,7 @@ from ditron_inductor.passes.graph.reasons import ReasonCode, leave_alone
 from ditron_inductor.passes.graph.reduced_sums import Sum, find_sum
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
+    EXTRAS,
     MOST_NORM_COLUMNS,
     NO_NORM,
     SAVED,
@@ -95,19 +88,15 @@ class Match:
     @property
     def extras(self) -> dict[str, fx.Node | None]:
         """The operands of the node besides the reduced tensor, by their names in `nodes.EXTRAS`."""
-        post, (bias, second_bias) = self.sum.post, (*self.sum.biases, None, None)[:2]
-        return {
-            "bias": bias,
-            "second_bias": second_bias,
-            "post_weight": None if post is None else post.weight,
-            "post_shift": None if post is None else post.shift,
+        found: dict[str, fx.Node | None] = dict(zip(("bias", "second_bias"), self.sum.biases, strict=False))
+        found |= {
             "residual": self.sum.residual,
-            "weight": None if self.norm is None else self.norm.weight,
-            "shift": None if self.norm is None else self.norm.shift,
-            "other_weight": None if self.other is None else self.other.weight,
-            "other_shift": None if self.other is None else self.other.shift,
             "scale": self.sum.scale if isinstance(self.sum.scale, fx.Node) else None,
         }
+        for prefix, norm in (("post_", self.sum.post), ("", self.norm), ("other_", self.other)):
+            if norm is not None:
+                found |= {f"{prefix}weight": norm.weight, f"{prefix}shift": norm.shift}
+        return {name: found.get(name) for name in EXTRAS}
 
     @property
     def saved(self) -> dict[str, fx.Node]:

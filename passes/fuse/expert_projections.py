@@ -13,9 +13,8 @@ After:
 Rows that are not repeated, such as what the second matmul of an expert multiplies, are a row for each slot. The factors
 of the bmm may also stand the other way round, `bmm(rows [S, 1, K], index [S, K, N])`.
 
-Nothing is copied any more, and each weight is read once, also if several tokens take its expert (see
-lowering/expert_projections/experts_kernel.py). Where gate and up are side by side in one weight, split_weights.py
-separates them, and absorb_epilogues.py takes silu(gate) * up.
+Each weight is read once (see lowering/expert_projections/experts_kernel.py). For gate and up in one weight see
+split_weights.py.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;

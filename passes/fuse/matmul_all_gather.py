@@ -18,8 +18,6 @@ of matmuls, and a bias of one row, are computed by the node too: each rank adds 
 the tensor that the graph already has in the shape of the product; where there is none, one new reshape makes it. The
 call stands where the collective stood, so the order of collectives does not change.
 
-A gather that feeds a matmul belongs to `all_gather_matmul`, which runs first.
-
 It must not fire when
 * the product, or anything between it and the gathered tensor, is used elsewhere;
 * the chunks are not all of the W equal chunks, once, in order (a permute that also moves another dimension stays in the
@@ -45,7 +43,14 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.gathered import gathered_tensor
-from ditron_inductor.passes.graph.products import Left, Product, find_product, lefts_in_shape
+from ditron_inductor.passes.graph.products import (
+    Left,
+    Product,
+    as_arguments,
+    find_product,
+    lefts_in_shape,
+    view_sizes,
+)
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known, refused
 from ditron_inductor.task.nodes import MatmulAllGather
 
@@ -137,22 +142,11 @@ def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | Non
     only = all(proofs.sole_user(step) is not None for step in (*between, collective.wait))
     # A user that depends on the strides would see others. Only copies in row-major order would not.
     copies = [user for user in move.users if user.target in proofs.ORDER_KEEPING and proofs.row_major(user.meta["val"])]
-    sizes = _sizes_in_graph(source, move.meta["val"].shape)
+    sizes = as_arguments(move.meta["val"].shape, view_sizes(source))
     apart = proofs.known_equal(value.shape[0], collective.world_size)
     if not apart or not only or len(copies) != len(move.users) or sizes.count(-1) > 1:
         return None
     return GatheredProducts(move, dim, tuple(value.shape[1:]), tuple(between), sizes)
-
-
-def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`shape` as arguments of a reshape: ints, what the arguments of `view` hold, and -1 for what they do not."""
-    bound = proofs.arguments(view) if isinstance(view.target, torch._ops.OpOverload) else {}
-    named = [size for size in bound.get("shape") or bound.get("size") or () if isinstance(size, fx.Node)]
-    sizes: list[Any] = []
-    for length in shape:
-        holders = [node for node in named if proofs.known_equal(proofs.size(node), length)]
-        sizes.append(length if isinstance(length, int) else holders[0] if holders else -1)
-    return tuple(sizes)
 
 
 def _cut_behind(gathered: GatheredProducts, world_size: int) -> fx.Node | None:

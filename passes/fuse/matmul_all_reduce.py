@@ -1,12 +1,6 @@
 """mm -> all_reduce becomes one `ditron::matmul_all_reduce`, and so does the all-reduce of a sum of matmuls.
 
-Before, with any number of order-keeping views in between:
-
-    a [M, K], b [K, N] -> mm -> reshape [B, S, N] -> .. -> all_reduce -> wait [B, S, N]
-
-After, with the very same view nodes behind the call:
-
-    [a [M, K]], [b [K, N]] -> ditron.matmul_all_reduce -> getitem 0 [M, N] -> reshape [B, S, N] -> ..
+`whole_sums` draws the rewrite, which keeps any number of order-keeping views between product and collective.
 
 All products of a sum are operands of the node, and so is a bias. The adds are removed, and the views on the way from
 the first product stay:
@@ -14,8 +8,7 @@ the first product stay:
     add(reshape(mm(a, b)), reshape(mm(c, d))) -> all_reduce  ->  matmul_all_reduce([a, c], [b, d], None) -> reshape
     addmm(row [N], a, b) -> all_reduce                       ->  matmul_all_reduce([a], [b], row)
 
-An all-reduce works on elements, so views of its operand are views of its result; no size has to be known for that. The
-call stands where the collective stood, so the order of collectives does not change.
+The call stands where the collective stood, so the order of collectives does not change.
 
 It must not fire when
 * the product, or a view between it and the collective, is used elsewhere;

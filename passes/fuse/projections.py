@@ -10,9 +10,7 @@ After:
     x -> reshape [B, K], [weight_0, weight_1] -> ditron.projections -> getitem 0 [B, N_0]
                                                                     -> getitem 1 [B, N_1]
 
-With few rows a matmul takes as long as reading its weight. A weight that is one rank's part of a projection is too
-small for its launch to keep the whole GPU busy. One launch reads all weights (see
-lowering/projections/projections_kernel.py).
+One launch reads all weights (see lowering/projections/projections_kernel.py).
 
 A bias (`addmm`) is added behind the call, where it may become part of the call's epilogue (absorb_epilogues.py), as the
 gate and up projections' silu(gate) * up does.

@@ -23,6 +23,7 @@ from torch import fx
 from ditron_inductor.passes.graph import axes, proofs, rewriting
 from ditron_inductor.passes.graph.axes import Axis, Layout
 from ditron_inductor.passes.graph.collectives import SHARD_DIM, WAIT, read_group
+from ditron_inductor.passes.graph.gathered import cats_of_pieces
 from ditron_inductor.passes.graph.reasons import ReasonCode
 
 aten = torch.ops.aten
@@ -136,12 +137,10 @@ def below(collective: AllToAll) -> Chain:
 
 def _cat_below(node: fx.Node, world_size: int) -> proofs.Regrouped | None:
     """The cat that puts all equal chunks of a node together, if it is the only use of all of them."""
-    pieces = [user for user in node.users if user.target in proofs.SLICES]
-    parts = [part for split in pieces for part in split.users if part.target in proofs.SLICES]
-    cats = dict.fromkeys(user for piece in (*pieces, *parts) for user in piece.users if user.target is aten.cat.default)
+    cats = cats_of_pieces(node)
     if len(cats) != 1:
         return None
-    chunks = axes.chunks_of(next(iter(cats)), world_size)
+    chunks = axes.chunks_of(cats[0], world_size)
     if chunks is None or chunks.source is not node or proofs.other_user([node], chunks.between) is not None:
         return None
     return chunks

@@ -41,30 +41,22 @@ CONVERT = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True)
 class NormOp:
-    """An op that normalises rows: the names of its arguments, and which of them are x, the residual, weight and eps.
-    results: what the op returns at each place, `normed` or `total`; None is the place of a result that is alone.
-    absent: arguments that must not be given.
+    """An op that normalises rows x by `weight` and `epsilon`: the names of its arguments. residual: the name of what is
+    added to x, if anything is. results: what the op returns at each place, `normed` or `total`; None is the place of a
+    result that is alone.
     """
 
     arguments: tuple[str, ...]
-    x: str
     residual: str
     results: Mapping[int | None, str]
-    weight: str = "weight"
-    eps: str = "epsilon"
-    absent: tuple[str, ...] = ()
 
 
+ABSENT = "variance_size"
+"""The argument that must not be given."""
 NORM_OPS: Mapping[str, NormOp] = {
-    "vllm_ir::rms_norm": NormOp(
-        ("x", "weight", "epsilon", "variance_size"), "x", "", {None: "normed"}, absent=("variance_size",)
-    ),
+    "vllm_ir::rms_norm": NormOp(("x", "weight", "epsilon", ABSENT), "", {None: "normed"}),
     "vllm_ir::fused_add_rms_norm": NormOp(
-        ("x", "x_residual", "weight", "epsilon", "variance_size"),
-        "x",
-        "x_residual",
-        {0: "normed", 1: "total"},
-        absent=("variance_size",),
+        ("x", "x_residual", "weight", "epsilon", ABSENT), "x_residual", {0: "normed", 1: "total"}
     ),
 }
 
@@ -74,7 +66,6 @@ class ForeignNorm:
     """A call of an op of `NORM_OPS`, its operands, and the nodes that read its results, by what these are."""
 
     call: fx.Node
-    declared: NormOp
     x: fx.Node
     residual: fx.Node | None
     weight: fx.Node | None
@@ -88,9 +79,9 @@ def find_foreign_norm(call: fx.Node) -> ForeignNorm | None:
     if found is None:
         return None
     declared, bound = found
-    x, residual, weight = bound[declared.x], bound.get(declared.residual), bound[declared.weight]
-    eps, results = bound[declared.eps], _results(call, declared)
-    if results is None or not isinstance(eps, float) or any(bound[name] is not None for name in declared.absent):
+    x, residual, weight, eps = bound["x"], bound.get(declared.residual), bound["weight"], bound["epsilon"]
+    results = _results(call, declared)
+    if results is None or not isinstance(eps, float) or bound[ABSENT] is not None:
         return None
     value, normed = proofs.tensor(x), _value(call, declared, "normed")
     if value is None or normed is None or not proofs.row_major(value) or not proofs.row_major(normed):
@@ -107,7 +98,7 @@ def find_foreign_norm(call: fx.Node) -> ForeignNorm | None:
         return None
     if weight is not None and not _weighs(weight, value):
         return None
-    return ForeignNorm(call, declared, x, residual, weight, eps, results)
+    return ForeignNorm(call, x, residual, weight, eps, results)
 
 
 def _declared_and_arguments(call: fx.Node) -> tuple[NormOp, dict[str, Any]] | None:

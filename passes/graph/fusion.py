@@ -1,4 +1,4 @@
-"""What the fusions of one collective with matmuls have in common: each site is proved, or left alone with a reason."""
+"""What most fusions have in common: each site is proved, or left alone with a reason."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ditron_inductor.task.nodes import TaskNode
 
 @dataclass(frozen=True)
 class Fusion:
-    """The pass that makes Task nodes of one kind, `node`, of collectives of these ops; called as every pass is. find: a
-    function of a collective's node, which returns a match, or why there is none. rewrite: a function of the graph, the
-    match and the options, which replaces the match by one op call and returns that. leave: what is done with a
-    collective that is left alone.
+    """The pass that makes Task nodes of one kind, `node`, of calls of these ops: collectives, or a backward that feeds
+    them. It is called as every pass is. find: a function of such a call, which returns a match, or why there is none.
+    rewrite: a function of the graph, the match and the options, which replaces the match by one op call and returns
+    that. leave: what is done with a call that is left alone.
     """
 
     node: type[TaskNode]
@@ -38,7 +38,7 @@ class Fusion:
         return _by_name, (self.rewrite.__module__, self.__name__)
 
     def __call__(self, graph: fx.Graph, *, options: Options) -> int:
-        """Fuses every collective that matches; returns how many did. The others get a reason."""
+        """Fuses every call that matches; returns how many did. The others get a reason."""
         return self.fuse(graph, [node for op in self.ops for node in collectives(graph, op)], options)
 
     def fuse(self, graph: fx.Graph, nodes: list[fx.Node], options: Options, *given: Any) -> int:

@@ -1,16 +1,14 @@
 """This module finds a gathered tensor and its uses, and puts a Task node in their place.
 
 The gathered tensor is the result of the collective, gathered along dimension 0, or what split and cat make of this
-result, gathered along an inner dimension. Its matmuls read order-keeping views of it, or transposes of such views. The
-fusion decides for each use what it is (an `OrientedMatmul`, or a reason). `collect` finds the matmuls that can go into
-one node in front of the first use of the tensor, and `replace` writes that node.
+result, gathered along an inner dimension. Its matmuls read order-keeping views of it, or transposes of such views.
+`find_feeds` finds the matmuls that can go into one node in front of the first use of the tensor, and `replace` writes
+that node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import fx
@@ -20,8 +18,6 @@ from ditron_inductor.passes.graph.biases import read_matmul, with_bias
 from ditron_inductor.passes.graph.collectives import Collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused, refused
 from ditron_inductor.task.nodes import TaskNode
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -34,18 +30,6 @@ class OrientedMatmul:
 
 
 @dataclass(frozen=True)
-class Feeds:
-    """The matmuls in graph order that one gathered tensor feeds. steps: all nodes from the collective to the tensor,
-    and its views. first_use: the first node that reads elements of it.
-    """
-
-    matmuls: tuple[OrientedMatmul, ...]
-    steps: tuple[fx.Node, ...]
-    first_use: fx.Node
-    return_gathered: bool
-
-
-@dataclass(frozen=True)
 class Gathered:
     """The node that holds the tensor gathered along `dim`, and all nodes from the collective to it."""
 
@@ -53,24 +37,42 @@ class Gathered:
     dim: int
     steps: tuple[fx.Node, ...]
 
+    @property
+    def swapped(self) -> bool:
+        """Whether it is a matrix gathered along its columns, which is read as its transpose."""
+        return self.dim == 1 and proofs.fake(self.node).ndim == 2
 
-def find_feeding(collective: Collective, match: Callable[[Gathered], Found | Refused]) -> Found | Refused:
-    """Returns what `match` finds for the result of the wait or, if it refuses, for what split and cat make of it."""
+
+@dataclass(frozen=True)
+class Feeds:
+    """The matmuls in graph order that one gathered tensor feeds. steps: all nodes from the collective to the tensor,
+    and its views. first_use: the first node that reads elements of it.
+    """
+
+    gathered: Gathered
+    matmuls: tuple[OrientedMatmul, ...]
+    steps: tuple[fx.Node, ...]
+    first_use: fx.Node
+    return_gathered: bool
+
+
+def find_feeds(collective: Collective) -> Feeds | Refused:
+    """Proves that the result of the wait feeds matmuls or, if it does not, that what split and cat make of it does."""
     # Dimension 0 first: its matmuls use the waited-for tensor itself. If there are none, look behind split and cat.
-    direct = match(Gathered(collective.wait, 0, (collective.node, collective.wait)))
+    direct = _collect(collective, Gathered(collective.wait, 0, (collective.node, collective.wait)))
     if not refused(direct):
         return direct
-    cats = _cats_of_pieces(collective.wait)
+    cats = cats_of_pieces(collective.wait)
     if cats:
         inner = _inner_gathered(collective, cats)
-        return inner if refused(inner) else match(inner)
+        return inner if refused(inner) else _collect(collective, inner)
     parts = [piece for piece in _pieces_of(collective.wait) if proofs.feeds_matmul(piece)]
     return ReasonCode.CHUNKS_PARTIAL.at(parts[0]) if direct is ReasonCode.NO_MATMUL and parts else direct
 
 
 def gathered_tensor(collective: Collective) -> Gathered | Refused:
     """Returns the tensor gathered along an inner dimension where pieces are put together, or what is waited for."""
-    cats = _cats_of_pieces(collective.wait)
+    cats = cats_of_pieces(collective.wait)
     if cats:
         return _inner_gathered(collective, cats)
     return Gathered(collective.wait, 0, (collective.node, collective.wait))
@@ -94,15 +96,15 @@ def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> Gathered | R
     return Gathered(cats[0], chunks.cat_dim, steps)
 
 
-def _pieces_of(wait: fx.Node) -> list[fx.Node]:
-    """The slices of the waited-for tensor, and the parts that it is split into."""
-    pieces = [user for user in wait.users if user.target in proofs.SLICES]
+def _pieces_of(whole: fx.Node) -> list[fx.Node]:
+    """The slices of a tensor, and the parts that it is split into."""
+    pieces = [user for user in whole.users if user.target in proofs.SLICES]
     return pieces + [part for split in pieces for part in split.users if part.target in proofs.SLICES]
 
 
-def _cats_of_pieces(wait: fx.Node) -> list[fx.Node]:
-    """The cat nodes that put pieces of the waited-for tensor together, directly."""
-    users = dict.fromkeys(user for piece in _pieces_of(wait) for user in piece.users)
+def cats_of_pieces(whole: fx.Node) -> list[fx.Node]:
+    """The cat nodes that put pieces of a tensor together, directly."""
+    users = dict.fromkeys(user for piece in _pieces_of(whole) for user in piece.users)
     return [user for user in users if user.target is torch.ops.aten.cat.default]
 
 
@@ -128,24 +130,15 @@ class GatheredUse:
         return operand
 
 
-def contracts(use: GatheredUse, last_dim: bool) -> bool:
-    """Whether a matmul on rows contracts the gathered dimension, given whether that is the last one."""
-    return use.first == (use.transposed != last_dim)
-
-
-def collect(
-    collective: Collective, gathered: Gathered, read: Callable[[GatheredUse, torch.Tensor], OrientedMatmul | ReasonCode]
-) -> Feeds | Refused:
-    """Collects the matmuls on views of the gathered tensor that can be proved. read: returns what a use is, given the
-    tensor's value. It is called for uses that `_read_use` accepts.
-    """
+def _collect(collective: Collective, gathered: Gathered) -> Feeds | Refused:
+    """Collects the matmuls on views of the gathered tensor that can be proved."""
     value = proofs.fake(gathered.node)
     views, uses = _uses(gathered.node)
     order = {node: index for index, node in enumerate(collective.node.graph.nodes)}
     refusals: list[Refusal] = []
     candidates: dict[fx.Node, OrientedMatmul] = {}
     for use in uses:
-        found = _read_use(use, value, read)
+        found = _read_use(use, gathered, value)
         if isinstance(found, OrientedMatmul):
             candidates[use.user] = found
         else:
@@ -169,7 +162,7 @@ def collect(
     if return_gathered and not proofs.row_major(value):
         return ReasonCode.INTERMEDIATE_USED.at(next(use.user for use in uses if use.user not in fused))
     steps = tuple(dict.fromkeys([*gathered.steps, *views]))
-    return Feeds(tuple(matmuls), steps, first_use, return_gathered)
+    return Feeds(gathered, tuple(matmuls), steps, first_use, return_gathered)
 
 
 def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[GatheredUse]]:
@@ -199,10 +192,10 @@ def _transposes_matrix(node: fx.Node) -> bool:
     return len(moved) > 1 and moved == [in_order[-1], *in_order[:-1]]
 
 
-def _read_use(
-    use: GatheredUse, value: torch.Tensor, read: Callable[[GatheredUse, torch.Tensor], OrientedMatmul | ReasonCode]
-) -> OrientedMatmul | ReasonCode:
-    """The matmul that a use of the gathered tensor (`value`) is, or why it cannot be fused."""
+def _read_use(use: GatheredUse, gathered: Gathered, value: torch.Tensor) -> OrientedMatmul | ReasonCode:
+    """The matmul that a use of the gathered tensor (`value`) is, or why it cannot be fused. It has to keep the gathered
+    dimension, as rows of the product or as its columns.
+    """
     view, user = use.view, use.user
     if user.target in proofs.TRANSPOSES:
         # More than two dimensions: it moves rows (batch and sequence change places).
@@ -219,16 +212,20 @@ def _read_use(
         return ReasonCode.NO_MATMUL  # it is what addmm adds
     if left is right:
         return ReasonCode.OPERAND_DEPENDS
-    found = read(use, value)
-    if refused(found):
-        return found
+    last_dim = gathered.dim == value.ndim - 1
+    if use.first == (use.transposed != last_dim):
+        return ReasonCode.NO_GAIN
+    if last_dim and not gathered.swapped:
+        return ReasonCode.LAST_DIM
     if refused(matmul):
         return matmul
     rows = proofs.fake(view)
     if not proofs.known_equal(rows.shape[0 if use.transposed else 1], value.shape[-1]):
         return ReasonCode.LAYOUT
     # Rows follow from the number of elements, unless there are none.
-    return found if proofs.known(value.shape[-1] > 0) else ReasonCode.SHAPE_UNPROVEN
+    if not proofs.known(value.shape[-1] > 0):
+        return ReasonCode.SHAPE_UNPROVEN
+    return OrientedMatmul(user, use.operand, use.transposed != gathered.swapped)
 
 
 def _rejected_slice(part: fx.Node) -> ReasonCode:
@@ -251,13 +248,11 @@ def _strongest(refusals: list[Refusal]) -> Refused:
     return next(iter(actionable or named), ReasonCode.NO_MATMUL)
 
 
-def replace(
-    graph: fx.Graph, feeds: Feeds, gathered: fx.Node, task: TaskNode, shard: fx.Node, *, swapped: bool
-) -> fx.Node:
+def replace(graph: fx.Graph, feeds: Feeds, task: TaskNode, shard: fx.Node) -> fx.Node:
     """Replaces the matmuls, and all other uses of the gathered tensor, by one op call; returns that call. shard: the
-    operand of the node. swapped: the node's gathered tensor is the transpose of `gathered`.
+    operand of the node, or its transpose if the gathered tensor is `swapped`.
     """
-    first_use = feeds.first_use
+    first_use, gathered, swapped = feeds.first_use, feeds.gathered.node, feeds.gathered.swapped
     for matmul in feeds.matmuls:
         rewriting.hoist(matmul.operand, first_use)
     value = gathered.meta["val"]

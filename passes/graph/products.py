@@ -14,7 +14,7 @@ The nodes that are found, and the order of the products, are the same on all ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -269,17 +269,22 @@ def _lhs_in_shape(operand: fx.Node, product: Product, shape: tuple[Any, ...]) ->
 
 def sizes_in_graph(product: Product, wanted: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """`wanted` as reshape arguments: ints, nodes of the graph that hold a symbolic size, and -1 at most once."""
-    given = [size for view in product.steps if proofs.keeps_order(view) for size in _view_sizes(view)]
-    sizes: list[Any] = []
-    for length in wanted:
-        if isinstance(length, int):
-            sizes.append(length)
-            continue
-        named = [node for node in given if proofs.known_equal(proofs.size(node), length)]
-        sizes.append(named[0] if named else -1)
-    return tuple(sizes) if sizes.count(-1) <= 1 else None
+    given = [size for view in product.steps if proofs.keeps_order(view) for size in view_sizes(view)]
+    sizes = as_arguments(wanted, given)
+    return sizes if sizes.count(-1) <= 1 else None
 
 
-def _view_sizes(view: fx.Node) -> list[fx.Node]:
+def as_arguments(shape: Sequence[Any], given: Sequence[fx.Node]) -> tuple[Any, ...]:
+    """`shape` as arguments of a reshape: ints, those of the `given` nodes that hold a size, and -1 where none does."""
+    return tuple(
+        length
+        if isinstance(length, int)
+        else next((n for n in given if proofs.known_equal(proofs.size(n), length)), -1)
+        for length in shape
+    )
+
+
+def view_sizes(view: fx.Node) -> list[fx.Node]:
+    """The nodes among the sizes that a view is given."""
     sizes = proofs.arguments(view).get("shape") or proofs.arguments(view).get("size") or []
     return [size for size in sizes if isinstance(size, fx.Node)]

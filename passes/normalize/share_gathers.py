@@ -29,9 +29,8 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.gathered import cats_of_pieces
 from ditron_inductor.passes.graph.reasons import refused
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,10 @@ def _is_piece(node: fx.Node) -> bool:
 
 def _put_together(collective: Collective) -> proofs.Regrouped | None:
     """The chunks of a gather along an inner dimension, if they are all put together, once, and used by nothing else."""
-    cats = {user for node in collective.wait.users for piece in (node, *node.users) for user in piece.users}
-    found = [cat for cat in cats if cat.target is aten.cat.default]
-    if len(found) != 1:
+    cats = cats_of_pieces(collective.wait)
+    if len(cats) != 1:
         return None
-    chunks = proofs.regrouped(found[0], collective.world_size)
+    chunks = proofs.regrouped(cats[0], collective.world_size)
     if refused(chunks) or chunks.source is not collective.wait or chunks.split_dim != 0:
         return None
     return chunks if all(user in chunks.between for user in collective.wait.users) else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ditron_inductor.device import driver
-from ditron_inductor.device.lanes import HostLane, Transfer
+from ditron_inductor.device.lanes import Lane, Transfer
 
 
 class Function:
@@ -78,11 +78,11 @@ def test_runs_that_lie_too_far_apart_are_copied_one_by_one(monkeypatch: pytest.M
 
 def test_copies_of_the_cpu_go_where_they_should() -> None:
     source, target = torch.arange(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    with HostLane() as lane:
+    with Lane() as lane:
         address = source.data_ptr()
         lane.copy([Transfer(8, address, 8), Transfer(24, address + 16, 4)], target.data_ptr())
     assert target.tolist() == [0, 0, 0, 1, 0, 0, 4, 0]
-    with HostLane() as lane:
+    with Lane() as lane:
         lane.copy([Transfer(4, address + 20, 4, runs=3, pitch=12)], target.data_ptr())
     assert target.tolist() == [0, 5, 0, 1, 6, 0, 4, 7]
 

@@ -46,7 +46,7 @@ def _changes_with_the_mode(ctx: RankContext, kind: str) -> list[str]:
             for _ in range(3):
                 graph.replay()
         else:
-            with mock.patch.object(streams.HostOrder, "is_capturing", lambda self: True):
+            with mock.patch.object(streams.CallOrder, "is_capturing", lambda self: True):
                 outputs = call()
         problem.check(outputs)
         problem.check(call())

@@ -511,9 +511,9 @@ PASSES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a gather along the last dimension is not read as a transpose",
-        "passes/fuse/all_gather_matmul.py",
-        "return OrientedMatmul(use.user, use.operand, use.transposed != swapped)",
-        "return OrientedMatmul(use.user, use.operand, use.transposed)",
+        "passes/graph/gathered.py",
+        "return OrientedMatmul(user, use.operand, use.transposed != gathered.swapped)",
+        "return OrientedMatmul(user, use.operand, use.transposed)",
         "tests/passes/test_transposed_problems.py::test_golden_weight_gathered_along_its_columns",
     ),
     Mutation(
@@ -526,7 +526,7 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "Task nodes are not put behind each other",
         "passes/finish/order_collectives.py",
-        "            current.node.update_arg(schema.TOKEN, token)\n",
+        "            current.update_arg(schema.TOKEN, token)\n",
         "            pass\n",
         "tests/passes/test_order_collectives.py::test_one_chain_across_groups_with_tasks",
     ),

@@ -43,8 +43,8 @@ def test_finder_reads_the_gather_and_its_matmuls() -> None:
     (node,) = collectives(module.graph, ALL_GATHER)
     match = find_all_gather_matmul(node)
     assert isinstance(match, Match)
-    assert (match.gather_dim, len(match.feeds.matmuls), match.feeds.return_gathered) == (1, 2, True)
-    assert match.gathered.target is aten.cat.default
+    assert (match.feeds.gathered.dim, len(match.feeds.matmuls), match.feeds.return_gathered) == (1, 2, True)
+    assert match.feeds.gathered.node.target is aten.cat.default
     assert (match.collective.world_size, match.collective.group_name) == (4, graphs.group_name())
 
 

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.order_collectives import find_chain, order_collectives
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task import reference, schema
 from ditron_inductor.task.nodes import MatmulAllReduce, Policy
 
@@ -153,7 +154,7 @@ def test_generated_code_keeps_graph_order(patches: dict[str, Any], xw: tuple[tor
 
     def act(graph: fx.Graph) -> None:
         order(graph)
-        names.extend(match.node.target.name().replace("::", ".") for match in find_chain(graph))
+        names.extend(launch.target.name().replace("::", ".") for launch in find_chain(graph))
 
     code = code_of(all_forms, *xw, patches=patches, act=act)
     assert len(names) == 14
@@ -166,7 +167,7 @@ def test_without_the_pass_the_order_is_lost(xw: tuple[torch.Tensor, ...]) -> Non
     names: list[str] = []
 
     def act(graph: fx.Graph) -> None:
-        names.extend(match.node.target.name().replace("::", ".") for match in find_chain(graph))
+        names.extend(launch.target.name().replace("::", ".") for launch in find_chain(graph))
 
     code = code_of(all_forms, *xw, patches=PATCHES["peak_memory"], act=act)
     assert sorted(name.removesuffix("_") for name in launches(code)) == sorted(names)
@@ -283,9 +284,9 @@ def test_unnamed_group_is_chained(xw: tuple[torch.Tensor, ...]) -> None:
     def check(graph: fx.Graph) -> None:
         (gather,) = (node for node in graph.nodes if "all_gather_into_tensor" in str(node.target))
         gather.update_arg(2, gather.args[0])  # stands for the node that holds the group
-        assert [match.is_task for match in find_chain(graph)] == [True, False]
+        assert [is_task(launch) for launch in find_chain(graph)] == [True, False]
         gather.update_arg(2, "no such group")
-        assert [match.is_task for match in find_chain(graph)] == [True]
+        assert [is_task(launch) for launch in find_chain(graph)] == [True]
         gather.update_arg(2, dist.group.WORLD.group_name)
 
     trace(lambda x, w: (task(x, w), functional.all_gather_tensor(x, 0, dist.group.WORLD)), check, *xw)
