@@ -212,6 +212,7 @@ def computes(problem: Problem) -> str:
 
 def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     """Returns the predicted microseconds of one call, by strategy; of an eager call at least the host's time."""
+    problem = problem.as_expected()
     if computes(problem) == "norm":
         device = {"library": _norm_library_us(problem, on), "tile": _norm_tile_us(problem, on)}
     elif computes(problem) == "decode":

@@ -143,7 +143,7 @@ def possible(request: PlanRequest) -> tuple[str, ...]:
 
 def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str, bool]:
     """Returns (the best strategy by a table; what it says; whether it has this very problem); empty texts if none."""
-    problem = request.problem
+    problem = request.problem.as_expected()
     measured = known.lookup(
         gpu=request.device_name,
         world=problem.world_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ditron_inductor.task.dtypes import Precision
 
@@ -13,7 +13,8 @@ class Problem:
 
     Attributes:
         kind: the node kind whose strategies are compared.
-        m, n, k: m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights.
+        m, n, k: m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights. These are
+            the largest sizes that the host knows; memory is laid out for them.
         precision: the dtypes of operands and results.
         captured: whether the call is inside a CUDA graph, where the host's time does not count.
         epilogue_bytes: the bytes that a kernel of its own would read and write for the epilogue; 0 without an epilogue.
@@ -26,6 +27,8 @@ class Problem:
         bias_bytes: the bytes of a bias of attention.
         slices: the number of slices that the gathered or scattered dimension lies inside, as that of the sequences of a
             batch does. Each slice has m / slices of the rows.
+        expected_m: the expected number of the m rows, if only the device counts them, as it does for routed tokens;
+            None if the host knows that there are m. Times are predicted for this number.
     """
 
     kind: str
@@ -43,6 +46,10 @@ class Problem:
     pair_bytes: int = 0
     bias_bytes: int = 0
     slices: int = 1
+    expected_m: int | None = None
+
+    def as_expected(self) -> Problem:
+        return self if self.expected_m is None else replace(self, m=self.expected_m, expected_m=None)
 
     @property
     def is_empty(self) -> bool:
