@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ditron_inductor.errors import InvalidOptionValue
-from ditron_inductor.task.nodes import DELETED_KINDS, STRATEGIES
-from ditron_inductor.task.nodes import FUSIONS as FUSIONS
+from ditron_inductor.task.nodes import DELETED_KINDS, FUSIONS, STRATEGIES
 
 PREFIX = "ditron."
 VARIABLE_PREFIX = "DITRON_"

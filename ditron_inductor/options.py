@@ -17,7 +17,6 @@ from typing import Any, get_origin
 
 from ditron_inductor import config
 from ditron_inductor.declared_options import DECLARED, OPTIONS, PREFIX, keys_text
-from ditron_inductor.declared_options import FUSIONS as FUSIONS
 from ditron_inductor.declared_options import SHIPPED as SHIPPED
 from ditron_inductor.declared_options import STRICT_RUN as STRICT_RUN
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption

@@ -10,10 +10,10 @@ import pytest
 
 import ditron_inductor
 from ditron_inductor import errors, ops
-from ditron_inductor.declared_options import FUSIONS, OPTIONS
+from ditron_inductor.declared_options import OPTIONS
 from ditron_inductor.pipeline import PASSES
 from ditron_inductor.report.explained import ExplainedSite
-from ditron_inductor.task.nodes import STRATEGIES
+from ditron_inductor.task.nodes import FUSIONS, STRATEGIES
 from ditron_inductor.tools import option_table
 from tests.test_explain import site
 

@@ -366,7 +366,7 @@ def test_strategies_are_timed_on_gpus(rank_pools: RankPools, mode: str | None) -
         pytest.skip("needs two GPUs, one for each rank: shared ones cannot be timed")
     for report in rank_pools.get("cuda", 2).run(_measured, mode, timeout=LIMIT_S):
         for one in report.matched:
-            assert one.source in ("table", "model") and set(one.predictions) == {"library", "chunked", "tile"}
+            assert one.source in ("table", "model", "trial") and set(one.predictions) == {"library", "chunked", "tile"}
             assert one.measured is not None and {"library", "tile"} <= set(one.measured.us), one.measured
 
 

@@ -12,9 +12,10 @@ import torch._inductor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ditron_inductor import config, passes_for_inductor
-from ditron_inductor.declared_options import FUSIONS, OPTIONS, Option
+from ditron_inductor.declared_options import OPTIONS, Option
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.options import Options, cache_folder
+from ditron_inductor.task.nodes import FUSIONS
 
 
 def test_defaults() -> None:

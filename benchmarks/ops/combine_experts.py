@@ -22,6 +22,7 @@ first.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -124,9 +125,14 @@ def contestants(
     """The contestants whose results are right, captured on a GPU."""
     node, on_gpu = CombineExperts(top_k), session.clock.device.type == "cuda"
 
+    @functools.partial(torch.compile, dynamic=False)
+    def inverse(order: torch.Tensor) -> torch.Tensor:
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return places
+
     def ours(products: torch.Tensor, index: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        if form == "scatter":
-            index = index.scatter(0, index, torch.arange(len(index), device=index.device))
+        index = index if form == "index" else inverse(index)
         out: torch.Tensor = schema.call(node, products=products, places=index, scale=scale)[0]
         return out
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ditron_inductor.declared_options import DECLARED, FUSIONS, Option
+from ditron_inductor.declared_options import DECLARED, Option
+from ditron_inductor.task.nodes import FUSIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 COMMAND = "python -m ditron_inductor.tools.option_table"

@@ -50,7 +50,6 @@ from ditron_inductor.passes.attention.attention_calls import (
     replay,
     replayable,
     scaled,
-    unread,
     unrepeated,
     views_above,
 )
@@ -217,7 +216,9 @@ def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.No
     index = old.args[1]
     assert isinstance(index, int)
     if index > 1:
-        return unread(graph, old) if proofs.tensor(old) is not None else old
+        # Outputs that a kernel has for dropout: nothing reads them, as there is no dropout.
+        value = proofs.tensor(old)
+        return old if value is None else rewriting.zeros(graph, old, value.shape)
     new = rewriting.output(graph, call, index, old)
     # Whether every row sees a key is known of this rank alone: what follows is no collective.
     sees_everywhere = all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
@@ -238,7 +239,8 @@ def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:
     backward, which may be left alone, would give NaN gradients everywhere.
     """
     hidden = rewriting.computed(graph, aten.eq.Scalar, (lse, -math.inf), lse)
-    return rewriting.computed(graph, aten.where.self, (hidden, unread(graph, lse), lse), lse)
+    zeros = rewriting.zeros(graph, lse, lse.meta["val"].shape)
+    return rewriting.computed(graph, aten.where.self, (hidden, zeros, lse), lse)
 
 
 def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attention: fx.Node) -> None:

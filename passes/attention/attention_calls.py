@@ -364,13 +364,3 @@ def _local_args(view: fx.Node, local: fx.Node, place: int) -> tuple[Any, tuple[A
 def scaled(graph: fx.Graph, source: fx.Node, factor: float) -> fx.Node:
     """Inserts a tensor times a number, which turns logarithms of one base into those of another."""
     return rewriting.computed(graph, aten.mul.Tensor, (source, factor), source)
-
-
-def unread(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """Inserts zeros for the outputs that a kernel has for dropout, which nothing reads as there is no dropout."""
-    value = like.meta["val"]
-    node = graph.call_function(
-        aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    )
-    node.meta.update(rewriting.copied_meta(like))
-    return node

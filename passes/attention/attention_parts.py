@@ -177,8 +177,8 @@ class PartAlgebra:
     def _masked(self, node: fx.Node) -> Value | None:
         """Returns the value of scores that are -inf where there is no token; None if `node` is something else."""
         condition, chosen, other = node.args
-        kept = not _is_minus_infinity(chosen)
-        if not kept or not _is_minus_infinity(other):
+        kept = not proofs.is_full(chosen, -math.inf)
+        if not kept or not proofs.is_full(other, -math.inf):
             chosen = other if not kept else None
         if not isinstance(chosen, fx.Node):
             return None
@@ -301,10 +301,6 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
         assert isinstance(dim, int)
         return whole, dim, sum(known[:index]), known[index], True
     return None
-
-
-def _is_minus_infinity(node: object) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == -math.inf)
 
 
 def _counts_up(node: fx.Node) -> bool:

@@ -36,7 +36,7 @@ def are_counted(block_mask: Sequence[Any], masked: Truth, shape: tuple[Any, Any]
     """Whether the blocks are those in which `masked` holds somewhere, full ones listed apart. Raises UnknownMask."""
     numbers, indices, full_numbers, full_indices = block_mask[FIRST : FIRST + 4]
     rows, columns = block_mask[-3:-1]
-    if full_numbers is None and full_indices is None and _is_full(numbers, 1) and _is_full(indices, 0):
+    if full_numbers is None and full_indices is None and proofs.is_full(numbers, 1) and proofs.is_full(indices, 0):
         whole = all(value.shape[2] == 1 for value in (numbers.meta["val"], indices.meta["val"]))
         return whole and proofs.known(shape[0] <= rows) and proofs.known(shape[1] <= columns)
     some, every = _ordered(numbers, indices), _ordered(full_numbers, full_indices)
@@ -82,7 +82,8 @@ def _is_transposed(numbers: object, indices: object, exchanged_numbers: object, 
     put = proofs.arguments(piece.source)
     zeros, places, ones = put["self"], put["indices"], put["values"]
     whole, found = proofs.tensor(zeros), proofs.tensor(indices)
-    if whole is None or found is None or put["accumulate"] or not _is_full(zeros, 0) or not _is_full(ones, 1):
+    filled = proofs.is_full(zeros, 0) and proofs.is_full(ones, 1)
+    if whole is None or found is None or put["accumulate"] or not filled:
         return False
     shape, count = tuple(found.shape), found.shape[-1]
     if len(shape) != 4 or not proofs.same_shape(tuple(whole.shape), (*shape[:3], count + 1)) or len(places) != 4:
@@ -109,7 +110,7 @@ def _is_wanted(node: object, numbers: object, indices: object, count: Any) -> bo
     if not isinstance(node, fx.Node) or node.target is not aten.where.self:
         return False
     below, chosen, behind = node.args
-    if chosen is not indices or not _is_full(behind, count) or not isinstance(below, fx.Node):
+    if chosen is not indices or not proofs.is_full(behind, count) or not isinstance(below, fx.Node):
         return False
     if below.target is not aten.lt.Tensor:
         return False
@@ -173,7 +174,3 @@ def _uncast(node: object) -> fx.Node | None:
             return None
         node = node.args[0]
     return node if isinstance(node, fx.Node) else None
-
-
-def _is_full(node: object, number: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] in (number,)

@@ -91,13 +91,6 @@ def _unable(node: fx.Node, form: Form) -> DitronDiverged:
     )
 
 
-def _zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
-    value: torch.Tensor = origin.meta["val"]
-    node = rewriting.call(graph, aten.full.default, (list(shape), 0), origin, shape)
-    node.kwargs = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
-    return node
-
-
 def _stands_in(declared: type[TaskNode] | None) -> bool:
     """Whether a node of this kind can take the place of a collective that no matmul is beside."""
     if declared is None:
@@ -130,10 +123,11 @@ def _adds(declared: type[TaskNode]) -> bool:
 def _operands(graph: fx.Graph, task: TaskNode, x: fx.Node) -> dict[str, Any]:
     """x, wherever the node takes what a rank contributes, and zeros where it takes weights."""
     if _adds(type(task)):
-        shape = tuple(x.meta["val"].shape)
-        return {"a": [_zeros(graph, x, (*shape[:-1], 1))], "b": [_zeros(graph, x, (1, shape[-1]))], "extras": [x]}
+        *rows, columns = x.meta["val"].shape
+        a, b = rewriting.zeros(graph, x, (*rows, 1)), rewriting.zeros(graph, x, (1, columns))
+        return {"a": [a], "b": [b], "extras": [x]}
     (name, _), *others = task.slots()
-    return {name: x, **{weights: [_zeros(graph, x, (x.meta["val"].shape[-1], 1))] for weights, _ in others}}
+    return {name: x, **{weights: [rewriting.zeros(graph, x, (x.meta["val"].shape[-1], 1))] for weights, _ in others}}
 
 
 def _result(task: TaskNode) -> int:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from torch import fx
 
 from ditron_inductor.errors import DitronNotFused
-from ditron_inductor.options import FUSIONS, Options
+from ditron_inductor.options import Options
 from ditron_inductor.passes.graph.culprits import describe
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode
+from ditron_inductor.task.nodes import FUSIONS
 from ditron_inductor.task.site_records import stopped_text
 
 

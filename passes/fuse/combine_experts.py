@@ -25,7 +25,7 @@ it was before.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
-* Inductor unrolls the sum;
+* Inductor unrolls the sum, in the first form, or there are few tokens, in the second one;
 * anything between the grouped matmul and the sum is used elsewhere;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
 * the places are those of no sort, in the second form: tokens may then have any number of slots;
@@ -53,12 +53,15 @@ from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 aten = torch.ops.aten
 GROUPED = aten._grouped_mm.default
 CAST = torch.ops.prims.convert_element_type.default
-SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", "torchtitan::deterministic_scatter_add")
+DETERMINISTIC = "torchtitan::deterministic_scatter_add"
+SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
+LEAST_SCATTERED = 2048
+"""The tokens from which on the node is faster than atomic additions, as it was measured (docs/kernels)."""
 SORTS = (aten.sort.default, aten.sort.stable)
 
 
 @dataclass(frozen=True)
-class Terms:
+class ScaledProducts:
     """The scaled products of all slots. scale: [S, 1]. steps: the nodes from behind the matmul to the terms."""
 
     grouped: fx.Node
@@ -73,7 +76,7 @@ class Match:
     replaced. steps: the nodes from behind the matmul to the result.
     """
 
-    terms: Terms
+    terms: ScaledProducts
     index: fx.Node
     sorts: bool
     top_k: int
@@ -130,17 +133,19 @@ def _scattered(total: fx.Node) -> Match | None:
     terms, order = _terms(source), _sorted_slots(index)
     if terms is None or order is None or bound.get("dim", 0) != 0 or bound.get("alpha", 1) != 1:
         return None
+    if total.target._schema.name != DETERMINISTIC and not proofs.known(shape[0] >= LEAST_SCATTERED):  # type: ignore[union-attr]
+        return None
     # The token of each row, or of each element.
     per_row = "indices" in bound or "alpha" in bound
     expected = proofs.fake(terms.grouped).shape[: 1 if per_row else 2]
     fits = proofs.same_shape(tuple(proofs.fake(index).shape), tuple(expected))
     if not fits or not _fits(terms, order[0], shape[0], order[1], shape[1]):
         return None
-    result, views, added = _added(total) if _is_zeros(base) else (total, (), base)
+    result, views, added = _added(total) if proofs.is_full(base, 0) else (total, (), base)
     return _checked(Match(terms, order[0], True, order[1], added, views, result, (*terms.steps, total)), total)
 
 
-def _terms(node: fx.Node) -> Terms | None:
+def _terms(node: fx.Node) -> ScaledProducts | None:
     """Reads `node` as products of a grouped matmul with factors, which may be cast before and behind that."""
     scaled = proofs.operand(node) if _casts(node) else node
     factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
@@ -150,7 +155,7 @@ def _terms(node: fx.Node) -> Terms | None:
         grouped = proofs.operand(factor) if _casts(factor) else factor
         if grouped.target is GROUPED:
             behind = (factor, scaled, node)
-            return Terms(grouped, scale, behind if factor is not grouped else behind[1:])
+            return ScaledProducts(grouped, scale, behind if factor is not grouped else behind[1:])
     return None
 
 
@@ -173,15 +178,10 @@ def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     if not isinstance(order, fx.Node) or order.target is not operator.getitem or order.args[1] != 1:
         return None
-    sort = proofs.operand(order)
-    return (order, top_k) if sort.target in SORTS and proofs.fake(order).ndim == 1 else None
+    return (order, top_k) if proofs.operand(order).target in SORTS and proofs.fake(order).ndim == 1 else None
 
 
-def _is_zeros(node: fx.Node) -> bool:
-    return node.target is aten.full.default and node.args[1] in (0,)
-
-
-def _fits(terms: Terms, slots: fx.Node, T: Any, top_k: int, N: Any) -> bool:
+def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any) -> bool:
     """Returns whether the operands of a sum of `top_k` terms for T tokens are those of their slots."""
     place, factor = proofs.fake(slots), proofs.tensor(terms.scale)
     if factor is None or place.dtype != torch.int64 or factor.dtype not in ACTIVATION_DTYPES:
@@ -195,14 +195,13 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
     *inner, last = found.steps
     value = proofs.fake(found.result)
     operands = [found.terms.grouped, found.index, found.terms.scale, *([found.added] if found.added else ())]
-    columns = sizes.in_graph(found.result.graph, found.result, proofs.fake(total).shape[1])
     wrong = (
         proofs.other_user(inner, {*inner, last}) is not None
         or proofs.fake(total).dtype != proofs.fake(found.terms.grouped).dtype
         or (found.added is not None and proofs.fake(found.added).dtype != proofs.fake(total).dtype)
         or not proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape))
         or written(operands) is not None
-        or columns is None
+        or sizes.in_graph(total.graph, found.result, proofs.fake(total).shape[1]) is None
     )
     return None if wrong else replace(found, steps=(*found.steps, total, *found.views, found.result))
 
@@ -233,9 +232,11 @@ def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:
     value = proofs.fake(order)
     (S,) = value.shape
     length = S if isinstance(S, int) else sizes.made(graph, aten.sym_size.int, (order, 0), S)
+    empty = rewriting.call(graph, aten.empty.memory_format, ([length],), order, (S,))
+    empty.kwargs = {"dtype": value.dtype, "device": value.device}
     iota = rewriting.call(graph, torch.ops.prims.iota.default, (length,), order, (S,))
     iota.kwargs = {"start": 0, "step": 1, "dtype": value.dtype, "device": value.device, "requires_grad": False}
-    return rewriting.call(graph, aten.scatter.src, (order, 0, order, iota), order, (S,))
+    return rewriting.call(graph, aten.index_put.default, (empty, [order], iota), order, (S,))
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:

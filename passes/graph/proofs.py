@@ -94,6 +94,11 @@ def operand(node: fx.Node) -> fx.Node:
     return first
 
 
+def is_full(node: object, number: Any) -> bool:
+    """Returns whether a node is a tensor full of this number."""
+    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] in (number,)
+
+
 def alike(node: object, other: object) -> bool:
     """Returns whether two nodes hold tensors of one shape."""
     value, like = tensor(node), tensor(other)

@@ -129,6 +129,14 @@ def call(
     return node
 
 
+def zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
+    """Inserts a row-major tensor of zeros with the dtype, device and metadata of `origin`."""
+    value: torch.Tensor = origin.meta["val"]
+    node = call(graph, aten.full.default, (list(shape), 0), origin, shape)
+    node.kwargs = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
+    return node
+
+
 def row_major_copy(graph: fx.Graph, node: fx.Node, origin: fx.Node, name: str | None = None) -> fx.Node:
     """Inserts a row-major copy of a tensor with the metadata of `origin`."""
     copy = call(graph, aten.clone.default, (node,), origin, node.meta["val"].shape, name=name)

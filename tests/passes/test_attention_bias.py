@@ -188,7 +188,7 @@ all_gather_attention = ditron.all_gather_attention([permute, permute_default, pe
 getitem_10 [2, 4, 8, 16] = all_gather_attention[0]
 getitem_11 [2, 4, 8] = all_gather_attention[1]
 eq_scalar [2, 4, 8] = aten.eq.Scalar(getitem_11, -inf)
-full_default_2 [2, 4, 8] = aten.full([2, 4, 8], 0, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
+full_default_2 [2, 4, 8] = aten.full([2, 4, 8], 0, dtype=torch.float32, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
 where_self [2, 4, 8] = aten.where.self(eq_scalar, full_default_2, getitem_11)
 getitem_12 [2, 2, 32, 16] = all_gather_attention[2]
 getitem_13 [2, 2, 32, 16] = all_gather_attention[3]

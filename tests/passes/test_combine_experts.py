@@ -17,9 +17,10 @@ from torch._inductor import config as inductor_config
 from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
+from ditron_inductor.passes.fuse import combine_experts as fuse
 from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text
 
-pytestmark = pytest.mark.usefixtures("group")
+pytestmark = pytest.mark.usefixtures("group", "any_number")
 KIND = "combine_experts"
 DEFAULT = Options()
 T, D, F, E, K = 20, 16, 8, 10, 8
@@ -28,6 +29,12 @@ SCORES = torch.empty(T, E)
 UP = torch.empty(E, F, D).bfloat16()
 DOWN = torch.empty(E, D, F).bfloat16()
 OPERANDS = (UP, X, SCORES, DOWN)
+
+
+@pytest.fixture
+def any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs of these tests have few tokens."""
+    monkeypatch.setattr(fuse, "LEAST_SCATTERED", 0)
 
 
 def routed(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -138,15 +145,26 @@ view_1 [160] = aten.reshape(getitem, [-1])
 index_1 [160] = aten.index.Tensor(view_1, [getitem_3])
 view_2 [160, 1] = aten.reshape(index_1, [-1, 1])
 reshape_default [160] = aten.reshape(view_2, [-1])
+empty_memory_format [160] = aten.empty.memory_format([160], dtype=torch.int64, device=device(type='cpu'))
 iota_default [160] = prims.iota(160, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
-scatter_src [160] = aten.scatter.src(getitem_3, 0, getitem_3, iota_default)
-combine_experts = ditron.combine_experts([_grouped_mm_1, scatter_src, reshape_default], 'top_k=8', None)
+index_put_default [160] = aten.index_put(empty_memory_format, [getitem_3], iota_default)
+combine_experts = ditron.combine_experts([_grouped_mm_1, index_put_default, reshape_default], 'top_k=8', None)
 getitem_5 [20, 16] = combine_experts[0]
 view_4 [2, 10, 16] = aten.reshape(getitem_5, [2, -1, 16])
 after__default = ditron.after_(view_4, getitem_6)
 all_reduce_1 [2, 10, 16] = _c10d_functional.all_reduce(view_4, 'sum', '0')
 wait_tensor_1 [2, 10, 16] = _c10d_functional.wait_tensor(all_reduce_1)
 return (wait_tensor_1,)""")
+
+
+def test_few_tokens_are_left_to_atomic_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse, "LEAST_SCATTERED", T)
+    same_results(scattered, made=1)
+    monkeypatch.setattr(fuse, "LEAST_SCATTERED", T + 1)
+    same_results(scattered, made=0)
+    same_results(by_titan, made=1)
+    (module,) = compiled_graphs(scattered, *OPERANDS, dynamic=True)
+    assert calls(module) == 0
 
 
 @pytest.mark.parametrize("fn", [added_rows, put_rows])
@@ -170,15 +188,16 @@ def op_of_torchtitan() -> Callable[..., torch.Tensor]:
     return deterministic_scatter_add
 
 
+ADD_OF_TITAN = op_of_torchtitan()
+
+
+def by_titan(*operands: torch.Tensor) -> torch.Tensor:
+    terms, rows, x = sorted_slots(*operands)
+    return all_reduce(ADD_OF_TITAN(torch.zeros_like(x), rows.reshape(-1, 1).expand(-1, D), terms))
+
+
 def test_the_op_of_torchtitan() -> None:
-    add = op_of_torchtitan()
-
-    def titan(*operands: torch.Tensor) -> torch.Tensor:
-        terms, rows, x = sorted_slots(*operands)
-        index = rows.reshape(-1, 1).expand(-1, D)
-        return all_reduce(add(torch.zeros_like(x), index, terms))
-
-    same_results(titan, made=1)
+    same_results(by_titan, made=1)
 
 
 def test_what_is_added_goes_into_the_node() -> None:
