@@ -183,10 +183,10 @@ def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
 
 def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any) -> bool:
     """Returns whether the operands of a sum of `top_k` terms for T tokens are those of their slots."""
-    place, factor = proofs.fake(slots), proofs.tensor(terms.scale)
+    place, factor, S = proofs.fake(slots), proofs.tensor(terms.scale), T * top_k
     if factor is None or place.dtype != torch.int64 or factor.dtype not in ACTIVATION_DTYPES:
         return False
-    expected = ((place, (T * top_k,)), (proofs.fake(terms.grouped), (T * top_k, N)), (factor, (T * top_k, 1)))
+    expected = ((place, (S,)), (proofs.fake(terms.grouped), (S, N)), (factor, (S, 1)))
     return all(proofs.same_shape(tuple(value.shape), of_slots) for value, of_slots in expected)
 
 
@@ -198,7 +198,6 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
     wrong = (
         proofs.other_user(inner, {*inner, last}) is not None
         or proofs.fake(total).dtype != proofs.fake(found.terms.grouped).dtype
-        or (found.added is not None and proofs.fake(found.added).dtype != proofs.fake(total).dtype)
         or not proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape))
         or written(operands) is not None
         or sizes.in_graph(total.graph, found.result, proofs.fake(total).shape[1]) is None

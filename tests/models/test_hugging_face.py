@@ -28,10 +28,10 @@ CHOSEN = [
         for setup in (
             Setup("qwen3", "hf", train=True),
             Setup("gpt_neox", "tp"),
-            Setup("opt", "sp", train=True),
+            Setup("opt", "sp"),
             Setup("olmo2", "hf"),
             Setup("granite", "hf"),
-            Setup("glm4_moe", "hf", train=True),
+            Setup("glm4_moe", "hf"),
         )
     ),
 ]
