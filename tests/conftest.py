@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 class _RanksTogether:
     """With pytest-xdist the files with pools of ranks are in two groups, each of which one worker has, with pools of
-    its own: programs, and the parts that run them. More ranks at once would take the cores from each other. All else
-    runs beside them, test by test.
+    its own: programs; the parts that run them, and benchmarks. The two take about the same time, and longer than all
+    else, which runs beside them, test by test. More ranks at once would take the cores from each other.
     """
 
     @pytest.hookimpl(optionalhook=True)
@@ -98,7 +99,8 @@ class _RanksTogether:
                 file = config.rootpath / nodeid.partition("::")[0]
                 if not _has_pools(file):
                     return nodeid
-                return "programs" if file.parent in (HERE, HERE / "models", HERE / "stacks") else "parts"
+                of_programs = file.parent in (HERE, HERE / "models", HERE / "stacks") and not _measures(file)
+                return "programs" if of_programs else "parts"
 
         return Scheduler(config, log)
 
@@ -106,6 +108,12 @@ class _RanksTogether:
 @functools.cache
 def _has_pools(file: Path) -> bool:
     return "RankPool" in file.read_text()
+
+
+@functools.cache
+def _measures(file: Path) -> bool:
+    """Whether a file tests the benchmarks: tolerances alone are for all tests."""
+    return re.search(r"^from benchmarks(?!\.tolerances)", file.read_text(), re.MULTILINE) is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
