@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +85,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 class _RanksTogether:
     """With pytest-xdist the files with pools of ranks are in two groups, each of which one worker has, with pools of
-    its own: programs; the parts that run them, and benchmarks. The two take about the same time, and longer than all
-    else, which runs beside them, test by test. More ranks at once would take the cores from each other.
+    its own: programs, and the parts that run them. More ranks at once would take the cores from each other. All else
+    runs beside them, test by test.
     """
 
     @pytest.hookimpl(optionalhook=True)
@@ -99,8 +98,7 @@ class _RanksTogether:
                 file = config.rootpath / nodeid.partition("::")[0]
                 if not _has_pools(file):
                     return nodeid
-                of_programs = file.parent in (HERE, HERE / "models", HERE / "stacks") and not _measures(file)
-                return "programs" if of_programs else "parts"
+                return "programs" if file.parent in (HERE, HERE / "models", HERE / "stacks") else "parts"
 
         return Scheduler(config, log)
 
@@ -108,12 +106,6 @@ class _RanksTogether:
 @functools.cache
 def _has_pools(file: Path) -> bool:
     return "RankPool" in file.read_text()
-
-
-@functools.cache
-def _measures(file: Path) -> bool:
-    """Whether a file tests the benchmarks: tolerances alone are for all tests."""
-    return re.search(r"^from benchmarks(?!\.tolerances)", file.read_text(), re.MULTILINE) is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -65,20 +65,19 @@ def patient(update: Callable[..., Any], acquire: object) -> Callable[..., Any]:
 
 def patient_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `load`, a masked load of the builder: it sleeps before a volatile load from an address that has been loaded
-    since its last sleep. So a wait that polls several places sleeps once for each round.
+    since its last sleep. So a wait that polls several places sleeps once for each round. Whether a load is volatile is
+    the last argument in all versions of Triton, also by its name.
     """
     seen: set[bytes] = set()
 
-    def load_patiently(
-        self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any
-    ) -> Any:
-        if is_volatile:
+    def load_patiently(self: Any, ptrs: Any, *rest: Any, **named: Any) -> Any:
+        if [*rest, *named.values()][-1]:
             words = ptrs.data.tobytes()
             if words in seen:
                 time.sleep(PAUSE_S)
                 seen.clear()
             seen.add(words)
-        return load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+        return load(self, ptrs, *rest, **named)
 
     return load_patiently
 
