@@ -36,7 +36,7 @@ test-all: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases
 
 test-oldest: $(OLDEST)
-	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -q -m "not gpu" -n 2 tests/lowering -k compile
+	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -q -n 2 tests/lowering/test_*_compile.py
 
 $(OLDEST): $(READY)
 	$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps --target $@ triton==3.6.0
