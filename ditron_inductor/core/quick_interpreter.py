@@ -65,13 +65,13 @@ def patient(update: Callable[..., Any], acquire: object) -> Callable[..., Any]:
 
 def patient_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `load`, a masked load of the builder: it sleeps before a volatile load from an address that has been loaded
-    since its last sleep. So a wait that polls several places sleeps once for each round. Whether a load is volatile is
-    the last argument in all versions of Triton, also by its name.
+    since its last sleep. So a wait that polls several places sleeps once for each round. Whether a load is volatile
+    comes last in all versions of Triton, or by its name.
     """
     seen: set[bytes] = set()
 
     def load_patiently(self: Any, ptrs: Any, *rest: Any, **named: Any) -> Any:
-        if [*rest, *named.values()][-1]:
+        if named.get("is_volatile", rest[-1]):
             words = ptrs.data.tobytes()
             if words in seen:
                 time.sleep(PAUSE_S)

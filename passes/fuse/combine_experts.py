@@ -92,8 +92,9 @@ def find_combine_experts(node: fx.Node) -> Match | None:
         return None
     if node.target is aten.sum.dim_IntList:
         return _sum_of_indexed(node)
-    is_scatter = node.target._schema.name in SCATTERS and node.target._overloadname == "default"
-    return _scattered(node) if is_scatter else None
+    name = node.target._schema.name
+    is_scatter = name in SCATTERS and node.target._overloadname == "default"
+    return _scattered(node, 0 if name == DETERMINISTIC else LEAST_SCATTERED) if is_scatter else None
 
 
 def _sum_of_indexed(total: fx.Node) -> Match | None:
@@ -120,8 +121,8 @@ def _sum_of_indexed(total: fx.Node) -> Match | None:
     return _checked(found, rounded) if proofs.fake(total).dtype.is_floating_point else None
 
 
-def _scattered(total: fx.Node) -> Match | None:
-    """Proves the second form."""
+def _scattered(total: fx.Node, least: int) -> Match | None:
+    """Proves the second form, with `least` tokens or more."""
     bound, shape = proofs.arguments(total), proofs.fake(total).shape
     base, index = bound.get("self", bound.get("out")), bound.get("index")
     source = bound.get("source", bound.get("src", bound.get("values")))
@@ -133,7 +134,7 @@ def _scattered(total: fx.Node) -> Match | None:
     terms, order = _terms(source), _sorted_slots(index)
     if terms is None or order is None or bound.get("dim", 0) != 0 or bound.get("alpha", 1) != 1:
         return None
-    if total.target._schema.name != DETERMINISTIC and not proofs.known(shape[0] >= LEAST_SCATTERED):  # type: ignore[union-attr]
+    if least and not proofs.known(shape[0] >= least):
         return None
     # The token of each row, or of each element.
     per_row = "indices" in bound or "alpha" in bound
