@@ -58,7 +58,9 @@ def run_page(ctx: RankContext, page: str, blocks: list[str]) -> list[str]:
         matmul = torch.backends.cuda.matmul
         stack.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)
         # Dynamo looks names up in the module that a function says it is from.
-        stack.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
+        # Only this name is taken back: what torch imports meanwhile must stay, as it registers its ops only once.
+        sys.modules[module.__name__] = module
+        stack.callback(sys.modules.pop, module.__name__)
         if ctx.device.type == "cpu":
             stack.enter_context(without_generated_code())
             stack.enter_context(mock.patch.object(torch, "compile", compile_by_name))

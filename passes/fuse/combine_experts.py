@@ -55,7 +55,7 @@ GROUPED = aten._grouped_mm.default
 CAST = torch.ops.prims.convert_element_type.default
 DETERMINISTIC = "torchtitan::deterministic_scatter_add"
 SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
-LEAST_SCATTERED = 2048
+LEAST_SCATTERED = 512
 """The tokens from which on the node is faster than atomic additions, as it was measured (docs/kernels)."""
 SORTS = (aten.sort.default, aten.sort.stable)
 
