@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import torch
 import triton
 
-from ditron_inductor.core.signals import Pointers
 from ditron_inductor.device.lanes import HERE, Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Runs
-from ditron_inductor.lowering.host.launch import WORDS, Launch, ceil_div
+from ditron_inductor.lowering.host.launch import WORDS, Launch, ceil_div, pointers_of
 from ditron_inductor.lowering.host.launcher import Arguments, Bound, Launcher
 from ditron_inductor.lowering.host.tracing import takes_part
 from ditron_inductor.lowering.norms.rows import block_of, constants_of, warps_of
@@ -52,7 +51,7 @@ class Kernels:
         self.launch = launch
         self.launchers: dict[object, Launcher] = {}
 
-    def launcher(self, key: object, kernel: Any, numbers: tuple[str, ...], words: tuple[str, ...]) -> Launcher:
+    def launcher(self, key: object, kernel: Any, numbers: tuple[str, ...]) -> Launcher:
         """Returns the launcher that is kept under `key`; makes it if there is none."""
         found = self.launchers.get(key)
         if found is None:
@@ -60,8 +59,8 @@ class Kernels:
             found = Launcher(
                 kernel,
                 workspace.device,
-                numbers=("slot", "site", *numbers),
-                words=words,
+                numbers=numbers,
+                words=WORDS,
                 allocator=workspace.shared.scratch,
             )
             self.launchers[key] = found
@@ -76,8 +75,7 @@ class ChunkedExchange:
     def __init__(self, kernels: Kernels, call: Call) -> None:
         launch = kernels.launch
         self._kernels = kernels
-        self._words = Pointers(call.table, call.ctl, call.counters)
-        self._numbers = call.slot, call.site
+        self._words = (pointers_of(call.generation, call.slot, call.site),)
         self._world = launch.workspace.world_size
         self._rank = launch.rank
         self._interpreted = launch.interpreted
@@ -95,7 +93,7 @@ class ChunkedExchange:
             values = {"numel": numel, "COPY": copied, "BLOCK": block}
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
-        return self._bound("stage", transfers.stage, arguments, tensors=("shards", "copies"), counted=True)
+        return self._bound("stage", transfers.stage, arguments, tensors=("shards", "copies"))
 
     def stage_norm(self, rows: int, columns: int, prologue: ShardNorm, *, copied: bool) -> Bound:
         """(x, given, outputs): does what `stage` does, with norm(x) of x [rows, columns]; see `stage_norm.stage_norm`.
@@ -117,7 +115,7 @@ class ChunkedExchange:
             return Arguments(self._programs(rows, tile, NORM_WARPS_PER_SM // warps), values)
 
         tensors = ("x", "given", "outputs")
-        return self._bound("stage norm", stage_norm, arguments, tensors=tensors, counted=True)
+        return self._bound("stage norm", stage_norm, arguments, tensors=tensors)
 
     def open(self) -> Bound:
         """Waits until products may be written into this rank's slot; see `transfers.open_slot`."""
@@ -165,7 +163,7 @@ class ChunkedExchange:
 
         key = "reduce", rows, result, arrangement.function
         tensors = ("partials", "extras", "outs")
-        return self._bound(key, transfers.reduce_partials, arguments, ("row",), (row,), tensors, counted=True)
+        return self._bound(key, transfers.reduce_partials, arguments, ("row",), (row,), tensors)
 
     def close(self, numels: tuple[int, ...]) -> Bound:
         """(outs): ends the call. After a failure it fills `outs`, contiguous tensors of `numels` elements, with NaN."""
@@ -192,20 +190,16 @@ class ChunkedExchange:
         names: tuple[str, ...] = (),
         numbers: tuple[int, ...] = (),
         tensors: tuple[str, ...] = (),
-        *,
-        counted: bool = False,
     ) -> Bound:
-        words: tuple[Any, ...] = (self._words,) if counted else self._words[:2]
-        word_names = WORDS if counted else ("table", "ctl")
-        kernels, values = self._kernels, (*self._numbers, *numbers)
+        kernels, words = self._kernels, self._words
 
         def with_clock() -> Bound:
             clock, timed = kernels.launch.timed(kernel, arguments)
-            launcher = kernels.launcher((key, clock), kernel, names, word_names)
-            return Bound(launcher, timed, values, words, tensors)
+            launcher = kernels.launcher((key, clock), kernel, names)
+            return Bound(launcher, timed, numbers, words, tensors)
 
-        launcher = kernels.launcher(key, kernel, names, word_names)
-        return Bound(launcher, arguments, values, words, tensors, with_clock if takes_part(kernel) else None)
+        launcher = kernels.launcher(key, kernel, names)
+        return Bound(launcher, arguments, numbers, words, tensors, with_clock if takes_part(kernel) else None)
 
     def _block(self, block: int) -> int:
         return INTERPRETED_BLOCK if self._interpreted else block

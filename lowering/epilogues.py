@@ -186,6 +186,15 @@ class Arrangement:
         ]
 
 
+class Functions(NamedTuple):
+    """The generated functions of a reduction's epilogue, None for none: PRE prepares the product, see `prepared`, and
+    EPILOGUE computes the outputs from the sum, see `store_sum`.
+    """
+
+    PRE: Any
+    EPILOGUE: Any
+
+
 def packed(numbers: Sequence[int]) -> int:
     """Returns the numbers as one integer, with the first number in the lowest bits."""
     assert all(number < 1 << PACKED_BITS for number in numbers)

@@ -15,17 +15,10 @@ import torch
 from ditron_inductor.core.layout import MAX_CHUNKS
 from ditron_inductor.core.matmul import Terms
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, extras_or
+from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Functions, extras_or
 from ditron_inductor.lowering.host.kind import Tile
 from ditron_inductor.lowering.host.launch import Launch, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
-
-
-class Ends(NamedTuple):
-    """Pointers to the bias [N], or to anything if there is none, and to the output."""
-
-    bias: Any
-    out: Any
 
 
 class Sizes(NamedTuple):
@@ -42,7 +35,8 @@ class How(NamedTuple):
     number of dimensions of the bias, 0 without one. COUNTED: several tiles share a flag. AVERAGE: a reduction takes the
     mean and not the sum. PRE_IN_SLICES: see `Arrangement`. INTERLEAVED: the rows of the owners of a reduce-scatter are
     interleaved. EARLY: a reduce-scatter publishes tiles in the middle of a product. COPY_COLUMNS: the columns that are
-    copied at once when few rows are gathered.
+    copied at once when few rows are gathered. NORMS, ROW: the norm that follows a sum of few rows, or None, and a power
+    of two that is at least N.
     """
 
     WORLD: Any
@@ -54,6 +48,8 @@ class How(NamedTuple):
     INTERLEAVED: Any = False
     EARLY: Any = False
     COPY_COLUMNS: Any = 0
+    NORMS: Any = None
+    ROW: Any = 16
 
 
 @dataclass(frozen=True)
@@ -133,6 +129,12 @@ class SumCall:
         self.lefts, self.rights = longest_first(a, b)
 
     @property
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the sum as kernels take them, see `matmul.parts_of`."""
+        bias = self.lefts[0] if self.bias is None else self.bias.contiguous()
+        return (*self.lefts, *self.rights, bias)
+
+    @property
     def terms(self) -> Terms:
         return terms_of(self.lefts, self.rights)
 
@@ -158,10 +160,8 @@ class SumCall:
         return Arguments(self.sizes.programs, values)
 
     def run(self, kernel: Any, arguments: Callable[[], Arguments], out: torch.Tensor) -> torch.Tensor:
-        """Launches a kernel that has a parameter `ends`, and returns `out`."""
-        ends = Ends(out if self.bias is None else self.bias.contiguous(), out)
-        tensors = {"lefts": self.lefts, "rights": self.rights, "ends": ends}
-        self.launch.run(kernel, self.sizes.nbytes, arguments, tensors)
+        """Launches a kernel with one output, and returns `out`."""
+        self.launch.run(kernel, self.sizes.nbytes, arguments, {"operands": self.operands, "out": out})
         return out
 
     def reduce(
@@ -179,12 +179,11 @@ class SumCall:
 
         def with_functions() -> Arguments:
             chosen = arguments()
-            return replace(chosen, values=chosen.values | {"PRE": arrangement.pre, "EPILOGUE": arrangement.function})
+            functions = Functions(arrangement.pre, arrangement.function)
+            return replace(chosen, values=chosen.values | {"functions": functions})
 
         tensors = {
-            "lefts": self.lefts,
-            "rights": self.rights,
-            "bias": outs[0] if self.bias is None else self.bias.contiguous(),
+            "operands": self.operands,
             "extras": extras_or(outs[0], extras),
             "outs": tuple(outs),
             **others,

@@ -25,7 +25,6 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD, OPENED, REVOKED_ROW, TIMEOUT
 from ditron_inductor.core.signals import (
-    Words,
     arrive,
     behind,
     credits_due,
@@ -40,6 +39,7 @@ from ditron_inductor.core.signals import (
     slot_ctl,
     use_of,
     wait,
+    words_of,
 )
 from ditron_inductor.core.timed import timed_credits, timed_wait_all
 from ditron_inductor.core.trace import END, SEND, SUM, WAIT, event, now
@@ -92,23 +92,23 @@ def sound(use, WORLD: tl.constexpr):
     return ok
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site"])
+@triton.jit(do_not_specialize=["rank"])
 def stage(
-    shards, copies, pointers, numel, rank, slot, site,
+    shards, copies, pointers, rank, numel,
     WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Copies `shards`, a tuple of contiguous [numel] tensors, one behind the other to the start of this rank's slot,
     and then publishes flag row PIECE_ROWS to all peers. COPY: it copies them to the tuple `copies` of such tensors too,
     even after a failure.
     """
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     # This program has not waited for anything yet, so the peers get their credits in any case.
     if tl.program_id(0) == 0:
         settle(credits_due(use, alive), use, WORLD)
     ok = alive & timed_credits(use, tl.program_id(0), WORLD, TRACE)
     sending = now(TRACE)
-    mine = data(use, rank, shards[0].dtype.element_ty)
+    mine = data(use, use.rank, shards[0].dtype.element_ty)
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
     NUM: tl.constexpr = len(shards)
@@ -130,13 +130,13 @@ def stage(
         # A program without its credits does not arrive, so the shards are never published.
         if arrive(pointers.counters, tl.num_programs(0)):
             publish_all(use, PIECE_ROWS, WORLD)
-    event(use, sending, tl.program_id(0), rank, SEND, TRACE)
+    event(use, sending, tl.program_id(0), use.rank, SEND, TRACE)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site"])
-def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
+@triton.jit(do_not_specialize=["rank"])
+def open_slot(pointers, rank, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
     """Begins a use in which products write into this rank's slot: it waits for all credits, or revokes the slot."""
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     settle(credits_due(use, alive), use, WORLD)
     ok = timed_credits(use, 0, WORLD, TRACE)
@@ -148,46 +148,46 @@ def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr, TRACE: tl.const
         tl.store(slot_ctl(use) + OPENED, use.epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
+@triton.jit(do_not_specialize=["first", "count", "parts", "row", "rank"])
 def publish_pieces(
-    table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0
+    pointers, rank, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0
 ):
     """Tells their readers that the pieces `first`, .., `first + count - 1` in this rank's slot are complete. Piece i is
     for rank + 1 + i // parts, in its flag row `row + i % parts`. Products before this launch wrote it. If the use began
     without its credits, or in a poisoned workspace, nothing is published.
     """
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     began = now(TRACE)
     if tl.load(slot_ctl(use) + OPENED) == use.epoch:
         for i in range(first, first + count):
-            publish(use, (rank + 1 + i // parts) % WORLD, row + i % parts)
-    event(use, began, first, (rank + 1 + first // parts) % WORLD, SEND, TRACE)
+            publish(use, (use.rank + 1 + i // parts) % WORLD, row + i % parts)
+    event(use, began, first, (use.rank + 1 + first // parts) % WORLD, SEND, TRACE)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
-def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
+@triton.jit(do_not_specialize=["first", "count", "parts", "row", "rank"])
+def await_pieces(pointers, rank, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
     """Waits until the pieces `first`, .., `first + count - 1` are complete in the slots of their sources. Piece i comes
     from rank - 1 - i // parts, with flag row `row + i % parts`. A failure poisons the workspace, and the data that the
     copies behind this launch read is not used.
     """
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     began = now(TRACE)
     for i in range(first, first + count):
         # Acquire: everything behind this launch on its stream sees what the source wrote before it published.
-        wait(use, row + i % parts, (rank + WORLD - 1 - i // parts) % WORLD)
-    event(use, began, first, (rank + WORLD - 1 - first // parts) % WORLD, WAIT, TRACE)
+        wait(use, row + i % parts, (use.rank + WORLD - 1 - i // parts) % WORLD)
+    event(use, began, first, (use.rank + WORLD - 1 - first // parts) % WORLD, WAIT, TRACE)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
-def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
+@triton.jit(do_not_specialize=["row", "rank"])
+def await_all(pointers, rank, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
     """Waits, like `await_pieces`, until every peer has published flag row `row`."""
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     timed_wait_all(use, row, WORLD, TRACE)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
+@triton.jit(do_not_specialize=["row", "rank"])
 def reduce_partials(
-    partials, extras, outs, pointers, sizes, rank, slot, site, row, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    partials, extras, outs, pointers, rank, sizes, row, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Stores EPILOGUE of sum_{source = 0..W-1} partials[source, i] in `outs`, or the sum itself if there is no
@@ -198,13 +198,13 @@ def reduce_partials(
     """
     BLOCK: tl.constexpr = HOW.BLOCK
     WORLD: tl.constexpr = HOW.WORLD
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     began = now(TRACE)
     ok = sound(use, HOW.WORLD)
     if HOW.SHARE:
         ok = ok & (tl.load(slot_ctl(use) + OPENED) == use.epoch).to(tl.int32)
     dtype: tl.constexpr = partials.dtype.element_ty
-    mine = data(use, rank, dtype) + sizes.result
+    mine = data(use, use.rank, dtype) + sizes.result
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for _ in range((sizes.numel - 1) // step + 1):
@@ -228,16 +228,16 @@ def reduce_partials(
                 publish_all(use, row, HOW.WORLD)
     else:
         finish(use)
-    event(use, began, tl.program_id(0), rank, SUM, TRACE)
+    event(use, began, tl.program_id(0), use.rank, SUM, TRACE)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site"])
+@triton.jit(do_not_specialize=["rank"])
 def close_slot(
-    outs, numels, table, ctl, rank, slot, site,
+    outs, numels, pointers, rank,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Ends the use of the slot. After a failure it fills `outs`, a tuple of [numels[i]] tensors, with NaN."""
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     began = now(TRACE)
     if sound(use, WORLD) == 0:
         step = tl.num_programs(0) * BLOCK
@@ -250,7 +250,7 @@ def close_slot(
                 nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(outs[index].dtype.element_ty)
                 tl.store(outs[index] + offsets, nothing, mask=offsets < numels[index])
     finish(use)
-    event(use, began, tl.program_id(0), rank, END, TRACE)
+    event(use, began, tl.program_id(0), use.rank, END, TRACE)
 
 
 assert PIECE_ROWS.value < RESULT_ROWS.value < REVOKED_ROW.value

@@ -115,6 +115,15 @@ def weight_descriptor(
 
 
 @triton.jit
+def parts_of(operands):
+    """Returns (the a_i, the b_i, the bias or what stands in its place) of the operands of a sum of products, which are
+    one flat tuple: the host fills in the addresses of tuples in tuples one by one.
+    """
+    NUM: tl.constexpr = len(operands) // 2
+    return operands[:NUM], operands[NUM : 2 * NUM], operands[2 * NUM]
+
+
+@triton.jit
 def factors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
     """Returns the SumFactors a_i [M, K_i] and b_i [K_i, N] of a sum of products, of these Terms."""
     a_descriptors = ()

@@ -7,8 +7,8 @@ the site. The program that finishes last advances the epoch. The next launch giv
 nobody reads the slot any more. Work is taken by ticket, and every send comes before every wait that may depend on it.
 So one resident program is enough for a launch to complete.
 
-A kernel passes all that it knows of its use of a slot in one value: first `Words`, which its launch gave it, and then
-`Use`, which has the epoch too. Functions that need no epoch take either of them.
+A kernel passes all that it knows of its use of a slot in one value: first `Words`, from the `Pointers` of its launch,
+and then `Use`, which has the epoch too. Functions that need no epoch take either of them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ditron_inductor.core.layout import (
     EPOCH_MASK,
     HEADER_BYTES,
     MAX_WORLD,
+    NUM_SLOTS,
     POISON,
     POLL_LIMIT,
     RECORD,
@@ -55,16 +56,29 @@ FIRST_LOOK = tl.constexpr(4)
 """The poll before which a wait for all checks this first, so a short wait does not take the time of a poll."""
 
 
+FIRST_SLOT = tl.constexpr(2)
+"""The number in `Pointers` of the first slot."""
+assert FIRST_SLOT.value + NUM_SLOTS.value <= 16
+
+
 class Pointers(NamedTuple):
-    """Pointers to a workspace: to the heaps of all ranks, to the control words, and to local counters."""
+    """What a launch gets of the protocol: pointers to the heaps of all ranks, to the control words and to local
+    counters, and the numbers of the slot and the site. One compiled kernel serves all slots and sites, although Triton
+    specialises on numbers in a structure that are 1 or multiples of 16: slots are counted from FIRST_SLOT, and the
+    numbers of sites are odd and not 1. The rank cannot be kept from that without arithmetic, so it is a parameter of
+    its own, on which kernels do not specialise. (Taken out of another number it would take a register all the time: the
+    attention of heads of 256 elements spilled 860 bytes in place of 88.)
+    """
 
     table: Any
     ctl: Any
     counters: Any
+    slot: Any
+    site: Any
 
 
 class Words(NamedTuple):
-    """What a launch gets of the protocol: pointers to all heaps and the control words; its rank, slot and site."""
+    """What a program knows of the protocol: pointers to all heaps and the control words; its rank, slot and site."""
 
     table: Any
     ctl: Any
@@ -82,6 +96,12 @@ class Use(NamedTuple):
     slot: Any
     site: Any
     epoch: Any
+
+
+@triton.jit
+def words_of(pointers, rank):
+    """Returns the Words of a launch of `rank` with these Pointers."""
+    return Words(pointers.table, pointers.ctl, rank, pointers.slot - FIRST_SLOT, pointers.site)
 
 
 @triton.jit

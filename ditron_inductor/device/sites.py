@@ -28,15 +28,17 @@ class SiteNames:
         self._texts: dict[int, str] = {0: "(no call yet)"}
 
     def number(self, text: str) -> int:
-        """Returns the number of site `text`, in 1..2**23-1. The site's first call needs one round trip to the store."""
+        """Returns the number of site `text`, which is odd and in 3..2**23-1, see signals.Pointers. The site's first
+        call needs one round trip to the store.
+        """
         known = self._numbers.get(text)
         return known if known is not None else self._register(text)
 
     def _register(self, text: str) -> int:
         for attempt in range(64):
             digest = hashlib.blake2b(f"{attempt}:{text}".encode(), digest_size=8).digest()
-            number = int.from_bytes(digest, "little") & slot_layout.SITE_MASK
-            if number == 0:
+            number = int.from_bytes(digest, "little") & slot_layout.SITE_MASK | 1
+            if number == 1:
                 continue
             try:
                 owner = self._store.compare_set(f"{self._prefix}/{number}", "", text).decode()

@@ -25,7 +25,6 @@ import triton.language as tl
 
 from ditron_inductor.core.attention import LOG2_E, Keys, Seen, State, attend, attended
 from ditron_inductor.core.signals import (
-    Words,
     credits_due,
     data,
     finish,
@@ -36,6 +35,7 @@ from ditron_inductor.core.signals import (
     use_of,
     wait,
     wait_credits,
+    words_of,
 )
 from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.attention.block_parts import stacked, with_rows
@@ -97,13 +97,14 @@ class Tensors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The strides of q, and `jump_rows` and `jumps` of `positions`."""
+    """The strides of q, `jump_rows` and `jumps` of `positions`, and the factor of the scores, times log2(e)."""
 
     stride_qb: Any
     stride_qh: Any
     stride_qm: Any
     jump_rows: Any
     jumps: Any
+    scale: Any
 
 
 @triton.jit
@@ -179,21 +180,9 @@ def received_all(use, source, TRACE: tl.constexpr):
     return ok
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rank",
-        "slot",
-        "site",
-        "num_targets",
-        "batches",
-        "queries",
-        "keys",
-        "place_0",
-        "window",
-    ]
-)
+@triton.jit(do_not_specialize=["num_targets", "batches", "queries", "keys", "place_0", "window", "rank"])
 def all_gather_attention_kernel(
-    tensors, pointers, batches, queries, keys, sizes, scale, place_0, window, rank, slot, site, num_targets,
+    tensors, pointers, rank, batches, queries, keys, sizes, place_0, window, num_targets,
     HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. place_0: see `positions`. window: the keys that a row sees at most, if WINDOWED. num_targets: the
@@ -204,7 +193,7 @@ def all_gather_attention_kernel(
     BLOCK_M: tl.constexpr = HOW.BLOCK_M
     D: tl.constexpr = HOW.D
     KEY_HEADS: tl.constexpr = HOW.KEY_HEADS
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     numel = batches.to(tl.int64) * keys * (KEY_HEADS * D)
     pieces = tl.cdiv(numel, HOW.SEND_BLOCK * HOW.SEND_STEPS).to(tl.int32)
@@ -276,12 +265,12 @@ def all_gather_attention_kernel(
                     # This lies behind the first key of the last row.
                     edge = begin + tl.cdiv(tl.max(first_seen, axis=0) - begin, HOW.BLOCK_N) * HOW.BLOCK_N
                     edge = tl.minimum(edge, last)
-                    state = attend(state, query, of_source, begin, edge, rows_see, scale, HOW, True, True)
+                    state = attend(state, query, of_source, begin, edge, rows_see, sizes.scale, HOW, True, True)
                     begin = edge
                 whole = tl.maximum(tl.minimum(tl.min(seen, axis=0), last) - begin, 0)
                 whole = begin + whole // HOW.BLOCK_N * HOW.BLOCK_N
-                state = attend(state, query, of_source, begin, whole, rows_see, scale, HOW, False, False)
-                state = attend(state, query, of_source, whole, last, rows_see, scale, HOW, True, HOW.WINDOWED)
+                state = attend(state, query, of_source, begin, whole, rows_see, sizes.scale, HOW, False, False)
+                state = attend(state, query, of_source, whole, last, rows_see, sizes.scale, HOW, True, HOW.WINDOWED)
         values, sums = attended(state)
         values = tl.where(ok != 0, values, float("nan"))
         sums = tl.where(ok != 0, sums, float("nan"))
@@ -433,8 +422,8 @@ def all_gather_attention(
                 q.stride(2),
                 jump_rows=tuple(row for row, _ in jumps) or (0,),
                 jumps=tuple(jump for _, jump in jumps) or (0,),
+                scale=node.scale * LOG2_E.value,
             ),
-            "scale": node.scale * LOG2_E.value,
             "rank": launch.rank,
             "place_0": node.mask.positions(launch.rank, world, queries)[0].start,
             "window": window,

@@ -38,7 +38,6 @@ from ditron_inductor.core.matmul import (
 from ditron_inductor.core.matmul_pair import matmul_pair, matmul_pair_by_descriptors
 from ditron_inductor.core.order import gather_order, grouped, interleaved_row
 from ditron_inductor.core.signals import (
-    Words,
     credits_due,
     data,
     finish,
@@ -50,6 +49,7 @@ from ditron_inductor.core.signals import (
     take_send,
     take_tile,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import timed_credits, timed_wait
 from ditron_inductor.core.trace import COPY, TILE, event, now
@@ -72,6 +72,13 @@ from ditron_inductor.task.nodes import AllGatherMatmul
 
 GATHER_CHUNKS = 64
 """The most chunks of a shard. A flag for each block row would cost more time than the earlier start saves."""
+
+
+class Tensors(NamedTuple):
+    """Pointers to the shard, and to the gathered tensor if it is returned, or else to anything."""
+
+    shard: Any
+    gathered: Any
 
 
 class Sizes(NamedTuple):
@@ -164,15 +171,16 @@ def copy_gathered(use, ticket, shard, gathered, rows, sizes, alive, HOW: tl.cons
     event(use, began, ticket, source, COPY, TRACE)
 
 
-@triton.jit(do_not_specialize=["rows", "rank", "slot", "site", "senders", "num_chunks"])
+@triton.jit(do_not_specialize=["rows", "senders", "rank"])
 def all_gather_matmul_kernel(
-    shard, weights, extras, outs, gathered, pointers, rows, sizes, rank, slot, site, senders, num_chunks,
+    tensors, weights, extras, outs, pointers, rank, rows, sizes, senders,
     HOW: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. shard is [rows, K], contiguous; weights, extras and outs are tuples of pointers, see Widths.
-    HOW.GROUPS: the weights that are multiplied in one tile. EPILOGUE: computes the outputs from them (see
+    """See the module. tensors.shard is [rows, K], contiguous; weights, extras and outs are tuples of pointers, see
+    Widths. HOW.GROUPS: the weights that are multiplied in one tile. EPILOGUE: computes the outputs from them (see
     lowering/epilogues.py), or None. With HOW.TILES.DESCRIPTORS, K is a multiple of 16 bytes.
     """
+    shard = tensors.shard
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     GROUPS: tl.constexpr = HOW.GROUPS
@@ -181,7 +189,7 @@ def all_gather_matmul_kernel(
     NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     K = sizes.K
     BITS: tl.constexpr = shard.dtype.element_ty.primitive_bitwidth
@@ -199,6 +207,7 @@ def all_gather_matmul_kernel(
             )  # fmt: skip
             b_descriptors = b_descriptors + (descriptor,)  # type: ignore[assignment]
     chunk_numel = TILES.GROUP_M * BLOCK_M * K
+    num_chunks = tl.cdiv(num_m, TILES.GROUP_M)
     pieces = tl.cdiv(chunk_numel, HOW.SEND_BLOCK * HOW.SEND_STEPS)
     num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
     sends = Sends(rows, K, chunk_numel, num_chunks, sizes.slot_stride, num_sends)
@@ -213,7 +222,7 @@ def all_gather_matmul_kernel(
         send_ticket = num_sends
     ticket = take_tile(use)
     for step in range(WORLD):
-        source = gather_order(step, rank, WORLD)
+        source = gather_order(step, use.rank, WORLD)
         base = shard_of(use, shard, source, sizes.slot_stride)
         if step == 1:
             # Sends come before waits: what the tiles of the own shard have not carried is sent now.
@@ -242,7 +251,7 @@ def all_gather_matmul_kernel(
                     carried = tl.multiple_of(tl.where(carries, piece.count, 0) * BITS // 32, 4)
                 block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(N, BLOCK_N), TILES.GROUP_M)
                 chunk = block_row // TILES.GROUP_M
-                if (source != rank) & (chunk != ready):
+                if (source != use.rank) & (chunk != ready):
                     # Acquire: the source has pushed the whole chunk before it published this flag.
                     ok = alive & timed_wait(use, chunk, source, TRACE)
                     if TILES.DESCRIPTORS and not TILES.UPCAST:
@@ -292,7 +301,7 @@ def all_gather_matmul_kernel(
     if HOW.RETURN_GATHERED:
         ticket -= WORLD * shard_tiles
         while ticket < WORLD * num_m * tl.cdiv(K, BLOCK_N):
-            copy_gathered(use, ticket, shard, gathered, rows, sizes, alive, HOW, TRACE)
+            copy_gathered(use, ticket, shard, tensors.gathered, rows, sizes, alive, HOW, TRACE)
             ticket = take_tile(use) - WORLD * shard_tiles
     finish(use)
 
@@ -383,7 +392,6 @@ def all_gather_matmul(
                 sizes=Sizes(sizes.K, block, widths_of(weights), sizes.slot_stride),
                 rank=launch.rank,
                 senders=0 if carried else SENDERS,
-                num_chunks=sizes.num_chunks,
                 HOW=How(
                     WORLD=node.world_size,
                     TILES=tile,
@@ -398,11 +406,10 @@ def all_gather_matmul(
         )
 
     tensors = {
-        "shard": shard,
+        "tensors": Tensors(shard, gathered),
         "weights": weights,
         "extras": extras_or(shard, extras),
         "outs": tuple(outs[index] for index in arrangement.outputs),
-        "gathered": gathered,
     }
     launch.run(all_gather_matmul_kernel, sizes.nbytes, arguments, tensors)
     return [*outs, *([gathered] if node.return_gathered else []), *returned]

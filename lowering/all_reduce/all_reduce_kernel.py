@@ -29,7 +29,6 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
-    Words,
     ask_to_send,
     close,
     granted,
@@ -41,6 +40,7 @@ from ditron_inductor.core.signals import (
     settle,
     slot_ctl,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import TILE, event, now
@@ -220,9 +220,9 @@ def two_shots(
     return left
 
 
-@triton.jit(do_not_specialize=["pieces", "rank", "slot", "site"])
+@triton.jit(do_not_specialize=["pieces", "rank"])
 def all_reduce_kernel(
-    x, extras, outs, pointers, sizes, pieces, rank, slot, site, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    x, extras, outs, pointers, rank, sizes, pieces, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Overwrites x [numel / N, N], contiguous, this rank's product, by the sum over ranks. It has one program for each
@@ -230,7 +230,7 @@ def all_reduce_kernel(
     epilogue outs is (x,).
     """
     # Ask for all before the first answer is needed: one by one, the loads would take as long as a signal.
-    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    words = words_of(pointers, rank)
     request = request_ticket(words, TILE_TICKET, HOW.THREADS, True)
     use = use_of(words)
     begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)

@@ -39,7 +39,7 @@ from ditron_inductor.core.in_band import (
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
-from ditron_inductor.core.signals import Words, granted, leave, with_epoch
+from ditron_inductor.core.signals import granted, leave, with_epoch, words_of
 from ditron_inductor.core.trace import SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
@@ -162,9 +162,9 @@ def reduce(
     return left
 
 
-@triton.jit(do_not_specialize=["M", "words", "senders", "rank", "slot", "site"])
+@triton.jit(do_not_specialize=["M", "words", "senders", "rank"])
 def in_band_kernel(
-    x, given, outputs, pointers, M, columns, words, senders, rank, slot, site,
+    x, given, outputs, pointers, rank, M, columns, words, senders,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x is [M, N], contiguous; for the other sizes see `Sent`. given, outputs: see `rows.extras` and
@@ -173,9 +173,9 @@ def in_band_kernel(
     WORLD: tl.constexpr = HOW.WORLD
     program = tl.program_id(0)
     # Ask for everything before the first answer is needed.
-    protocol = Words(pointers.table, pointers.ctl, rank, slot, site)
+    protocol = words_of(pointers, rank)
     asked = ask(protocol, HOW.THREADS)
-    own, heaps = heap_of(protocol, rank), heaps_of_peers(protocol, WORLD)
+    own, heaps = heap_of(protocol, protocol.rank), heaps_of_peers(protocol, WORLD)
     sizes = Sent(M, columns.N, words, columns.width, columns.stride, senders)
     if program <= senders:
         if program == 0:

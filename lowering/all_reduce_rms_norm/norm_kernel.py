@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import RESULT_ROW, REVOKED_ROW, SEND_TICKET, TILE_TICKET
-from ditron_inductor.core.signals import Words, close, granted, publish_all, request_ticket, use_of
+from ditron_inductor.core.signals import close, granted, publish_all, request_ticket, use_of, words_of
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import TILE as TILE_EVENT
 from ditron_inductor.core.trace import event, now
@@ -194,9 +194,9 @@ def two_shots(
     return left
 
 
-@triton.jit(do_not_specialize=["M", "pieces", "run", "rank", "slot", "site"])
+@triton.jit(do_not_specialize=["M", "pieces", "run", "rank"])
 def all_reduce_rms_norm_kernel(
-    x, given, outputs, pointers, M, columns, pieces, run, rank, slot, site,
+    x, given, outputs, pointers, rank, M, columns, pieces, run,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x is [M, N], contiguous, and may be the total, except with SLICES. given, outputs: see
@@ -204,7 +204,7 @@ def all_reduce_rms_norm_kernel(
     its SLICES, which have columns.width columns in SLICE places.
     """
     # Ask for all before the first answer is needed: one by one, the loads would take as long as a signal.
-    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    words = words_of(pointers, rank)
     request = request_ticket(words, TILE_TICKET if HOW.SLICES == 1 else SEND_TICKET, HOW.THREADS, True)
     use = use_of(words)
     begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)

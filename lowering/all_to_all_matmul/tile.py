@@ -37,7 +37,6 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped
 from ditron_inductor.core.signals import (
-    Words,
     credits_due,
     data,
     finish,
@@ -49,6 +48,7 @@ from ditron_inductor.core.signals import (
     take_send,
     take_tile,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import timed_wait
 from ditron_inductor.core.trace import COPY, TILE, event, now
@@ -150,9 +150,9 @@ class Sizes(NamedTuple):
     chunk_rows: Any
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "rank", "slot", "site", "senders", "num_chunks"])
+@triton.jit(do_not_specialize=["rows", "parts", "senders", "num_chunks", "rank"])
 def all_to_all_matmul_kernel(
-    tensors, pointers, rows, sizes, parts, rank, slot, site, senders, num_chunks, HOW: tl.constexpr,
+    tensors, pointers, rank, rows, sizes, parts, senders, num_chunks, HOW: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x is [WORLD * rows, parts * C], contiguous, by the rank that gets the rows. weight is [parts *
@@ -163,7 +163,7 @@ def all_to_all_matmul_kernel(
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     width = parts * sizes.C
     numel = rows.to(tl.int64) * width

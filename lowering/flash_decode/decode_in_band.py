@@ -35,7 +35,7 @@ from ditron_inductor.core.in_band import (
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
-from ditron_inductor.core.signals import Words, granted, leave, with_epoch
+from ditron_inductor.core.signals import granted, leave, with_epoch, words_of
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape
 from ditron_inductor.lowering.flash_decode.split_attention import (
@@ -93,9 +93,9 @@ def merge_words(parts, WORLD: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
     return acc * (1.0 / tl.where(total != 0.0, total, 1.0))
 
 
-@triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
+@triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank"])
 def flash_decode_in_band_kernel(
-    tensors, pointers, heads, kv_heads, splits, sizes, rank, slot, site, HOW: tl.constexpr, SENDING: tl.constexpr,
+    tensors, pointers, rank, heads, kv_heads, splits, sizes, HOW: tl.constexpr, SENDING: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and split_attention.py for the operands. out is [heads * ROWS, HEAD_DIM], contiguous. There is
@@ -109,7 +109,7 @@ def flash_decode_in_band_kernel(
     if program != 0:
         head, used, last = attend_ticket(program - 1, tl.load(tensors.lengths), work, sizes.strides, HOW)
     # This is requested together with the parts, because the registers are needed while tokens are read.
-    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    words = words_of(pointers, rank)
     asked = ask(words, SENDING.THREADS)
     own, heaps = heap_of(words, rank), heaps_of_peers(words, WORLD)
     known = answer(asked)

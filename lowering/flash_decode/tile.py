@@ -31,7 +31,6 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import COUNTERS, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
-    Words,
     all_heaps,
     arrive,
     ask_to_send,
@@ -45,6 +44,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import SEND, SUM, TILE, event, now
@@ -151,14 +151,14 @@ def merge_flag(use, flag, ok, out, heads, area, HOW: tl.constexpr, SENDING: tl.c
     event(use, began, flag, use.rank, SUM, TRACE)
 
 
-@triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
+@triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank"])
 def flash_decode_kernel(
-    tensors, pointers, heads, kv_heads, splits, sizes, rank, slot, site, HOW: tl.constexpr, SENDING: tl.constexpr,
+    tensors, pointers, rank, heads, kv_heads, splits, sizes, HOW: tl.constexpr, SENDING: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and split_attention.py for the operands. out is [heads * ROWS, HEAD_DIM], contiguous."""
     # Ask for all before the first answer is needed: one by one, the loads would take as long as a signal.
-    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    words = words_of(pointers, rank)
     request = request_ticket(words, TILE_TICKET, SENDING.THREADS, True)
     use = use_of(words)
     due = last_use(use)

@@ -11,18 +11,16 @@ from typing import Any
 import torch
 
 from ditron_inductor.core.matmul import Terms, Tiles, Widths
-from ditron_inductor.core.signals import Pointers
+from ditron_inductor.core.signals import FIRST_SLOT, Pointers
+from ditron_inductor.device.ring import Generation
 from ditron_inductor.device.workspace import Call, Workspace
 from ditron_inductor.lowering.config import Config, select_config
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher
 from ditron_inductor.lowering.host.recording import SlotUse, recording, refuse_to_record
 from ditron_inductor.lowering.host.tracing import PARAMETER, TraceBuffer, clock_of, takes_part, tracing
 
-NUMBERS = ("slot", "site")
 WORDS = ("pointers",)
-"""The parameters that every kernel of the protocol has and that `Launch.run` passes by itself; see signals.Pointers.
-Kernels must not specialise on the NUMBERS, so these cannot be fields of a structure: Triton specialises on every field.
-"""
+"""The parameter that every kernel of the protocol has and that `Launch.run` passes by itself; see `pointers_of`."""
 
 INTERPRETED_CHUNKS = 4
 """The most flags that a launch in the interpreter uses. They are few, so that tiles of small problems share flags."""
@@ -35,6 +33,11 @@ def ceil_div(a: int, b: int) -> int:
 def round_up(a: int, b: int) -> int:
     """Returns the smallest multiple of b that is at least a."""
     return ceil_div(a, b) * b
+
+
+def pointers_of(generation: Generation, slot: int, site: int) -> Pointers:
+    """Returns what a kernel is told of its use of a slot, for the site with this number."""
+    return Pointers(generation.table, generation.ctl, generation.counters, slot + FIRST_SLOT.value, site)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -185,12 +188,12 @@ class Launch:
         return num_warps * (64 if self.workspace.capabilities.arch.startswith("gfx9") else 32)
 
     def launcher(self, kernel: Any, clock: int = 0) -> Launcher:
-        """Returns the launcher of a kernel with the parameters NUMBERS and WORDS. clock: of time stamps, or 0."""
+        """Returns the launcher of a kernel with the parameter WORDS. clock: of time stamps, or 0."""
         found = self.launchers.get((id(kernel), clock))
         if found is None:
             workspace = self.workspace
             scratch = workspace.shared.scratch
-            found = Launcher(kernel, workspace.device, numbers=NUMBERS, words=WORDS, allocator=scratch)
+            found = Launcher(kernel, workspace.device, numbers=(), words=WORDS, allocator=scratch)
             self.launchers[id(kernel), clock] = found
         return found
 
@@ -208,13 +211,13 @@ class Launch:
             here.took(SlotUse(shared, *begin))
         generation, slot, site = shared.begin(*begin)
         try:
-            words = (Pointers(generation.table, generation.ctl, generation.counters),)
+            words = (pointers_of(generation, slot, site),)
             clock = 0
             if tracing.buffer is not None:
                 refuse_to_record("time stamps")
                 clock, arguments = self.timed(kernel, arguments)
                 tracing.buffer.attach(generation, site, self.site_text)
-            self.launcher(kernel, clock)(shared.order.stream, arguments, (slot, site), words, tensors)
+            self.launcher(kernel, clock)(shared.order.stream, arguments, (), words, tensors)
         except BaseException as exc:
             shared.fail(exc)
             raise
@@ -237,8 +240,8 @@ class Launch:
     ) -> None:
         """Launches `kernel` once within `call`, a use of a slot; see `run`."""
         clock, arguments = self.timed(kernel, arguments)
-        words = (Pointers(call.table, call.ctl, call.counters),)
-        self.launcher(kernel, clock)(call.stream, arguments, (call.slot, call.site), words, tensors)
+        words = (pointers_of(call.generation, call.slot, call.site),)
+        self.launcher(kernel, clock)(call.stream, arguments, (), words, tensors)
 
     def timed(self, kernel: Any, arguments: Callable[[], Arguments]) -> tuple[int, Callable[[], Arguments]]:
         """Returns (the clock that a launch of `kernel` should read now, 0 for none; the arguments with that clock)."""

@@ -114,8 +114,8 @@ class Ready:
 class Launcher:
     """One kernel at one site, whose operands differ from call to call only in their addresses. numbers: names of the
     int parameters whose values come with every call; the kernel must not specialise on them. words: names of pointers,
-    or of structures of pointers, whose dtype and alignment never change. allocator: allocates scratch memory. `ready`
-    has the kernels that the JIT has compiled so far, by specialisation.
+    or of structures of pointers and numbers, for all of whose values the JIT compiles the same kernel. allocator:
+    allocates scratch memory. `ready` has the kernels that the JIT has compiled so far, by specialisation.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Launcher:
         """Launches by Triton's JIT, and keeps the compiled kernel."""
         refuse_to_record("a launch by the JIT")
         flat = [word for given in words for word in (given if isinstance(given, tuple) else (given,))]
-        assert all(word.data_ptr() % 16 == 0 for word in flat)
+        assert all(word.data_ptr() % 16 == 0 for word in flat if isinstance(word, torch.Tensor))
         chosen = arguments()
         values = {**chosen.values, **dict(zip(self._numbers, numbers, strict=True))}
         pointers = {**tensors, **dict(zip(self._words, words, strict=True))}
@@ -262,8 +262,10 @@ class Launcher:
 
 
 def address_of(word: Any) -> Any:
-    """Returns the address of a tensor, or a tuple of the addresses of a structure of tensors."""
-    return tuple([part.data_ptr() for part in word]) if isinstance(word, tuple) else word.data_ptr()
+    """Returns the address of a tensor; of a structure, a tuple of its numbers and the addresses of its tensors."""
+    if isinstance(word, tuple):
+        return tuple([part if isinstance(part, int) else part.data_ptr() for part in word])
+    return word.data_ptr()
 
 
 def local_launcher(kernel: Any, device: torch.device) -> Launcher:

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.core.signals import Pointers
 from ditron_inductor.device.ring import Generation
 from ditron_inductor.device.streams import current_handle
 from ditron_inductor.lowering.host.chosen import Chosen
-from ditron_inductor.lowering.host.launch import is_tf32_allowed
+from ditron_inductor.lowering.host.launch import is_tf32_allowed, pointers_of
 from ditron_inductor.lowering.host.launcher import internals
 from ditron_inductor.lowering.host.prepared import Prepared
 from ditron_inductor.lowering.host.recording import LaunchMade, Recorder
@@ -88,7 +87,7 @@ class Step:
         shared = self._shared
         if shared is None:
             templates = self._ring[1]
-            values = self._values(templates.get(0) or self._fill(templates, 0, (), ()), addresses)
+            values = self._values(templates.get(0) or self._fill(templates, 0, ()), addresses)
             self.launcher.start(self._ready, 0 if device is None else current_handle(device), values)
             return
         # This does what Launch.run does.
@@ -99,18 +98,16 @@ class Step:
                 self._ring = _, templates = weakref.ref(generation), {}
             template = templates.get(slot)
             if template is None:
-                words = (Pointers(generation.table, generation.ctl, generation.counters),)
-                template = self._fill(templates, slot, (slot, site), words)
+                words = (pointers_of(generation, slot, site),)
+                template = self._fill(templates, slot, words)
             self.launcher.start(self._ready, shared.order.stream, self._values(template, addresses))
         except BaseException as exc:
             shared.fail(exc)
             raise
         shared.end()
 
-    def _fill(
-        self, templates: dict[int, list[Any]], slot: int, numbers: tuple[int, ...], words: tuple[Any, ...]
-    ) -> list[Any]:
-        templates[slot] = template = self.launcher.values(self._ready, numbers, words)
+    def _fill(self, templates: dict[int, list[Any]], slot: int, words: tuple[Any, ...]) -> list[Any]:
+        templates[slot] = template = self.launcher.values(self._ready, (), words)
         return template
 
     def _values(self, template: list[Any], addresses: Sequence[int]) -> list[Any]:

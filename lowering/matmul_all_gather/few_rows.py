@@ -24,10 +24,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
-from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
+from ditron_inductor.core.matmul import matmul_tile_of_few_rows, parts_of, plus_bias
 from ditron_inductor.core.order import interleaved_row
 from ditron_inductor.core.signals import (
-    Words,
     ask_to_send,
     close,
     data,
@@ -38,6 +37,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import COPY, TILE, event, now
@@ -79,26 +79,27 @@ class Sizes(NamedTuple):
     terms: Any
 
 
-@triton.jit(do_not_specialize=["M", "rank", "slot", "site", "run_tiles"])
+@triton.jit(do_not_specialize=["M", "run_tiles", "rank"])
 def matmul_all_gather_kernel(
-    lefts, rights, ends, pointers, M, sizes, rank, slot, site, run_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
+    operands, out, pointers, rank, M, sizes, run_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of pointers to [M, K_i], M <= BLOCK_M, with contiguous K, and to [K_i, N],
-    see Terms. The output is [WORLD * M, N] with rows as in interleaved_row. A slot has places [peer][M][pitch]; pitch
-    is a multiple of BLOCK_N. There is a program for each run of run_tiles tiles.
+    """See the module. operands: pointers to the a_i [M, K_i], M <= BLOCK_M, with contiguous K, to the b_i [K_i, N], see
+    Terms, and to the bias or anything. `out` is [WORLD * M, N] with rows as in interleaved_row. A slot has places
+    [peer][M][pitch]; pitch is a multiple of BLOCK_N. There is a program for each run of run_tiles tiles.
     """
+    lefts, rights, bias = parts_of(operands)
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     # All this is requested now and used after the first tile, because it takes as long as a tenth of the product.
-    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    words = words_of(pointers, rank)
     request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
     asked = ask_to_send(words, WORLD, TILES.THREADS)
     use = use_of(words)
     due = last_use(use)
     run = granted(request, TILES.THREADS)
-    dtype: tl.constexpr = ends.out.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     own = data(use, rank, dtype)
     slots = ()
     for i in tl.static_range(1, WORLD):
@@ -118,13 +119,13 @@ def matmul_all_gather_kernel(
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if ok < 0:
             ok = timed_may_send(asked, due, use, run, WORLD, TILES.THREADS, TRACE)
-        acc = plus_bias(acc, ends.bias, tile * BLOCK_N, sizes.N, BLOCK_N, HOW.HAS_BIAS)
+        acc = plus_bias(acc, bias, tile * BLOCK_N, sizes.N, BLOCK_N, HOW.HAS_BIAS)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
             in_slot = offs_m[:, None] * sizes.pitch + offs_n[None, :]
             for i in tl.static_range(WORLD - 1):
                 tl.store(slots[i] + in_slot, result, mask=in_m & (in_slot >= 0))
-        tl.store(ends.out + own_rows + offs_n[None, :], result, mask=in_m & (offs_n < sizes.N)[None, :])
+        tl.store(out + own_rows + offs_n[None, :], result, mask=in_m & (offs_n < sizes.N)[None, :])
         event(use, began, tile, rank, TILE, TRACE)
         tile += 1
     if ok != 0:
@@ -150,7 +151,7 @@ def matmul_all_gather_kernel(
             inside = in_run & (columns < sizes.N)[None, :]
             for step in tl.static_range(1, WORLD):
                 to_rows = interleaved_row(rows, (rank + step) % WORLD, M, sizes.block, WORLD, True).to(tl.int64)
-                tl.store(ends.out + to_rows[:, None] * sizes.N + columns[None, :], parts[step - 1], mask=inside)
+                tl.store(out + to_rows[:, None] * sizes.N + columns[None, :], parts[step - 1], mask=inside)
     event(use, copying, run, rank, COPY, TRACE)
     close(granted(left, TILES.THREADS), use)
 

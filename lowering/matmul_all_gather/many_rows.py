@@ -21,10 +21,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import TILE_TICKET
-from ditron_inductor.core.matmul import Carried, carry, factors_of, plus_bias, sum_tile, zeros_of
+from ditron_inductor.core.matmul import Carried, carry, factors_of, parts_of, plus_bias, sum_tile, zeros_of
 from ditron_inductor.core.order import grouped, interleaved_row
 from ditron_inductor.core.signals import (
-    Words,
     credits_due,
     data,
     finish,
@@ -34,6 +33,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import first_credits, timed_wait
 from ditron_inductor.core.trace import COPY, SEND, TILE, event, now
@@ -67,29 +67,30 @@ def store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD: tl.c
     tl.store(out + to_rows[:, None] * N + offs_n[None, :], result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
+@triton.jit(do_not_specialize=["chunk_tiles", "rank"])
 def matmul_all_gather_kernel(
-    lefts, rights, ends, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
+    operands, out, pointers, rank, sizes, chunk_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of pointers to [M, K_i] with contiguous K, and to [K_i, N], see Terms. The
-    output is [WORLD * M, N], contiguous, with rows as in interleaved_row. A slot has places [peer][tile], and an outbox
-    for each program.
+    """See the module. operands: pointers to the a_i [M, K_i] with contiguous K, to the b_i [K_i, N], see Terms, and
+    to the bias or anything. `out` is [WORLD * M, N], contiguous, with rows as in interleaved_row. A slot has places
+    [peer][tile], and an outbox for each program.
     """
+    lefts, rights, bias = parts_of(operands)
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     num_m = tl.cdiv(sizes.M, BLOCK_M)
     num_n = tl.cdiv(sizes.N, BLOCK_N)
     tiles = num_m * num_n
-    dtype: tl.constexpr = ends.out.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     factors = factors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
     chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # The size of a block in 32-bit words, in which it is carried.
-    BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
+    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
     outbox = data(use, rank, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # `ok` says whether this program may send; it is -1 until it has asked. `sent` is the tile that waits in the outbox,
     # -1 if there is none.
@@ -106,7 +107,7 @@ def matmul_all_gather_kernel(
         carried = tl.where(sent < 0, 0, BLOCK_WORDS)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         # Add the bias first, because behind the product there are no registers left for it.
-        acc = plus_bias(zeros_of(TILES), ends.bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
+        acc = plus_bias(zeros_of(TILES), bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
         acc = sum_tile(acc, factors, row, column, Carried(outbox, targets, carried, WORLD - 1), TILES)
         if sent >= 0:
             publish_to_all(use, chunks, 0, sent, HOW)
@@ -116,7 +117,7 @@ def matmul_all_gather_kernel(
         if ok != 0:
             put_in_outbox(outbox, result, TILES)
             sent = ticket
-        store_part(result, ends.out, ticket, rank, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
+        store_part(result, out, ticket, rank, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
         event(use, began, ticket, rank, TILE, TRACE)
         ticket = granted(request, TILES.THREADS)
     # Sends come before waits: what is left in the outbox is sent now.
@@ -137,7 +138,7 @@ def matmul_all_gather_kernel(
         # Acquire: the source has pushed all tiles of the chunk before it published this flag.
         whole = alive & timed_wait(use, tile // chunk_tiles, source, TRACE)
         result = received_block(own, block, whole, TILES)
-        store_part(result, ends.out, tile, source, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
+        store_part(result, out, tile, source, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
         event(use, copying, tile, source, COPY, TRACE)
         ticket = granted(request, TILES.THREADS)
     finish(use)

@@ -16,17 +16,16 @@ There is one flag for each tile; see `fits`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
-from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
+from ditron_inductor.core.matmul import matmul_tile_of_few_rows, parts_of, plus_bias
 from ditron_inductor.core.signals import (
-    Words,
     arrive,
     ask_to_send,
     close,
@@ -38,6 +37,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import SUM, TILE, event, now
@@ -53,7 +53,7 @@ from ditron_inductor.lowering.norms.rows import (
     pointers,
     reduced_outputs,
 )
-from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
+from ditron_inductor.lowering.sums import Geometry, How, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
 MOST_ROWS = 64
@@ -63,6 +63,13 @@ MOST_NORM_ROWS = 1
 """The most rows that one program normalises (on an H200, 4 rows of 8192 took 4 us longer than a launch)."""
 MOST_NORM_ELEMENTS = 64
 """The most elements of a row in each thread of that program."""
+
+
+class Sizes(NamedTuple):
+    """The columns N of the output, and the Terms of the sum. The number of rows changes from call to call."""
+
+    N: Any
+    terms: Any
 
 
 def fits(launch: Launch, rows: int, columns: int) -> bool:
@@ -76,27 +83,31 @@ def takes_norm(launch: Launch, sizes: Geometry) -> bool:
     return few and block_of(sizes.N) <= MOST_NORM_ELEMENTS * 32 * sizes.config.num_warps
 
 
-@triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
+@triton.jit(do_not_specialize=["M", "rank"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, given, norm_outs, pointers, M, N, terms, rank, slot, site, HOW: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRE: tl.constexpr, NORMS: tl.constexpr, ROW: tl.constexpr, TRACE: tl.constexpr = 0,
+    operands, extras, outs, given, pointers, rank, M, sizes, functions, HOW: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of pointers to [M, K_i], M <= BLOCK_M, with contiguous K, and to [K_i, N],
-    see Terms. bias: [N], or anything if there is none. extras: the tensors that PRE and EPILOGUE read. outs: the
-    results of EPILOGUE, or the sum, [M, N] contiguous. given, norm_outs: for `rows.finish_all`, if there is a norm
-    (NORMS), with ROW >= N. There is no EPILOGUE then.
+    """See the module. operands: pointers to the a_i [M, K_i], M <= BLOCK_M, with contiguous K, to the b_i [K_i, N], see
+    Terms, and to the bias [N], or anything if there is none. extras: the tensors that the epilogue's Functions read.
+    outs: the outputs of the epilogue, or the sum, [M, N] contiguous. With HOW.NORMS there is no EPILOGUE: `outs` are
+    the sum and then the outputs of `rows.finish_all`, which reads `given`.
     """
+    PRE: tl.constexpr = functions.PRE
+    EPILOGUE: tl.constexpr = functions.EPILOGUE
+    lefts, rights, bias = parts_of(operands)
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     # All this is requested now and used after the first tile, because it takes as long as a tenth of the product.
-    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    words = words_of(pointers, rank)
     request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
     asked = ask_to_send(words, WORLD, TILES.THREADS)
     use = use_of(words)
     due = last_use(use)
     ticket = granted(request, TILES.THREADS)
+    N = sizes.N
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
     own = data(use, rank, dtype)
@@ -122,7 +133,7 @@ def matmul_all_reduce_kernel(
         if ticket < tiles:
             began = now(TRACE)
             request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
-            acc = matmul_tile_of_few_rows(lefts, M, rights, terms, ticket * BLOCK_N, N, TILES)
+            acc = matmul_tile_of_few_rows(lefts, M, rights, sizes.terms, ticket * BLOCK_N, N, TILES)
             acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HOW.HAS_BIAS)
             if PRE is not None:
                 whole_n = ticket * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -154,11 +165,13 @@ def matmul_all_reduce_kernel(
                 total = total / WORLD
             offs_n = previous * BLOCK_N + tl.arange(0, BLOCK_N)
             elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
-            store_sum(total, whole, extras, outs, elements, dtype, EPILOGUE)
-            if NORMS is not None:
+            if HOW.NORMS is None:
+                store_sum(total, whole, extras, outs, elements, dtype, EPILOGUE)
+            else:
+                store_sum(total, whole, extras, outs[:1], elements, dtype, None)
                 # When the last tile arrives, the stores of all tiles are visible to its program.
                 if arrive(pointers.counters, tiles):
-                    finish_all(outs[0], given, norm_outs, M, N, ROW, NORMS)
+                    finish_all(outs[0], given, outs[1:], M, N, HOW.ROW, HOW.NORMS)
             event(use, adding, previous, rank, SUM, TRACE)
         previous = current
     close(granted(left, TILES.THREADS), use)
@@ -187,9 +200,8 @@ def matmul_all_reduce(
 ) -> list[torch.Tensor]:
     """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
     outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
-    behind = {"NORMS": None, "ROW": 16, "given": None, "norm_outs": None}
     call = SumCall(node, launch, sizes, a, b, bias)
-    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, behind), extras, outs)
+    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, call.how(few_rows=True), given=None), extras, outs)
     return outs
 
 
@@ -206,13 +218,18 @@ def matmul_all_reduce_rms_norm(
     """Returns (normed, total), and what is saved, with the norm in the same launch. given: see nodes.EXTRAS."""
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     outputs = reduced_outputs(node, out)
-    behind = {"ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
-    tensors = {"given": pointers(given, out), "norm_outs": all_outputs(node, outputs)}
     call = SumCall(node, launch, sizes, a, b, bias)
-    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, behind), extras, [out], **tensors)
+
+    def arguments() -> Arguments:
+        constants = constants_of(node, stores_reduced=False)
+        how = call.how(few_rows=True)._replace(NORMS=constants.pop("NORMS"), ROW=block_of(sizes.N))
+        return _arguments(call, how, **constants)
+
+    outs = [out, *all_outputs(node, outputs)]
+    call.reduce(matmul_all_reduce_kernel, arguments, extras, outs, given=pointers(given, out))
     return outputs
 
 
-def _arguments(call: SumCall, behind: Mapping[str, Any]) -> Arguments:
+def _arguments(call: SumCall, how: How, **others: Any) -> Arguments:
     sizes = call.sizes
-    return call.arguments(M=sizes.M, N=sizes.N, terms=call.terms, HOW=call.how(few_rows=True), **behind)
+    return call.arguments(M=sizes.M, sizes=Sizes(sizes.N, call.terms), HOW=how, **others)

@@ -25,10 +25,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import RESULT_ROW, TILE_TICKET
-from ditron_inductor.core.matmul import Carried, carry, factors_of, plus_bias, sum_tile, zeros_of
+from ditron_inductor.core.matmul import Carried, carry, factors_of, parts_of, plus_bias, sum_tile, zeros_of
 from ditron_inductor.core.order import grouped, scatter_order
 from ditron_inductor.core.signals import (
-    Words,
     credits_due,
     data,
     finish,
@@ -38,6 +37,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import first_credits, timed_wait, timed_wait_all
 from ditron_inductor.core.trace import COPY, TILE, event, now
@@ -123,25 +123,29 @@ def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
     return tl.where(is_copy, step - WORLD, step), tl.where(exists, tile, -1), is_copy
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles", "part_tiles", "num_parts"])
+@triton.jit(do_not_specialize=["chunk_tiles", "part_tiles", "rank"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, pointers, sizes, rank, slot, site, chunk_tiles, part_tiles, num_parts,
-    HOW: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr, TRACE: tl.constexpr = 0,
+    operands, extras, outs, pointers, rank, sizes, functions, chunk_tiles, part_tiles, HOW: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of pointers to [M, K_i] with contiguous K, and to [K_i, N], see Terms.
-    bias: [N], or anything if there is none. extras: the tensors that PRE and EPILOGUE read. outs: the results of
-    EPILOGUE, or the sum, [M, N] contiguous.
+    """See the module. operands: pointers to the a_i [M, K_i] with contiguous K, to the b_i [K_i, N], see Terms, and to
+    the bias [N], or anything if there is none. extras: the tensors that the epilogue's Functions read. outs:
+    the outputs of the epilogue, or the sum, [M, N] contiguous. part_tiles: the tiles of an owner in one part.
     """
+    PRE: tl.constexpr = functions.PRE
+    EPILOGUE: tl.constexpr = functions.EPILOGUE
+    lefts, rights, bias = parts_of(operands)
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     num_m = tl.cdiv(sizes.M, BLOCK_M)
     num_n = tl.cdiv(sizes.N, BLOCK_N)
     tiles = num_m * num_n
     tiles_per_owner = tl.cdiv(tiles, WORLD)
+    num_parts = tl.cdiv(tiles_per_owner, part_tiles)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
     factors = factors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
     chunks = Chunks(pointers.counters, tiles, chunk_tiles)
@@ -269,12 +273,10 @@ def matmul_all_reduce(
 
     def arguments() -> Arguments:
         parts = max(1, min(PARTS, node.world_size * sizes.tiles // (PART_WAVES * launch.num_sms)))
-        part_tiles = ceil_div(sizes.tiles, parts)
         return call.arguments(
             sizes=call.sizes_with(sizes.M),
             chunk_tiles=sizes.chunk_tiles,
-            part_tiles=part_tiles,
-            num_parts=ceil_div(sizes.tiles, part_tiles),
+            part_tiles=ceil_div(sizes.tiles, parts),
             HOW=call.how(),
         )
 

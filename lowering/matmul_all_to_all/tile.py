@@ -24,10 +24,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import TILE_TICKET
-from ditron_inductor.core.matmul import Carried, carry, factors_of, plus_bias, sum_tile, zeros_of
+from ditron_inductor.core.matmul import Carried, carry, factors_of, parts_of, plus_bias, sum_tile, zeros_of
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
-    Words,
     credits_due,
     data,
     finish,
@@ -37,6 +36,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import first_credits, timed_wait
 from ditron_inductor.core.trace import COPY, SEND, TILE, event, now
@@ -68,30 +68,31 @@ def store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD: tl.c
     tl.store(out + to_rows[:, None] * (parts * C) + (part * C + offs_n)[None, :], result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["parts", "rank", "slot", "site", "chunk_tiles"])
+@triton.jit(do_not_specialize=["parts", "chunk_tiles", "rank"])
 def matmul_all_to_all_kernel(
-    lefts, rights, ends, pointers, sizes, parts, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
+    operands, out, pointers, rank, sizes, parts, chunk_tiles, HOW: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of pointers to [M, K_i] with contiguous K, and to [K_i, parts * WORLD * N],
-    see Terms. The output is [WORLD * M, parts * N], contiguous, with rows as in interleaved_row. A slot has places
-    [peer][tile], and an outbox for each program.
+    """See the module. operands: pointers to the a_i [M, K_i] with contiguous K, to the b_i [K_i, parts * WORLD * N],
+    see Terms, and to the bias or anything. `out` is [WORLD * M, parts * N], contiguous, with rows as in
+    interleaved_row. A slot has places [peer][tile], and an outbox for each program.
     """
+    lefts, rights, bias = parts_of(operands)
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     num_m = tl.cdiv(sizes.M, BLOCK_M)
     tiles = num_m * parts * tl.cdiv(sizes.N, BLOCK_N)
     columns = parts * WORLD * sizes.N
-    dtype: tl.constexpr = ends.out.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     factors = factors_of(lefts, rights, sizes.M, columns, sizes.terms, TILES)
     chunks = Chunks(pointers.counters, tiles, chunk_tiles)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # The size of a block in 32-bit words, in which it is carried.
-    BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
+    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
     outbox = data(use, rank, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # `ok` says whether this program may send; it is -1 until it has asked. sent_owner and sent_tile are the tile that
     # waits in the outbox; sent_owner is this rank if there is none.
@@ -112,7 +113,7 @@ def matmul_all_to_all_kernel(
         target = data(use, sent_owner, dtype) + tl.where(sent_owner != rank, place, 0)
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         # Add the bias first, because behind the product there are no registers left for it.
-        acc = plus_bias(zeros_of(TILES), ends.bias, column, columns, BLOCK_N, HOW.HAS_BIAS)
+        acc = plus_bias(zeros_of(TILES), bias, column, columns, BLOCK_N, HOW.HAS_BIAS)
         acc = sum_tile(acc, factors, row, column, Carried(outbox, (target,), carried, 1), TILES)
         if sent_owner != rank:
             publish_partial(use, chunks, sent_owner, sent_tile, HOW)
@@ -120,7 +121,7 @@ def matmul_all_to_all_kernel(
         ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if owner == rank:
-            store_tile(result, ends.out, tile, rank, num_m, sizes.M, sizes.N, parts, sizes.block, WORLD, TILES)
+            store_tile(result, out, tile, rank, num_m, sizes.M, sizes.N, parts, sizes.block, WORLD, TILES)
         elif ok != 0:
             put_in_outbox(outbox, result, TILES)
             sent_owner = owner
@@ -146,7 +147,7 @@ def matmul_all_to_all_kernel(
         # Acquire: the source has pushed all tiles of the chunk before it published this flag.
         whole = alive & timed_wait(use, tile // chunk_tiles, source, TRACE)
         result = received_block(own, block, whole, TILES)
-        store_tile(result, ends.out, tile, source, num_m, sizes.M, sizes.N, parts, sizes.block, WORLD, TILES)
+        store_tile(result, out, tile, source, num_m, sizes.M, sizes.N, parts, sizes.block, WORLD, TILES)
         event(use, copying, tile, source, COPY, TRACE)
         ticket = granted(request, TILES.THREADS)
     finish(use)

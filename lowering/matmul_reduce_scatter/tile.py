@@ -28,6 +28,7 @@ from ditron_inductor.core.matmul import (
     carry,
     factors_of,
     further_products_by_descriptors,
+    parts_of,
     plus_bias,
     plus_column,
     sum_of_rows,
@@ -36,7 +37,6 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
-    Words,
     credits_due,
     data,
     finish,
@@ -46,6 +46,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
+    words_of,
 )
 from ditron_inductor.core.timed import first_credits, timed_wait_all
 from ditron_inductor.core.trace import TILE, event, now
@@ -57,21 +58,24 @@ from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
+@triton.jit(do_not_specialize=["chunk_tiles", "rank"])
 def matmul_reduce_scatter_kernel(
-    lefts, rights, bias, extras, outs, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRE: tl.constexpr, TRACE: tl.constexpr = 0,
+    operands, extras, outs, pointers, rank, sizes, functions, chunk_tiles, HOW: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts, rights: tuples of pointers to [WORLD * M, K_i] with contiguous K, and to [K_i, N], see
-    Terms. bias: [N], [WORLD * M, 1] if not INTERLEAVED, or anything if there is none. extras: the tensors that PRE and
-    EPILOGUE read. outs: the results of EPILOGUE, or the sum, [M, N] contiguous. With TILES.DESCRIPTORS the rows of a
-    tile have to follow each other: sizes.block is a multiple of BLOCK_M, or INTERLEAVED is false.
+    """See the module. operands: pointers to the a_i [WORLD * M, K_i] with contiguous K, to the b_i [K_i, N], see Terms,
+    and to the bias: [N], [WORLD * M, 1] if not INTERLEAVED, or anything if there is none. extras: the tensors that the
+    epilogue's Functions read. outs: the outputs of the epilogue, or the sum, [M, N] contiguous. With TILES.DESCRIPTORS
+    the rows of a tile have to follow each other: sizes.block is a multiple of BLOCK_M, or INTERLEAVED is false.
     """
+    PRE: tl.constexpr = functions.PRE
+    EPILOGUE: tl.constexpr = functions.EPILOGUE
+    lefts, rights, bias = parts_of(operands)
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     num_m = tl.cdiv(sizes.M, BLOCK_M)
     num_n = tl.cdiv(sizes.N, BLOCK_N)

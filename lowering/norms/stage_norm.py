@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.signals import Words, arrive, credits_due, data, healthy, publish_all, settle, use_of
+from ditron_inductor.core.signals import arrive, credits_due, data, healthy, publish_all, settle, use_of, words_of
 from ditron_inductor.core.timed import timed_credits
 from ditron_inductor.core.trace import SEND, event, now
 from ditron_inductor.lowering.norms.rows import extras, normalised
@@ -31,23 +31,23 @@ class How(NamedTuple):
     BLOCK: Any
 
 
-@triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
+@triton.jit(do_not_specialize=["M", "rank"])
 def stage_norm(
-    x, given, outputs, pointers, M, N, rank, slot, site, HOW: tl.constexpr, NORMS: tl.constexpr,
+    x, given, outputs, pointers, rank, M, N, HOW: tl.constexpr, NORMS: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Normalises x [M, N], contiguous, into the start of this rank's slot, and then publishes row PIECE_ROWS to all
     peers. given, outputs: see `rows.extras` and `rows.normalised`. The first output, the norm, is stored only if COPY,
     and then even after a failure.
     """
-    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     # This program has not waited for anything yet, so the peers get their credits in any case.
     if tl.program_id(0) == 0:
         settle(credits_due(use, alive), use, HOW.WORLD)
     ok = alive & timed_credits(use, tl.program_id(0), HOW.WORLD, TRACE)
     sending = now(TRACE)
-    mine = data(use, rank, x.dtype.element_ty)
+    mine = data(use, use.rank, x.dtype.element_ty)
     cols = tl.arange(0, HOW.BLOCK)[None, :]
     step = tl.num_programs(0) * HOW.ROWS
     first = tl.program_id(0) * HOW.ROWS
@@ -66,4 +66,4 @@ def stage_norm(
         # A program without its credits does not arrive, so the shard is never published.
         if arrive(pointers.counters, tl.num_programs(0)):
             publish_all(use, PIECE_ROWS, HOW.WORLD)
-    event(use, sending, tl.program_id(0), rank, SEND, TRACE)
+    event(use, sending, tl.program_id(0), use.rank, SEND, TRACE)

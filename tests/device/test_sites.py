@@ -20,11 +20,11 @@ def test_ranks_get_the_same_number_and_its_text() -> None:
     number = first.number("r/0:all_gather_matmul")
     assert second.text(number) == "r/0:all_gather_matmul"
     assert second.number("r/0:all_gather_matmul") == number == first.number("r/0:all_gather_matmul")
-    assert 0 < number <= slot_layout.SITE_MASK
+    assert 1 < number <= slot_layout.SITE_MASK and number % 2 == 1
 
 
 def test_colliding_sites_get_the_same_numbers_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_layout, "SITE_MASK", 31)
+    monkeypatch.setattr(slot_layout, "SITE_MASK", 63)
     store = dist.HashStore()
     first, second = names(store, 0), names(store, 1)
     texts = [f"site {i}" for i in range(16)]

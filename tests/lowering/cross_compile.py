@@ -19,7 +19,7 @@ from ditron_inductor.lowering import sums
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange
+from ditron_inductor.lowering.epilogues import Arrangement, Functions, arrange
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections_kernel
 from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
@@ -60,10 +60,10 @@ FAMILIES = [
 """For kernels whose waits and moves the compilers of one family treat alike: one GPU of each."""
 NUM_WEIGHTS = 2
 TENSORS = ("shard", "gathered", "bias", "out", "x", "weight", "received")
-TUPLES_OF_TENSORS = ("weights", "extras", "outs", "lefts", "rights")
+TUPLES_OF_TENSORS = ("weights", "extras", "outs", "operands")
 TUPLES = (*TUPLES_OF_TENSORS, "columns")
 """One element for each weight, or product; `outs` one for each output."""
-POINTERS = Pointers("*i64", "*i64", "*i32")
+POINTERS = Pointers("*i64", "*i64", "*i32", "i32", "i32")
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,14 @@ def compile_for(target: str, source: ASTSource, options: dict[str, int]) -> Any:
 
 
 def all_aligned(place: int, kind: Any) -> dict[tuple[int, ...], Any]:
-    """Attributes of a parameter that is a structure of these types, each of which is a multiple of 16."""
+    """Attributes of a parameter that is a structure of these types, each of which is a multiple of 16. The
+    slot and the site among Pointers are none.
+    """
     if isinstance(kind, tuple):
+        kind = kind[:3] if isinstance(kind, Pointers) else kind
         inner = [all_aligned(i, one) for i, one in enumerate(kind)]
         return {(place, *path): value for one in inner for path, value in one.items()}
-    return {} if kind == "constexpr" else {(place,): [["tt.divisibility", 16]]}
+    return {} if kind in ("constexpr", "fp32") else {(place,): [["tt.divisibility", 16]]}
 
 
 @functools.cache
@@ -227,10 +230,9 @@ def compile_case(case: Case) -> Compiled:
         "SEND_STEPS": 8,
         "GROUPS": case.arrangement.packed_groups,
         "EPILOGUE": case.arrangement.function,
-        "PRE": case.arrangement.pre,
         "ROW": 8192,
         "NORMS": Norms(HAS_RESIDUAL.value | HAS_WEIGHT.value, 1e-6, 1e-6) if case.norm else None,
-        **({} if case.norm else {"given": None, "norm_outs": None}),
+        **({} if case.norm else {"given": None}),
         "TRACE": case.trace,
         "COPY_COLUMNS": 128,
         "TOP_K": 8,
@@ -284,7 +286,7 @@ def compile_case(case: Case) -> Compiled:
         elif name == "HOW":
             members = structure_of("How")
             signature[name], known[place,] = "constexpr", members(*[constants[one] for one in members._fields])
-        elif name in ("pointers", "terms", "widths", "tensors", "sizes", "ends"):
+        elif name in ("pointers", "terms", "widths", "tensors", "sizes"):
             signature[name] = structure(name, (place,))
             if name == "pointers":
                 attributes |= all_aligned(place, POINTERS)
@@ -292,11 +294,16 @@ def compile_case(case: Case) -> Compiled:
             signature[name], known[place,] = "constexpr", 1
         elif name == "experts":
             signature[name], attributes[place,] = "*i64", aligned
-        elif name in ("given", "norm_outs"):
-            signature[name] = (f"*{case.dtype}",) * len(EXTRAS if name == "given" else ("", "", *SAVED))
+        elif name == "functions":
+            signature[name] = Functions("constexpr", "constexpr")
+            known |= {(place, 0): case.arrangement.pre, (place, 1): case.arrangement.function}
+        elif name == "given":
+            signature[name] = (f"*{case.dtype}",) * len(EXTRAS)
             attributes |= {(place, i): aligned for i in range(len(signature[name]))}
         elif name in TUPLES:
-            count = {"outs": len(case.arrangement.outputs), "extras": case.num_extras}.get(name, case.length)
+            outs = len(case.arrangement.outputs) + (len(("normed", "total", *SAVED)) if case.norm else 0)
+            counts = {"outs": outs, "extras": case.num_extras, "operands": 2 * case.length + 1}
+            count = counts.get(name, case.length)
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count
             attributes |= {(place, i): aligned for i in range(count)}
         else:

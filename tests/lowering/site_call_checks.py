@@ -19,7 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.host import stand_in_for_kernels
-from ditron_inductor.core.signals import Pointers
+from ditron_inductor.core.signals import FIRST_SLOT, Pointers
 from ditron_inductor.errors import DitronError
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import NORM_KINDS, AllGatherMatmul, MatmulReduceScatter, ShardNorm
@@ -125,11 +125,11 @@ def launch_of(call: Callable[[], Any]) -> Seen:
     names: dict[int, str] = {x.data_ptr(): f"result {index}" for index, x in enumerate(results)}
     slots = []
     for launcher, _, values in launches.seen:
-        if "slot" in launcher.positions:
-            slots.append(values[launcher.positions["slot"]])
-            values[launcher.positions["slot"]] = "slot"
-            words = values[launcher.positions["pointers"]]
-            names |= dict(zip(words, Pointers._fields, strict=True))
+        if "pointers" in launcher.positions:
+            words = Pointers(*values[launcher.positions["pointers"]])
+            slots.append(words.slot - FIRST_SLOT.value)
+            values[launcher.positions["pointers"]] = words._replace(slot="slot")
+            names |= dict(zip(words[:3], Pointers._fields, strict=False))
     (slot,) = slots
 
     def named(value: Any) -> Any:

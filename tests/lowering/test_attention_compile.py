@@ -119,8 +119,8 @@ def compiled(case: Case) -> Any:
     }
     tensors = tile.Tensors(*[f"*{case.dtype}"] * 6)._replace(lse="*fp32")
     jumps = ("i32",) * max(case.jumps, 1)
-    sizes = tile.Sizes("i32", "i32", "i32", jump_rows=jumps, jumps=jumps)
-    types = {"pointers": WORKSPACE, "tensors": tensors, "sizes": sizes, "scale": "fp32"}
+    sizes = tile.Sizes("i32", "i32", "i32", jump_rows=jumps, jumps=jumps, scale="fp32")
+    types = {"pointers": WORKSPACE, "tensors": tensors, "sizes": sizes}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return _compile(tile.all_gather_attention_kernel, constants, types, case.target, options)
 

@@ -36,14 +36,14 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "two_shots": (all_reduce_kernel, 8, {"HOW": How(4, True, False, 4096, 256)}, 6, 3),
 }
 TENSORS = ("partials", "x", "products", "added", "out")
-WORDS = {"table": "*i64", "ctl": "*i64", "numel": "i64", "places": "*i64", "scale": "*fp32"}
+WORDS = {"numel": "i64", "places": "*i64", "scale": "*fp32"}
 SIZES = {
     "reduce_partials": transfers.Partials("i64", "i32", "i32", "i32"),
     "all_reduce_kernel": Sizes("i64", "i32"),
     "combine_kernel": combine.Sizes("i32", "i32", "i32", "i32"),
 }
 TUPLES = ("outs", "shards", "copies", "numels", "extras")
-ALIGNED = (*TENSORS, "table", "ctl", "numel")
+ALIGNED = (*TENSORS, "numel")
 
 
 @functools.cache

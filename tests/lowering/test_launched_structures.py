@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from ditron_inductor.core.signals import Pointers
+from ditron_inductor.core.layout import NUM_SLOTS
+from ditron_inductor.core.signals import FIRST_SLOT, Pointers
 from ditron_inductor.lowering.host import launcher as launcher_module
 from ditron_inductor.lowering.host.launcher import Arguments, Bound, Launcher
 
@@ -40,8 +41,8 @@ class How(NamedTuple):
     MODE: str
 
 
-@triton.jit(do_not_specialize=["slot", "site"])
-def kernel(tensors, pointers, sizes, slot, site, HOW: tl.constexpr):
+@triton.jit(do_not_specialize=["row"])
+def kernel(tensors, pointers, sizes, row, HOW: tl.constexpr):
     pass
 
 
@@ -90,8 +91,17 @@ def no_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 SIZES, HOW = Sizes(48, (16, 1)), How(64, "plain")
-POINTERS = Pointers(words(), words(), words())
-ADDRESSES = tuple(one.data_ptr() for one in POINTERS)
+SITE = 12345
+MEMORY = words(), words(), words()
+
+
+def pointers(slot: int) -> Pointers:
+    return Pointers(*MEMORY, slot + FIRST_SLOT.value, SITE)
+
+
+def addresses(slot: int) -> tuple[int, ...]:
+    return *[one.data_ptr() for one in MEMORY], slot + FIRST_SLOT.value, SITE
+
 
 
 def arguments() -> Arguments:
@@ -99,18 +109,18 @@ def arguments() -> Arguments:
 
 
 def make() -> Launcher:
-    return Launcher(kernel, DEVICE, numbers=("slot", "site"), words=("pointers",), allocator=no_scratch)
+    return Launcher(kernel, DEVICE, numbers=("row",), words=("pointers",), allocator=no_scratch)
 
 
 def test_structures_are_passed_as_tuples_of_addresses(jit: Jit) -> None:
     launcher = make()
-    for slot in (0, 1, 16):
+    for slot, row in ((0, 5), (1, 1), (0, 16)):
         tensors = Tensors(words(), words())
-        launcher(STREAM, arguments, (slot, 5), (POINTERS,), {"tensors": tensors})
-        if slot:
-            expected = (tensors.x.data_ptr(), tensors.out.data_ptr()), ADDRESSES, SIZES, slot, 5, HOW
+        launcher(STREAM, arguments, (row,), (pointers(slot),), {"tensors": tensors})
+        if row != 5:
+            expected = (tensors.x.data_ptr(), tensors.out.data_ptr()), addresses(slot), SIZES, row, HOW
             assert jit.launches[-1] == expected
-    # Whatever the slot, which is 1, and a multiple of 16.
+    # Whatever the slot, and the row, which is 1, and a multiple of 16.
     assert len(jit.launches) == 2 and len(jit.compiled) == 1
 
 
@@ -118,20 +128,23 @@ def test_the_alignment_of_a_member_decides(jit: Jit) -> None:
     launcher = make()
     aligned, shifted = Tensors(words(), words()), Tensors(words(), words()[1:])
     for tensors in (aligned, shifted, aligned, shifted):
-        launcher(STREAM, arguments, (0, 5), (POINTERS,), {"tensors": tensors})
+        launcher(STREAM, arguments, (5,), (pointers(0),), {"tensors": tensors})
     assert len(jit.compiled) == len(launcher.ready) == 2 and len(jit.launches) == 2
 
 
 def test_a_bound_launch_fills_in_structures(jit: Jit) -> None:
     launcher, tensors = make(), Tensors(words(), words())
-    launcher(STREAM, arguments, (1, 5), (POINTERS,), {"tensors": tensors})
-    Bound(launcher, arguments, (1, 5), (POINTERS,), ("tensors",))(STREAM, tensors)
-    assert jit.launches == [((tensors.x.data_ptr(), tensors.out.data_ptr()), ADDRESSES, SIZES, 1, 5, HOW)]
+    launcher(STREAM, arguments, (5,), (pointers(1),), {"tensors": tensors})
+    Bound(launcher, arguments, (5,), (pointers(1),), ("tensors",))(STREAM, tensors)
+    assert jit.launches == [((tensors.x.data_ptr(), tensors.out.data_ptr()), addresses(1), SIZES, 5, HOW)]
 
 
 def test_members_are_specialised_on_whatever_a_kernel_asks_for() -> None:
-    """Why rank, slot and site are parameters of their own: where this changes, they need not be any more."""
+    """Why the rank is a parameter of its own, and slots are not counted from 0: where this changes, that can go."""
     backend = type(make_backend(GPUTarget("cuda", 90, 32)))
     kinds, keys = native_specialize_impl(backend, Sizes(1, 16), False, False, False)
     assert kinds == ("constexpr", "i32") and keys[0] == 1
     assert native_specialize_impl(backend, 1, False, False, False)[0] == "i32"
+    for slot in range(NUM_SLOTS.value):
+        kinds, keys = native_specialize_impl(backend, pointers(slot), False, False, False)
+        assert kinds[3:] == ("i32", "i32") and not any(keys[3:])

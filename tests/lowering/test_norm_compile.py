@@ -263,5 +263,5 @@ def test_a_norm_in_the_own_slot(case: Case) -> None:
         # Twice in the gathered tensor and in the slot, and the sum.
         assert len(wide) >= (2 if case.form & TOTAL_KNOWN.value else 3)
         assert min(waits) < min(wide) and max(wide) < max(releases)
-        assert resources(text).spilled_bytes <= 32
+        assert resources(text).spilled_bytes <= 64
         assert not re.search(r"st\.global\.(b16|b32)\b", text) or case.form & SAVES_RSTD.value
