@@ -95,6 +95,8 @@ def matmul_all_reduce_kernel(
     """
     PRE: tl.constexpr = functions.PRE
     EPILOGUE: tl.constexpr = functions.EPILOGUE
+    NORMS: tl.constexpr = HOW.NORMS
+    ROW: tl.constexpr = HOW.ROW
     lefts, rights, bias = parts_of(operands)
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
@@ -165,13 +167,13 @@ def matmul_all_reduce_kernel(
                 total = total / WORLD
             offs_n = previous * BLOCK_N + tl.arange(0, BLOCK_N)
             elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
-            if HOW.NORMS is None:
+            if NORMS is None:
                 store_sum(total, whole, extras, outs, elements, dtype, EPILOGUE)
             else:
                 store_sum(total, whole, extras, outs[:1], elements, dtype, None)
                 # When the last tile arrives, the stores of all tiles are visible to its program.
                 if arrive(pointers.counters, tiles):
-                    finish_all(outs[0], given, outs[1:], M, N, HOW.ROW, HOW.NORMS)
+                    finish_all(outs[0], given, outs[1:], M, N, ROW, NORMS)
             event(use, adding, previous, rank, SUM, TRACE)
         previous = current
     close(granted(left, TILES.THREADS), use)
