@@ -150,7 +150,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Log:
     def launched(self: Bound, stream: int, *tensors: Any) -> None:
         assert len(tensors) == len(self._names)
         name = getattr(self.kernel, "__name__", None) or self.kernel.fn.__name__
-        log.streams[stream].lines.append(" ".join([name, *map(str, self._numbers[2:])]))
+        log.streams[stream].lines.append(" ".join([name, *map(str, self._numbers)]))
 
     def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         assert out.shape == (*a.shape[:-1], b.shape[-1])

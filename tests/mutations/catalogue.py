@@ -296,8 +296,8 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "a gather's tile does not wait for its chunk",
         "lowering/all_gather_matmul/tile.py",
-        "if (source != rank) & (chunk != ready):",
-        "if (source != rank) & (chunk > ready + 1):",
+        "if (source != use.rank) & (chunk != ready):",
+        "if (source != use.rank) & (chunk > ready + 1):",
         LATE_RANK,
     ),
     Mutation(

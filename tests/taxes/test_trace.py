@@ -175,11 +175,11 @@ def test_a_traced_tile_takes_no_more_shared_memory() -> None:
 
 
 def _kernels() -> dict[str, Any]:
-    """All that are launched with a slot: those take numbers that differ from call to call."""
+    """All that are launched with a slot."""
     found = {}
     for module in pkgutil.walk_packages(lowering.__path__, f"{lowering.__name__}."):
         for name, kernel in vars(importlib.import_module(module.name)).items():
-            if isinstance(kernel, JITFunction) and kernel.fn.__module__ == module.name and "slot" in kernel.arg_names:
+            if isinstance(kernel, JITFunction) and kernel.fn.__module__ == module.name and "pointers" in kernel.arg_names:
                 if any(parameter.do_not_specialize for parameter in kernel.params):
                     found[f"{module.name.removeprefix(f'{lowering.__name__}.')}.{name}"] = kernel
     return found
