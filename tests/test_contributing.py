@@ -129,7 +129,7 @@ def test_add_a_pass(tmp_path: Path) -> None:
         pipeline = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(pipeline)
         assert "drop_repeated_maximum" in [one.__name__ for one in pipeline.PASSES]
-        for page in ("attention.md", "algebra.md"):
+        for page in ("attention.md", "experts.md", "algebra.md"):
             shutil.copy(ROOT / "docs" / page, tmp_path / "docs" / page)
         with mock.patch.multiple(test_docs, DOCS=tmp_path / "docs", PASSES=pipeline.PASSES):
             test_docs.test_every_pass_has_its_section()

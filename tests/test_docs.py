@@ -75,7 +75,7 @@ def test_kernel_pages_have_the_same_headings() -> None:
 
 def test_every_pass_has_its_section() -> None:
     """With the same headings: what it does, the graph before and after, when it fires and when not, when it pays."""
-    pages = [(DOCS / name).read_text() for name in ("fusions.md", "attention.md", "algebra.md")]
+    pages = [(DOCS / name).read_text() for name in ("fusions.md", "attention.md", "experts.md", "algebra.md")]
     sections = [part.split("\n", 1) for page in pages for part in page.split("\n## ")[1:]]
     for name in (one.__name__ for one in PASSES):
         (text,) = [body for heading, body in sections if heading == name]

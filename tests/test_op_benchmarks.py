@@ -54,6 +54,14 @@ def test_combine_experts(rank_pools: RankPools, form: str, rival: str) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
+def test_combine_experts_all_reduce(rank_pools: RankPools) -> None:
+    module = "benchmarks.ops.combine_experts_all_reduce"
+    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "66", "--rounds", "2", "--out", "", "--commit", "0"]
+    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny))
+    wanted = {"gemm", "inductor", "max_autotune", "ditron", "ditron:library", "ditron:chunked"}
+    assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
+
+
 def test_flash_decode(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, "benchmarks.ops.flash_decode", _tiny("benchmarks.ops.flash_decode"))
     assert {row.contestant for row in rows} == OURS | {"gloo"} and all(row.p50_us for row in rows)

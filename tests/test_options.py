@@ -15,12 +15,12 @@ from ditron_inductor import config, passes_for_inductor
 from ditron_inductor.declared_options import OPTIONS, Option
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.options import Options, cache_folder
-from ditron_inductor.task.nodes import FUSIONS
+from ditron_inductor.task.nodes import DEFAULT_FUSIONS
 
 
 def test_defaults() -> None:
     options, patches = Options.parse(None, environment={})
-    assert options == Options(strategy="auto", workspace_limit=1 << 30, timeout_s=None, fusions=FUSIONS)
+    assert options == Options(strategy="auto", workspace_limit=1 << 30, timeout_s=None, fusions=DEFAULT_FUSIONS)
     assert patches == {} and options.timeout_arg == 0.0
 
 

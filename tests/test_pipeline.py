@@ -75,6 +75,7 @@ def test_the_order_of_the_passes() -> None:
         "matmul_all_gather",
         "matmul_all_to_all",
         "all_to_all_matmul",
+        "combine_experts_all_reduce",
         "prepare_products",
         "all_reduce_rms_norm",
         "flash_decode",

@@ -1,16 +1,18 @@
-"""The node kinds of a mixture of experts: its matmuls for few tokens, and the sum of what the experts return. They
-communicate nothing.
+"""The node kinds of a mixture of experts: its matmuls for few tokens, the sum of what the experts return, and the
+reduction of that sum over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, LocalProducts
-from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, single
-from ditron_inductor.task.policy import STRATEGIES, check
+from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
+from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, REDUCE_OPS, LocalProducts
+from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, TaskNode, single
+from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 
 T = TypeVar("T")
 
@@ -56,15 +58,41 @@ MOST_EXPERT_TOKENS = MOST_PROJECTED_ROWS
 """The most tokens of `ExpertProjections`: all rows of an expert are in one tile of its kernel."""
 
 
-@dataclass(frozen=True)
-class CombineExperts(Node):
-    """out[t] = added[t] + sum_j scale[s] * products[s] with s = places[t * top_k + j]. No site. j counts the `top_k`
-    experts that token t takes. A slot is a token's use of one expert; there are S = T * top_k of them.
+class SummedExperts(Node):
+    """out[t] = added[t] + sum_j scale[s] * products[s] with s = places[t * top_k + j]. j counts the `top_k` experts
+    that token t takes. A slot is a token's use of one expert; there are S = T * top_k of them.
 
     products [S, N] is what the experts return, sorted in any way. places is int64 [S], token by token; a negative place
     counts from the end. scale is a floating-point [S]. added [T, N], if there is one, is what an expert returns that
     all tokens use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
     """
+
+    top_k: int
+    has_added: bool
+
+    @property
+    def sum_pattern(self) -> str:
+        """The sum as text."""
+        return f"weighted sum of {self.top_k} experts" + " + all tokens' expert" * self.has_added
+
+    def verify(self) -> None:
+        check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
+
+    def slots(self) -> Slots:
+        return single(("products", "places", "scale", *("added",) * self.has_added))
+
+    def summed(self, shapes: Shapes) -> tuple[Any, Any]:
+        """Returns (T, N), the shape of the sum."""
+        return shapes["places"][0] // self.top_k, shapes["products"][1]
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns (products, places, scale, added or None)."""
+        return (*operands, None)[:4]
+
+
+@dataclass(frozen=True)
+class CombineExperts(SummedExperts):
+    """out = the sum [T, N] that `SummedExperts` describes. Nothing is communicated: no site."""
 
     kind: ClassVar[str] = "combine_experts"
     top_k: int
@@ -73,23 +101,61 @@ class CombineExperts(Node):
 
     @property
     def pattern(self) -> str:
-        added = " + all tokens' expert" * self.has_added
-        return f"weighted sum of {self.top_k} experts{added}"
+        return self.sum_pattern
 
     def verify(self) -> None:
-        check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
+        super().verify()
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
-    def slots(self) -> Slots:
-        return single(("products", "places", "scale", *("added",) * self.has_added))
-
     def sizes(self, shapes: Shapes) -> Sizes:
-        (S,), (_, N) = shapes["places"], shapes["products"]
-        return Sizes(S // self.top_k, N, self.top_k, "n", (S, N))
+        return Sizes(*self.summed(shapes), self.top_k, "n", shapes["products"])
 
     def outputs(self, shapes: Shapes) -> list[Output]:
-        return [Output((shapes["places"][0] // self.top_k, shapes["products"][1]))]
+        return [Output(self.summed(shapes))]
 
-    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (products, places, scale, added or None)."""
-        return (*operands, None)[:4]
+
+class ReducedExperts(SummedExperts, TaskNode):
+    """A sum that `SummedExperts` describes and that is reduced over the ranks, whose `places` may differ."""
+
+    # The times do not depend on the sizes of a matmul: no table has times of it.
+    computes: ClassVar[str] = "experts"
+    # It has not been measured on GPUs yet.
+    by_default: ClassVar[bool] = False
+    host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 300.0}
+    strategies: ClassVar[tuple[str, ...]] = ("library", "chunked")
+    num_outputs: ClassVar[int] = 1
+    reduce_op: str
+
+    def verify(self) -> None:
+        super().verify()
+        check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def contributed(self, shapes: Shapes) -> tuple[Any, ...]:
+        return self.summed(shapes)
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        # As many operations, and the bytes of the reduction.
+        return Sizes(*self.summed(shapes), self.top_k, "k", self.contributed(shapes))
+
+
+@dataclass(frozen=True)
+class CombineExpertsAllReduce(ReducedExperts):
+    """out = all_reduce(the sum [T, N] that `SummedExperts` describes), bit-identical on every rank."""
+
+    kind: ClassVar[str] = "combine_experts_all_reduce"
+    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
+    reduce_op: str
+    top_k: int
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    has_added: bool = False
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.sum_pattern} -> all_reduce({self.reduce_op})"
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return [Output(self.summed(shapes))]

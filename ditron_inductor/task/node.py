@@ -54,8 +54,9 @@ class Output:
 class Node:
     """A declared node kind: a frozen dataclass of everything that a site needs at run time, except its tensors.
     exchange: the collective; None for a kind that does not communicate. computes: `matmul`, `norm`, `attention`,
-    `attention_backward` or `decode`. host_us: microseconds of the host for one eager call by each strategy, measured by
-    `python -m benchmarks.host`. planned_as: the kind whose strategies are chosen for this one, empty for its own.
+    `attention_backward`, `decode` or `experts`. host_us: microseconds of the host for one eager call by each strategy,
+    measured by `python -m benchmarks.host`. planned_as: the kind whose strategies are chosen for this one, empty for
+    its own.
     """
 
     kind: ClassVar[str]
@@ -63,6 +64,8 @@ class Node:
     computes: ClassVar[str] = "matmul"
     host_us: ClassVar[Mapping[str, float]] = {}
     planned_as: ClassVar[str] = ""
+    by_default: ClassVar[bool] = True
+    """Whether the fusion is made unless the option `ditron.fusions` leaves it out, not only where that names it."""
     strategies: ClassVar[tuple[str, ...]] = ("library", "chunked", "tile")
     """The strategies that the kind has. If another one is forced, the last of these runs."""
 

@@ -16,7 +16,10 @@ from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
 from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
+from ditron_inductor.task.expert_nodes import CombineExpertsAllReduce as CombineExpertsAllReduce
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
+from ditron_inductor.task.expert_nodes import ReducedExperts as ReducedExperts
+from ditron_inductor.task.expert_nodes import SummedExperts as SummedExperts
 from ditron_inductor.task.matmul_nodes import MAX_PRODUCTS as MAX_PRODUCTS
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS as MOST_PROJECTED_ROWS
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS as REDUCE_OPS
@@ -67,6 +70,7 @@ DECLARED: tuple[type[Node], ...] = (
     Projections,
     ExpertProjections,
     CombineExperts,
+    CombineExpertsAllReduce,
     AllGatherAttention,
     AttentionReduceScatter,
 )
@@ -79,6 +83,7 @@ LOCAL_KINDS: tuple[str, ...] = tuple(kind for kind in NODES if kind not in TASKS
 """The kinds that communicate nothing."""
 FUSIONS: tuple[str, ...] = tuple(node.kind for node in DECLARED if not node.planned_as)
 """The kinds that a user can ask for, or leave out."""
+DEFAULT_FUSIONS: tuple[str, ...] = tuple(kind for kind in FUSIONS if NODES[kind].by_default)
 PLANNED_KINDS: tuple[str, ...] = tuple(
     node.kind for node in TASKS.values() if not node.planned_as and node.computes in MEASURED_WORK
 )

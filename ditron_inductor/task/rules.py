@@ -149,7 +149,7 @@ def _experts(node: nodes.ExpertProjections, given: Given) -> Rules:
     yield from _epilogue(node, given, experts.shape[0], [weight.shape[2] for weight in weights])
 
 
-def _combined(node: nodes.CombineExperts, given: Given) -> Rules:
+def _combined(node: nodes.SummedExperts, given: Given) -> Rules:
     products, places, scale = (given[name] for name in ("products", "places", "scale"))
     yield products.ndim == 2, f"has products with {products.ndim} dimensions, not 2"
     yield products.dtype in ACTIVATION_DTYPES, f"has dtype {products.dtype}, which no kernel takes"
@@ -275,7 +275,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.MatmulAllToAll: _columns_exchanged,
     nodes.Projections: _projected,
     nodes.ExpertProjections: _experts,
-    nodes.CombineExperts: _combined,
+    nodes.SummedExperts: _combined,
     nodes.AllReduceRmsNorm: _rows_reduced,
     nodes.MatmulAllReduceRmsNorm: _sum_reduced,
     nodes.FlashDecode: _decoded,

@@ -22,7 +22,7 @@ from ditron_inductor.lowering.host.launch import ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import CombineExperts
+from ditron_inductor.task.nodes import CombineExperts, SummedExperts
 
 ROWS, BLOCK, WARPS = 4, 512, 4
 """The tokens and columns of a program's block, and the warps of a program."""
@@ -31,8 +31,12 @@ Runner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 
 
 class Sizes(NamedTuple):
-    """The tokens, the columns, and the elements from row to row of the products and of what is added."""
+    """The number of slots of all tokens, the first token and the number of tokens that are summed, the columns, and the
+    elements from row to row of the products and of what is added.
+    """
 
+    S: Any
+    first: Any
     T: Any
     N: Any
     pitch: Any
@@ -50,17 +54,18 @@ class How(NamedTuple):
 
 @triton.jit
 def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr):
-    """See the module and the node. products: [S, N]. places, scale: [S]. added, out: [T, N]."""
+    """See the module and the node. products: [S, N]. places, scale: [S]. added: [S / TOP_K, N]. out: [T, N]."""
     TOP_K: tl.constexpr = HOW.TOP_K
     ROWS: tl.constexpr = HOW.ROWS
     BLOCK: tl.constexpr = HOW.BLOCK
     across = tl.cdiv(sizes.N, BLOCK)
     block = tl.program_id(0)
-    tokens = (block // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    rows = (block // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = block % across * BLOCK + tl.arange(0, BLOCK)
-    exists = tokens < sizes.T
+    exists = rows < sizes.T
     inside = exists[:, None] & (columns < sizes.N)[None, :]
-    S = sizes.T * TOP_K
+    tokens = sizes.first + rows
+    S = sizes.S
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         place = tl.load(places + tokens * TOP_K + j, mask=exists, other=0)
@@ -75,11 +80,45 @@ def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr
     if HOW.HAS_ADDED:
         more = tl.load(added + tokens[:, None] * sizes.added_pitch + columns[None, :], mask=inside, other=0.0)
         total += more.to(tl.float32)
-    tl.store(out + tokens[:, None] * sizes.N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + rows[:, None] * sizes.N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+def takes(products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: torch.Tensor | None) -> bool:
+    """Returns whether the kernel can read operands of these forms, on their device."""
+    rows = [products] if added is None else [products, added]
+    lies = all(one.stride(1) == 1 for one in rows) and places.is_contiguous() and scale.is_contiguous()
+    return lies and products.numel() > 0 and not facts_of(products.device).tile_problem
+
+
+class Combiner:
+    """Sums the slots of `tokens` tokens from token `first` on, of operands of these forms, which the kernel `takes`."""
+
+    def __init__(
+        self, node: SummedExperts, products: torch.Tensor, added: torch.Tensor | None, first: int, tokens: int
+    ) -> None:
+        S, N = products.shape
+        sizes = Sizes(S, first, tokens, N, products.stride(0), (products if added is None else added).stride(0))
+        how = How(node.top_k, node.has_added, ROWS, min(BLOCK, triton.next_power_of_2(N)))
+        values = {"sizes": sizes, "HOW": how, "num_warps": WARPS}
+        self._arguments = Arguments(ceil_div(tokens, ROWS) * ceil_div(N, how.BLOCK), values)
+        self._launcher = local_launcher(combine_kernel, products.device)
+
+    def __call__(
+        self,
+        products: torch.Tensor,
+        places: torch.Tensor,
+        scale: torch.Tensor,
+        added: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Stores the sums in `out`, contiguous [tokens, N]."""
+        rest = products if added is None else added
+        tensors = {"products": products, "places": places, "scale": scale, "added": rest, "out": out}
+        self._launcher(handle_for(products), lambda: self._arguments, (), (), tensors)
 
 
 def prepare(
-    node: CombineExperts,
+    node: SummedExperts,
     products: torch.Tensor,
     places: torch.Tensor,
     scale: torch.Tensor,
@@ -89,32 +128,22 @@ def prepare(
     """Returns what computes the sums for operands of these forms: the kernel if it can run, and otherwise the library.
     In the interpreter, which is slow, the kernel runs only if `tile` is forced.
     """
-    if products.device.type == "cpu" and strategy != "tile":
+    if (products.device.type == "cpu" and strategy != "tile") or not takes(products, places, scale, added):
         return by_library(node)
-    rows = [products] if added is None else [products, added]
-    lies = all(one.stride(1) == 1 for one in rows) and places.is_contiguous() and scale.is_contiguous()
-    if not lies or products.numel() == 0 or facts_of(products.device).tile_problem:
-        return by_library(node)
-    N = products.shape[1]
-    T = places.shape[0] // node.top_k
-    sizes = Sizes(T, N, products.stride(0), rows[-1].stride(0))
-    how = How(node.top_k, node.has_added, ROWS, min(BLOCK, triton.next_power_of_2(N)))
-    arguments = Arguments(ceil_div(T, ROWS) * ceil_div(N, how.BLOCK), {"sizes": sizes, "HOW": how, "num_warps": WARPS})
-    launcher = local_launcher(combine_kernel, products.device)
+    T, N = places.shape[0] // node.top_k, products.shape[1]
+    combiner = Combiner(node, products, added, 0, T)
 
     def run(
         products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: torch.Tensor | None
     ) -> list[torch.Tensor]:
         out = products.new_empty(T, N)
-        rest = products if added is None else added
-        tensors = {"products": products, "places": places, "scale": scale, "added": rest, "out": out}
-        launcher(handle_for(products), lambda: arguments, (), (), tensors)
+        combiner(products, places, scale, added, out)
         return [out]
 
     return run
 
 
-def by_library(node: CombineExperts) -> Runner:
+def by_library(node: SummedExperts) -> Runner:
     """Returns what indexes the products and adds them up."""
     return lambda products, places, scale, added: [reference.combined(products, places, scale, added, node.top_k)]
 

@@ -86,25 +86,27 @@ class Match:
     steps: tuple[fx.Node, ...]
 
 
-def find_combine_experts(node: fx.Node) -> Match | None:
-    """Proves that `node` is the sum of the slots of each token, in one of the two forms; None if it is not."""
+def find_combine_experts(node: fx.Node, *, whenever: bool = False) -> Match | None:
+    """Proves that `node` is the sum of the slots of each token, in one of the two forms; None if it is not. whenever:
+    also if Inductor's own kernel is as fast as the node's.
+    """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     if node.target is aten.sum.dim_IntList:
-        return _sum_of_indexed(node)
+        return _sum_of_indexed(node, 0 if whenever else inductor_config.unroll_reductions_threshold)
     name = node.target._schema.name
     is_scatter = name in SCATTERS and node.target._overloadname == "default"
-    return _scattered(node, 0 if name == DETERMINISTIC else LEAST_SCATTERED) if is_scatter else None
+    return _scattered(node, 0 if whenever or name == DETERMINISTIC else LEAST_SCATTERED) if is_scatter else None
 
 
-def _sum_of_indexed(total: fx.Node) -> Match | None:
-    """Proves the first form."""
+def _sum_of_indexed(total: fx.Node, least: int) -> Match | None:
+    """Proves the first form, with `least` experts for each token or more."""
     summed, bound = proofs.operand(total), proofs.arguments(total)
     shape = proofs.fake(summed).shape
     dims = [dim % 3 for dim in bound["dim"] or ()]
     if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int):
         return None
-    if shape[1] < inductor_config.unroll_reductions_threshold:
+    if shape[1] < least:
         return None
     *views, taken = proofs.views_up(summed)
     scaled = taken.args[0] if taken.target is aten.index.Tensor else None
@@ -239,21 +241,27 @@ def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:
     return rewriting.call(graph, aten.index_put.default, (empty, [order], iota), order, (S,))
 
 
-def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
-    """Replaces a sum by one op call."""
-    terms, result = match.terms, match.result
+def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torch.Tensor]:
+    """Inserts what makes the operands of the node of a sum. Returns them, and a fake of the sum [T, N]."""
+    terms = match.terms
     like = proofs.fake(terms.grouped)
     (S,), N = proofs.fake(match.index).shape, like.shape[1]
     shape = (S // match.top_k, N)
+    scale = rewriting.call(graph, aten.reshape.default, (terms.scale, [-1]), terms.scale, (S,))
+    places = _inverse(graph, match.index) if match.sorts else match.index
+    operands = {"products": terms.grouped, "places": places, "scale": scale}
+    if match.added is not None:
+        rows = (match.added, [-1, sizes.in_graph(graph, match.result, N)])
+        operands["added"] = rewriting.call(graph, aten.reshape.default, rows, match.added, shape)
+    return operands, rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape))
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
+    """Replaces a sum by one op call."""
+    result = match.result
     task = CombineExperts(match.top_k, match.added is not None, options.strategy)
     with graph.inserting_before(result):
-        scale = rewriting.call(graph, aten.reshape.default, (terms.scale, [-1]), terms.scale, (S,))
-        places = _inverse(graph, match.index) if match.sorts else match.index
-        operands = {"products": terms.grouped, "places": places, "scale": scale}
-        if match.added is not None:
-            rows = (match.added, [-1, sizes.in_graph(graph, result, N)])
-            operands["added"] = rewriting.call(graph, aten.reshape.default, rows, match.added, shape)
-        made = rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape))
+        operands, made = operands_of(graph, match)
         call = rewriting.call_task(graph, task, operands, result, [made])
         output = rewriting.output(graph, call, 0, result)
         for view in match.views:

@@ -40,7 +40,7 @@ WORDS = {"numel": "i64", "places": "*i64", "scale": "*fp32"}
 SIZES = {
     "reduce_partials": transfers.Partials("i64", "i32", "i32", "i32"),
     "all_reduce_kernel": Sizes("i64", "i32"),
-    "combine_kernel": combine.Sizes("i32", "i32", "i32", "i32"),
+    "combine_kernel": combine.Sizes(*("i32",) * 6),
 }
 TUPLES = ("outs", "shards", "copies", "numels", "extras")
 ALIGNED = (*TENSORS, "numel")

@@ -10,6 +10,7 @@ MEETINGS = "ditron_inductor/device/meetings.py"
 FOUND = "tests/passes/test_expert_projections.py"
 COMBINE = "lowering/combine_experts/combine_kernel.py"
 SUMMED = "tests/lowering/test_combine_experts.py"
+REDUCED = "tests/lowering/test_combine_experts_all_reduce.py"
 COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_in_the_interpreter"
 REFUSED = "tests/test_strict.py"
 
@@ -104,5 +105,26 @@ ROUTING: tuple[Mutation, ...] = (
         "if not fits or not _fits(",
         "if not _fits(",
         "tests/passes/test_combine_experts.py::test_it_must_not_fire[to_some_columns]",
+    ),
+    Mutation(
+        "a run of tokens begins at the first one",
+        COMBINE,
+        "tokens = sizes.first + rows",
+        "tokens = rows",
+        f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "the runs of tokens are in another order",
+        "lowering/combine_experts_all_reduce/chunked.py",
+        "slice(end - count, end) for count, end in zip(runs, accumulate(runs), strict=True)",
+        "slice(end - count, end) for count, end in zip(runs[::-1], accumulate(runs[::-1]), strict=True)",
+        f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "a sum that is read elsewhere is reduced with it",
+        "passes/fuse/combine_experts_all_reduce.py",
+        "if other is None else",
+        "if other is not node else",
+        "tests/passes/test_combine_experts_all_reduce.py::test_it_must_not_fire",
     ),
 )

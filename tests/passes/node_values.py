@@ -74,6 +74,11 @@ def _combine_experts(calls: list[Call]) -> list[Any]:
     return [[reference.combined(*operands)] for operands in given]
 
 
+def _combine_experts_all_reduce(calls: list[Call]) -> list[Any]:
+    total = reduced([sums for (sums,) in _combine_experts(calls)], calls[0].node.reduce_op)
+    return [[total] for _ in calls]
+
+
 def _after_epilogue(call: Call, products: list[torch.Tensor]) -> list[torch.Tensor]:
     parsed = call.node.parsed
     return products if parsed is None else evaluate(parsed, products, call.given.get("extras", ()))

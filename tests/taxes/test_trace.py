@@ -179,8 +179,8 @@ def _kernels() -> dict[str, Any]:
     found = {}
     for module in pkgutil.walk_packages(lowering.__path__, f"{lowering.__name__}."):
         for name, kernel in vars(importlib.import_module(module.name)).items():
-            if isinstance(kernel, JITFunction) and kernel.fn.__module__ == module.name and "pointers" in kernel.arg_names:
-                if any(parameter.do_not_specialize for parameter in kernel.params):
+            if isinstance(kernel, JITFunction) and kernel.fn.__module__ == module.name:
+                if {"pointers", "rank"} <= set(kernel.arg_names):
                     found[f"{module.name.removeprefix(f'{lowering.__name__}.')}.{name}"] = kernel
     return found
 

@@ -1,0 +1,176 @@
+"""`python -m benchmarks.ops.combine_experts_all_reduce`: the second matmul of the experts of a prompt, its sum for each
+token, and the all-reduce.
+
+A rank has 1/W of the width of every expert, and all T tokens. Rows are sorted by expert already. Contestants,
+interleaved, outside of CUDA graphs:
+
+    gemm               torch's grouped matmul alone: the limit, together with the bytes that have to be received
+    inductor           torch's grouped matmul, the sum in Inductor's kernel, and NCCL's all-reduce
+    max_autotune       the same with mode="max-autotune-no-cudagraphs"
+    ditron:library     torch's grouped matmul, our kernel for the sum, and NCCL's all-reduce
+    ditron:chunked     torch's grouped matmul, then the sums of runs of tokens, which are reduced meanwhile
+    ditron             what the plan picks of both, after its trial
+
+The difference between `inductor` and `ditron:library` is that of a kernel, and between this and `ditron:chunked` that
+of the overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from tabulate import tabulate
+from torch.distributed import _functional_collectives as funcol
+
+from benchmarks.launch import measure_on_ranks, num_ranks
+from benchmarks.ops import command
+from benchmarks.ops.chains import copies_of
+from benchmarks.ops.expert_projections import MODELS, TINY, TOLERANCE, add_cells, end_cell, routed
+from benchmarks.records import MOE, Row, head_commit
+from benchmarks.session import Session
+from benchmarks.timing import interleaved
+from benchmarks.tolerances import relative_error
+from ditron_inductor.task import reference, schema, trial
+from ditron_inductor.task.nodes import CombineExpertsAllReduce, Policy
+
+MODULE = "benchmarks.ops.combine_experts_all_reduce"
+LIMIT_S = 480.0
+LINK_BYTES_PER_US = 450e3
+OURS = {"ditron:library": "library", "ditron:chunked": "chunked", "ditron": "auto"}
+RIVALS = ("inductor", "max_autotune")
+HEADS = ["cell", "limit", *RIVALS, *OURS, "best other/ditron", "overlap: library/chunked"]
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""x [S, K], weight [E, K, N], ends [E], places [S], scale [S]."""
+
+
+def drawn(model: str, T: int, routing: str, session: Session, seed: int) -> Operands:
+    """Random operands: the routing is the same on all ranks, rows and weights are not."""
+    whole, device = (MODELS | TINY)[model], session.clock.device
+    shared = torch.Generator(device=device).manual_seed(seed)
+    own = torch.Generator(device=device).manual_seed(100 * seed + session.rank + 1)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=scale, generator=own)
+
+    weights, experts = routed(T, whole, routing, device, shared)
+    ids, order = experts.reshape(-1).sort()
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=device)
+    ends = torch.bincount(ids, minlength=whole.E).cumsum(0).int()
+    F = whole.F // session.world_size
+    weight = normal(whole.E, whole.D, F, scale=F**-0.5).mT
+    return normal(T * whole.k, F), weight, ends, places, weights.reshape(-1)[order]
+
+
+def eager(group_name: str, top_k: int) -> Callable[..., torch.Tensor]:
+    """The graph that the pass takes, as `transformers` writes it."""
+
+    def layer(
+        x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, places: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        terms = torch._grouped_mm(x, weight, offs=ends) * scale.unsqueeze(-1)
+        total = terms[places].view(-1, top_k, terms.shape[1]).sum(1).to(x.dtype)
+        return funcol.all_reduce(total, "sum", group_name)
+
+    return layer
+
+
+def ours(session: Session, strategy: str, top_k: int, site: str) -> Callable[..., torch.Tensor]:
+    """The op by a strategy."""
+    policy = Policy(strategy, 1 << 31, 60.0, strategy == "auto")
+    node = CombineExpertsAllReduce("sum", top_k, session.world_size, session.group_name, site, policy)
+    names = [name for name, _ in node.slots()]
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *slots: torch.Tensor) -> torch.Tensor:
+        operands = torch._grouped_mm(x, weight, offs=ends), *slots
+        out: torch.Tensor = schema.call(node, **dict(zip(names, operands, strict=True)))[0]
+        return out
+
+    return layer
+
+
+def contestants(
+    session: Session, cell: str, top_k: int, given: Sequence[Operands]
+) -> dict[str, Callable[[int], object]]:
+    """The contestants whose results are right."""
+    written = eager(session.group_name, top_k)
+    tuned = {"mode": "max-autotune-no-cudagraphs"} if session.clock.device.type == "cuda" else {}
+    layers: dict[str, Callable[..., torch.Tensor]] = {
+        "inductor": torch.compile(written, dynamic=False),
+        "max_autotune": torch.compile(written, dynamic=False, **tuned),
+    }
+    layers |= {name: ours(session, strategy, top_k, f"{cell}:{strategy}") for name, strategy in OURS.items()}
+    x, weight, ends, places, scale = given[0]
+    wanted = reference.combined(torch._grouped_mm(x, weight, offs=ends).float(), places, scale, None, top_k)
+    torch.distributed.all_reduce(wanted)
+
+    def checked(name: str) -> Callable[[int], object]:
+        # A trial has ended before anything is timed.
+        for _ in range(trial.ALL_CALLS):
+            got = layers[name](*given[0])
+        error = relative_error(got, wanted)
+        if not error <= TOLERANCE:
+            raise AssertionError(f"{name} is {error:.1e} from the sums in fp32")
+        return lambda i: layers[name](*given[i % len(given)])
+
+    calls = session.right(layers, checked)
+    return {"gemm": lambda i: torch._grouped_mm(*given[i % len(given)][:2], offs=given[i % len(given)][2]), **calls}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    add_cells(result, models=[*MODELS][:3], tokens=[8192, 2048])
+    command.add_common(result, world=0, limit_s=LIMIT_S)
+    return result
+
+
+def measure(session: Session, options: argparse.Namespace) -> list[Row]:
+    """All cells for which there is time; rank 0 writes and prints."""
+    rows: list[Row] = []
+    lines = []
+    for model, T, routing in itertools.product(options.models, options.tokens, options.routing):
+        shape = f"model={model};T={T};routing={routing}"
+        if session.seconds() > options.budget:
+            session.say(f"no time for {shape}")
+            continue
+        whole = (MODELS | TINY)[model]
+        nbytes = whole.E * whole.F // session.world_size * whole.D * 2
+        given = [drawn(model, T, routing, session, seed) for seed in range(copies_of(session.clock.device, nbytes))]
+        calls = contestants(session, shape, whole.k, given)
+        times = interleaved(session.clock, calls, rounds=options.rounds)
+        received = 2 * T * whole.D * 2 * (session.world_size - 1) / session.world_size
+        limit_us = max(times["gemm"].p50_us, received / LINK_BYTES_PER_US)
+        rows += session.rows_of(
+            times, bench="moe", op=CombineExpertsAllReduce.kind, shape=shape, graph=False, limit_us=limit_us,
+            commit=options.commit,
+        )  # fmt: skip
+        us = {name: each.p50_us for name, each in times.items()}
+        texts = [f"{us[name]:.0f}" if name in us else "-" for name in (*RIVALS, *OURS)]
+        best = min((name for name in RIVALS if name in us), key=lambda name: us[name], default="inductor")
+        ratios = [(best, "ditron"), ("ditron:library", "ditron:chunked")]
+        texts += [f"{us[one] / us[other]:.2f}" if {one, other} <= set(us) else "-" for one, other in ratios]
+        lines.append([shape, f"{limit_us:.0f}", *texts])
+        session.say("  ".join(lines[-1]))
+        del given, calls
+        end_cell(session, options, rows)
+    if session.rank == 0 and lines:
+        print(tabulate(lines, HEADS, disable_numparse=True), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parser().parse_args(arguments)
+    options.out = command.out_of(options, MOE)
+    options.commit = options.commit or head_commit()
+    world = num_ranks(MODULE, options.world, options.device)
+    return measure_on_ranks(MODULE, options, world, options.device, options.limit) if world else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""What a mixture's experts return -> weighted sum for each token -> all_reduce becomes one node.
+
+    the sum of combine_experts.py, in either form [T, N] -> views -> all_reduce -> wait
+    =>  products, places, scale, [added] -> ditron.combine_experts_all_reduce -> getitem 0 [T, N] -> views
+
+Order-keeping views may stand between the sum and the collective. The call stands where the collective stood, so the
+order of collectives does not change. What is rounded on the way to the sum is not rounded in the node, which adds in
+fp32, and rounds once before it sends.
+
+It must not fire when
+* combine_experts.py could not make a node of the sum, except that any number of experts and tokens is taken here;
+* the sum, or a view of it in front of the collective, is used elsewhere;
+* there are fewer than LEAST_TOKENS tokens, or a dynamic number: the reduction of a few rows goes with its norm (see
+  all_reduce_rms_norm.py), which takes longer than what could be overlapped here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.fuse import combine_experts
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
+from ditron_inductor.passes.graph.fusion import Fusion
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
+from ditron_inductor.task.nodes import CombineExpertsAllReduce
+
+aten = torch.ops.aten
+LEAST_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Match:
+    """A reduction of what experts return. views: the nodes between the sum and the collective."""
+
+    collective: Collective
+    sums: combine_experts.Match
+    views: tuple[fx.Node, ...]
+
+
+def find_combine_experts_all_reduce(node: fx.Node) -> Match | Refused:
+    """Proves that the all-reduce `node` reduces what experts return as drawn above, or says why not."""
+    collective = read_collective(node)
+    if isinstance(collective, ReasonCode):
+        return collective
+    *views, source = proofs.views_up(collective.operand)
+    sums = next((found for found in _sums(source) if found is not None), None)
+    if sums is None:
+        return ReasonCode.NO_MATMUL.at(source)
+    tokens = proofs.fake(sums.index).shape[0] // sums.top_k
+    if not isinstance(tokens, int) or tokens < LEAST_TOKENS:
+        return ReasonCode.GROUPED_MATMUL.at(source)
+    other = proofs.other_user((source, *views), {*views, collective.node})
+    return Match(collective, sums, tuple(views)) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
+
+
+def _sums(source: fx.Node) -> Iterator[combine_experts.Match | None]:
+    """Yields the proofs that `source` is what a sum of slots, of those near it, ends with."""
+    for total in _candidates(source):
+        found = combine_experts.find_combine_experts(total, whenever=True)
+        if found is not None and found.result is source:
+            yield found
+
+
+def _candidates(source: fx.Node) -> Iterator[fx.Node]:
+    """Yields the nodes that may add up slots: `source`, what it casts, and what it adds up."""
+    yield source
+    if source.target is combine_experts.CAST:
+        yield proofs.operand(source)
+    if source.target is aten.add.Tensor:
+        for term in source.args:
+            if isinstance(term, fx.Node):
+                yield from _candidates(proofs.views_up(term)[-1])
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    collective, sums = match.collective, match.sums
+    assert collective.reduce_op is not None
+    task = CombineExpertsAllReduce(
+        reduce_op=collective.reduce_op,
+        top_k=sums.top_k,
+        has_added=sums.added is not None,
+        **rewriting.site_fields(collective.world_size, collective.group_name, options),
+    )
+    with graph.inserting_before(collective.node):
+        operands, made = combine_experts.operands_of(graph, sums)
+        call = rewriting.call_task(graph, task, operands, collective.node, (made, rewriting.new_token(made)))
+        result = rewriting.output(graph, call, 0, collective.wait)
+        wanted = tuple(proofs.fake(collective.wait).shape)
+        if not proofs.same_shape(wanted, tuple(made.shape)):
+            result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted]), collective.wait)
+    collective.wait.replace_all_uses_with(result)
+    rewriting.erase_unused(graph, [collective.wait, collective.node, *match.views, *sums.steps])
+    return call
+
+
+combine_experts_all_reduce = Fusion(
+    CombineExpertsAllReduce, (ALL_REDUCE,), find_combine_experts_all_reduce, rewrite, leave_unless_known
+)
+"""Fuses every all-reduce of what experts return. The others keep the reason of the fusion of sums."""

@@ -1,0 +1,160 @@
+"""combine_experts_all_reduce: which reductions of experts become a node, and what keeps them as they are."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from torch import fx
+
+from benchmarks.tolerances import relative_error
+from ditron_inductor.options import Options
+from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, only_task, reasons, run_ranks, text
+
+pytestmark = pytest.mark.usefixtures("group", "few_tokens")
+module = importlib.import_module("ditron_inductor.passes.fuse.combine_experts_all_reduce")
+KIND = "combine_experts_all_reduce"
+NAMED = replace(Options(), fusions=(*Options().fusions, KIND))
+T, D, F, E, K = 22, 16, 8, 6, 2
+OPERANDS = (
+    torch.empty(T, E), torch.empty(T, D).bfloat16(), torch.empty(E, F, D).bfloat16(), torch.empty(E, D, F).bfloat16(),
+)  # fmt: skip
+
+
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs of these tests have few tokens."""
+    monkeypatch.setattr(module, "LEAST_TOKENS", T)
+
+
+def sorted_slots(
+    scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The scaled products of all slots, the slot at each place)."""
+    weights, chosen = scores.topk(K)
+    ids, order = chosen.reshape(-1).sort()
+    ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+    rows = torch._grouped_mm(x[order // K], up.mT, offs=ends)
+    return torch._grouped_mm(rows, down.mT, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1), order
+
+
+def routed(*operands: torch.Tensor) -> torch.Tensor:
+    """The slots of the tokens, side by side, as `transformers` writes it."""
+    products, order = sorted_slots(*operands)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return products[places].view(-1, K, D)
+
+
+def experts(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).sum(1).bfloat16())
+
+
+def with_another(*operands: torch.Tensor) -> torch.Tensor:
+    """With what another expert returns, which all tokens use, in another shape; reduced in a third shape."""
+    total = routed(*operands).sum(1).bfloat16().view(2, -1, D)
+    return all_reduce((operands[1].sin().view(2, -1, D) + total).view(-1, 2, D))
+
+
+def scattered(*operands: torch.Tensor) -> torch.Tensor:
+    """As TorchTitan writes it."""
+    products, order = sorted_slots(*operands)
+    index = (order // K).reshape(-1, 1).expand(-1, D)
+    total = torch.zeros_like(operands[1]).scatter_add(0, index, products.bfloat16())
+    return all_reduce(total.view(2, -1, D))
+
+
+def fused(fn: Callable[..., Any], options: Options = NAMED) -> fx.GraphModule:
+    """The graph after the fusions, which computes on all ranks what it computed before."""
+    (before,), (after,) = compiled_graphs(fn, *OPERANDS), compiled_graphs(fn, *OPERANDS)
+    fuse(after, options)
+
+    def inputs() -> list[list[torch.Tensor]]:
+        drawn = torch.Generator().manual_seed(0)
+        return [[torch.randn(one.shape, generator=drawn).to(one.dtype) for one in OPERANDS] for _ in range(WORLD_SIZE)]
+
+    # The node rounds once, and the graph several times.
+    for got, wanted in zip(run_ranks(after, inputs()), run_ranks(before, inputs()), strict=True):
+        assert all(relative_error(one, other) < 1e-2 for one, other in zip(got, wanted, strict=True))
+    return after
+
+
+def made(module: fx.GraphModule) -> int:
+    return sum(node.name.startswith(KIND) for node in module.graph.nodes)
+
+
+def test_golden_experts_of_a_prompt() -> None:
+    after = fused(experts)
+    _, begin, rest = text(after.graph).partition("_grouped_mm_1 ")
+    expecttest.assert_expected_inline(begin + rest, """\
+_grouped_mm_1 [44, 16] = aten._grouped_mm(_grouped_mm, permute_1, cumsum)
+view_1 [44] = aten.reshape(getitem, [-1])
+index_1 [44] = aten.index.Tensor(view_1, [getitem_3])
+unsqueeze [44, 1] = aten.unsqueeze(index_1, -1)
+empty [44] = aten.empty.memory_format([44], dtype=torch.int64, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
+iota [44] = prims.iota(44, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
+index_put [44] = aten.index_put(empty, [getitem_3], iota)
+reshape_default [44] = aten.reshape(unsqueeze, [-1])
+combine_experts_all_reduce = ditron.combine_experts_all_reduce([_grouped_mm_1, index_put, reshape_default], "reduce_op=sum top_k=2 world_size=4 group_name=0 site='' trials", None)
+getitem_4 [22, 16] = combine_experts_all_reduce[0]
+return (getitem_4,)
+""")
+
+
+@pytest.mark.parametrize(("fn", "added"), [(experts, False), (with_another, True), (scattered, False)])
+def test_sums_in_any_form_are_reduced_by_one_node(fn: Callable[..., Any], added: bool) -> None:
+    task, operands = only_task(fused(fn), KIND)
+    assert (task.top_k, task.has_added, task.reduce_op) == (K, added, "sum")
+    assert operands["products"].startswith("_grouped_mm")
+
+
+def test_it_has_to_be_named() -> None:
+    after = fused(experts, Options())
+    assert made(after) == 0 and reasons(after) == ["disabled"]
+
+
+def used_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = routed(*operands).sum(1).bfloat16()
+    return all_reduce(total), total.amax()
+
+
+def viewed_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = routed(*operands).sum(1).bfloat16().view(2, -1, D)
+    return all_reduce(total), total.sin()
+
+
+def sums_over_tokens(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).view(T, K, D).sum(0).bfloat16())
+
+
+def summed_in_fp32(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).sum(1))
+
+
+def scaled_behind(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).sum(1).bfloat16() * 0.5)
+
+
+REFUSED = (used_elsewhere, viewed_elsewhere, sums_over_tokens, summed_in_fp32, scaled_behind)
+
+
+@pytest.mark.parametrize("fn", REFUSED)
+def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
+    assert made(fused(fn)) == 0
+
+
+def test_few_tokens_are_left_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_TOKENS", T + 1)
+    after = fused(experts)
+    assert made(after) == 0 and reasons(after) == ["grouped_matmul"]
+
+
+def test_a_dynamic_number_of_tokens_is_left_alone() -> None:
+    (after,) = compiled_graphs(experts, *OPERANDS, dynamic=True)
+    fuse(after, NAMED)
+    assert made(after) == 0
