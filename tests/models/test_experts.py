@@ -4,7 +4,9 @@ where it decodes, and by grouped matmuls where it reads a prompt.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,16 +14,27 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from benchmarks.tolerances import MODEL_TOLERANCES
+from ditron_inductor import config
 from ditron_inductor.report.explain import without_caches
+from ditron_inductor.task.nodes import FUSIONS
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, step_of
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
+fuse = importlib.import_module("ditron_inductor.passes.fuse.combine_experts_all_reduce")
 pytest.importorskip("transformers", reason="the models are those of the extra 'models'")
 COPIES, GROUPED = "batched_mm", "grouped_mm"
 KIND = "expert_projections"
 COMBINED = "combine_experts"
+REDUCED = "combine_experts_all_reduce"
+
+
+def _reduced(ctx: RankContext, setup: Setup) -> int:
+    """Does `_run` with the reductions behind the experts of a prompt; returns the number of their calls."""
+    with mock.patch.object(fuse, "LEAST_TOKENS", 64), config.patch(fusions=FUSIONS):
+        _run(ctx, setup, GROUPED)
+    return counters["ditron"][REDUCED]
 
 
 def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
@@ -69,3 +82,10 @@ def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> N
 @pytest.mark.parametrize("setup", PROMPTS, ids=str)
 def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup: Setup) -> None:
     assert rank_pools.get("cpu", 2).run(_run, setup, GROUPED, timeout=200) == [setup.num_layers] * 2
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("strategy", ["chunked", pytest.param("library", marks=pytest.mark.all_cases)])
+def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, strategy: str) -> None:
+    setup = Setup("qwen3_moe", "hf", sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
+    assert rank_pools.get("cpu", 2).run(_reduced, setup, timeout=200) == [setup.num_layers] * 2
