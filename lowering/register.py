@@ -17,8 +17,9 @@ from ditron_inductor.lowering.all_gather_attention import op as attention
 from ditron_inductor.lowering.all_gather_matmul.op import LOWERING as all_gather_matmul
 from ditron_inductor.lowering.all_reduce_rms_norm.op import LOWERING as all_reduce_rms_norm
 from ditron_inductor.lowering.all_to_all_matmul.op import LOWERING as all_to_all_matmul
-from ditron_inductor.lowering.combine_experts.combine_kernel import combine_experts
+from ditron_inductor.lowering.combine_experts.op import combine_experts
 from ditron_inductor.lowering.combine_experts_all_reduce.op import LOWERING as combine_experts_all_reduce
+from ditron_inductor.lowering.combine_experts_reduce_scatter.op import LOWERING as combine_experts_reduce_scatter
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
 from ditron_inductor.lowering.flash_decode import op as flash_decode
 from ditron_inductor.lowering.host.kind import Lowering
@@ -52,6 +53,7 @@ KINDS: tuple[Lowering, ...] = (
     matmul_all_to_all,
     all_to_all_matmul,
     combine_experts_all_reduce,
+    combine_experts_reduce_scatter,
 )
 LOCAL: Mapping[str, LocalCalls[Any]] = {
     Projections.kind: projections,

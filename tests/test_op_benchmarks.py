@@ -54,10 +54,11 @@ def test_combine_experts(rank_pools: RankPools, form: str, rival: str) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
-def test_combine_experts_all_reduce(rank_pools: RankPools) -> None:
-    module = "benchmarks.ops.combine_experts_all_reduce"
+@pytest.mark.parametrize("more", [[], ["--scatter"]])
+def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
+    module = "benchmarks.ops.reduced_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "66", "--rounds", "2", "--out", "", "--commit", "0"]
-    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny))
+    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args([*tiny, *more]))
     wanted = {"gemm", "inductor", "max_autotune", "ditron", "ditron:library", "ditron:chunked"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 

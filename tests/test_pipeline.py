@@ -76,6 +76,7 @@ def test_the_order_of_the_passes() -> None:
         "matmul_all_to_all",
         "all_to_all_matmul",
         "combine_experts_all_reduce",
+        "combine_experts_reduce_scatter",
         "prepare_products",
         "all_reduce_rms_norm",
         "flash_decode",

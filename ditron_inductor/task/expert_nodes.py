@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
-from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
+from ditron_inductor.task.exchange import REDUCED_PRODUCT, SCATTERED_PRODUCT, Exchange
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, REDUCE_OPS, LocalProducts
 from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
@@ -159,3 +159,36 @@ class CombineExpertsAllReduce(ReducedExperts):
 
     def outputs(self, shapes: Shapes) -> list[Output]:
         return [Output(self.summed(shapes))]
+
+
+@dataclass(frozen=True)
+class CombineExpertsReduceScatter(ReducedExperts):
+    """out = rank r's rows of the reduction of the sum [T, N] that `SummedExperts` describes. The rows of a rank are the
+    r-th of W equal chunks of each of `outer` equal runs, such as the sequences of a batch; out is [T / W, N].
+    """
+
+    kind: ClassVar[str] = "combine_experts_reduce_scatter"
+    exchange: ClassVar[Exchange] = SCATTERED_PRODUCT
+    reduce_op: str
+    top_k: int
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    has_added: bool = False
+    outer: int = 1
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.sum_pattern} -> reduce_scatter({self.reduce_op})"
+
+    def verify(self) -> None:
+        super().verify()
+        check(self.outer >= 1, self.kind, "outer", self.outer, "at least one run of rows")
+
+    def slices(self, shape: Sequence[int]) -> int:
+        return self.outer
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        T, N = self.summed(shapes)
+        return [Output((T // self.world_size, N))]

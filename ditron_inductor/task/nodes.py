@@ -17,6 +17,7 @@ from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
 from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
 from ditron_inductor.task.expert_nodes import CombineExpertsAllReduce as CombineExpertsAllReduce
+from ditron_inductor.task.expert_nodes import CombineExpertsReduceScatter as CombineExpertsReduceScatter
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
 from ditron_inductor.task.expert_nodes import ReducedExperts as ReducedExperts
 from ditron_inductor.task.expert_nodes import SummedExperts as SummedExperts
@@ -71,6 +72,7 @@ DECLARED: tuple[type[Node], ...] = (
     ExpertProjections,
     CombineExperts,
     CombineExpertsAllReduce,
+    CombineExpertsReduceScatter,
     AllGatherAttention,
     AttentionReduceScatter,
 )

@@ -164,6 +164,11 @@ def _combined(node: nodes.SummedExperts, given: Given) -> Rules:
             yield size == other, "adds what does not fit"
 
 
+def _experts_scattered(node: nodes.CombineExpertsReduceScatter, given: Given) -> Rules:
+    T, parts = given["places"].shape[0] // node.top_k, node.outer * node.world_size
+    yield T % parts == 0, f"scatters {T} tokens over {node.world_size} ranks in {node.outer} runs"
+
+
 def _columns_exchanged(node: nodes.MatmulAllToAll, given: Given) -> Rules:
     first, columns = given["a"][0], given["b"][0].shape[1]
     yield node.gather_dim < first.ndim - 1, f"gathers dimension {node.gather_dim} of {first.ndim}"
@@ -276,6 +281,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.Projections: _projected,
     nodes.ExpertProjections: _experts,
     nodes.SummedExperts: _combined,
+    nodes.CombineExpertsReduceScatter: _experts_scattered,
     nodes.AllReduceRmsNorm: _rows_reduced,
     nodes.MatmulAllReduceRmsNorm: _sum_reduced,
     nodes.FlashDecode: _decoded,

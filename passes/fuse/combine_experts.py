@@ -17,7 +17,7 @@ After:
 In the first form Inductor writes the scaled terms of all slots, in fp32 where the scale is in fp32, before it reads
 them by their places. Only sums of few terms are unrolled, which makes one kernel of all of it, as fast as the node's.
 In the second form the rows are added by atomic operations, or after another sort. The node reads each product once and
-writes only the sums (see lowering/combine_experts/combine_kernel.py). Whatever made `places` and `scale`, each token
+writes only the sums (see lowering/expert_sums/combine_kernel.py). Whatever made `places` and `scale`, each token
 gets the sum of the slots that they name. In the second form `order` has each of 0 to S - 1 once, because it is the
 indices of a sort. So `order // k` is each token k times, and the places are the inverse of `order`. What is rounded on
 the way to the sum is not rounded in the node, which adds in fp32. A collective behind the sum is fused or left alone as

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +29,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
-from ditron_inductor.task.nodes import CombineExpertsAllReduce
+from ditron_inductor.task.nodes import CombineExpertsAllReduce, ReducedExperts
 
 aten = torch.ops.aten
 LEAST_TOKENS = 512
@@ -36,11 +37,11 @@ LEAST_TOKENS = 512
 
 @dataclass(frozen=True)
 class Match:
-    """A reduction of what experts return. views: the nodes between the sum and the collective."""
+    """A reduction of what experts return. steps: the nodes between the sum and the collective."""
 
     collective: Collective
     sums: combine_experts.Match
-    views: tuple[fx.Node, ...]
+    steps: tuple[fx.Node, ...]
 
 
 def find_combine_experts_all_reduce(node: fx.Node) -> Match | Refused:
@@ -48,15 +49,23 @@ def find_combine_experts_all_reduce(node: fx.Node) -> Match | Refused:
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
         return collective
-    *views, source = proofs.views_up(collective.operand)
+    return find_sums(collective, collective.operand, ())
+
+
+def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, ...]) -> Match | Refused:
+    """Proves that `operand` holds the sums of the slots of enough tokens, or says why not. between: the nodes from
+    behind `operand` to the collective.
+    """
+    *views, source = proofs.views_up(operand)
     sums = next((found for found in _sums(source) if found is not None), None)
     if sums is None:
         return ReasonCode.NO_MATMUL.at(source)
     tokens = proofs.fake(sums.index).shape[0] // sums.top_k
     if not isinstance(tokens, int) or tokens < LEAST_TOKENS:
         return ReasonCode.GROUPED_MATMUL.at(source)
-    other = proofs.other_user((source, *views), {*views, collective.node})
-    return Match(collective, sums, tuple(views)) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
+    behind = (*views, *between)
+    other = proofs.other_user((source, *behind), {*behind, collective.node})
+    return Match(collective, sums, behind) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
 
 
 def _sums(source: fx.Node) -> Iterator[combine_experts.Match | None]:
@@ -80,23 +89,30 @@ def _candidates(source: fx.Node) -> Iterator[fx.Node]:
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
+    return replaced(graph, match, CombineExpertsAllReduce(**fields_of(match, options)))
+
+
+def fields_of(match: Match, options: Options) -> dict[str, Any]:
+    """Returns the fields of the node that a reduction becomes, but for those of its own collective."""
     collective, sums = match.collective, match.sums
-    assert collective.reduce_op is not None
-    task = CombineExpertsAllReduce(
-        reduce_op=collective.reduce_op,
-        top_k=sums.top_k,
-        has_added=sums.added is not None,
-        **rewriting.site_fields(collective.world_size, collective.group_name, options),
-    )
+    site = rewriting.site_fields(collective.world_size, collective.group_name, options)
+    return {"reduce_op": collective.reduce_op, "top_k": sums.top_k, "has_added": sums.added is not None, **site}
+
+
+def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
+    """Replaces the match by one call of `task` and returns that call."""
+    collective, sums = match.collective, match.sums
+    wanted = proofs.fake(collective.wait)
     with graph.inserting_before(collective.node):
-        operands, made = combine_experts.operands_of(graph, sums)
+        operands, total = combine_experts.operands_of(graph, sums)
+        shape = (wanted.numel() // total.shape[1], total.shape[1])
+        made = rewriting.fake_like(total, shape, rewriting.contiguous_strides(shape))
         call = rewriting.call_task(graph, task, operands, collective.node, (made, rewriting.new_token(made)))
         result = rewriting.output(graph, call, 0, collective.wait)
-        wanted = tuple(proofs.fake(collective.wait).shape)
-        if not proofs.same_shape(wanted, tuple(made.shape)):
-            result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted]), collective.wait)
+        if not proofs.same_shape(tuple(wanted.shape), shape):
+            result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted.shape]), collective.wait)
     collective.wait.replace_all_uses_with(result)
-    rewriting.erase_unused(graph, [collective.wait, collective.node, *match.views, *sums.steps])
+    rewriting.erase_unused(graph, [collective.wait, collective.node, *match.steps, *sums.steps])
     return call
 
 

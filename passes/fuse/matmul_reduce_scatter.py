@@ -90,7 +90,7 @@ def find_matmul_reduce_scatter(node: fx.Node, find: FindProduct | None = None) -
     scatter_dim, full = 0, collective.operand
     between: tuple[fx.Node, ...] = ()
     if chain[-1].target is torch.ops.aten.cat.default:
-        chunks = _scattered_chunks(chain, collective)
+        chunks = scattered_chunks(chain, collective)
         if refused(chunks):
             return chunks.at(chain[-1])
         scatter_dim, full, between = chunks.split_dim, chunks.source, (*chain, *chunks.between)
@@ -116,7 +116,7 @@ def find_matmul_reduce_scatter(node: fx.Node, find: FindProduct | None = None) -
     return Match(collective, product, scatter_dim, lefts, None, steps)
 
 
-def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | Refused:
+def scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | Refused:
     """Proves that the operand is the W chunks of an inner dimension, put one after the other along dimension 0."""
     chunks = proofs.regrouped(chain[-1], collective.world_size)
     if refused(chunks):

@@ -12,8 +12,8 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.all_reduce.all_reduce_kernel import How, Sizes, all_reduce_kernel
-from ditron_inductor.lowering.combine_experts import combine_kernel as combine
 from ditron_inductor.lowering.epilogues import arrange
+from ditron_inductor.lowering.expert_sums import combine_kernel as combine
 from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing, dialect_of
 from tests.lowering.cross_compile import FAMILIES, POINTERS, TARGETS, all_aligned
@@ -40,7 +40,7 @@ WORDS = {"numel": "i64", "places": "*i64", "scale": "*fp32"}
 SIZES = {
     "reduce_partials": transfers.Partials("i64", "i32", "i32", "i32"),
     "all_reduce_kernel": Sizes("i64", "i32"),
-    "combine_kernel": combine.Sizes(*("i32",) * 6),
+    "combine_kernel": combine.Sizes(*("i32",) * 8),
 }
 TUPLES = ("outs", "shards", "copies", "numels", "extras")
 ALIGNED = (*TENSORS, "numel")

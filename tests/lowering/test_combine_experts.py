@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
-from ditron_inductor.lowering.combine_experts import combine_kernel as lowering
+from ditron_inductor.lowering.combine_experts.op import combine_experts
+from ditron_inductor.lowering.expert_sums import combine_kernel as lowering
 from ditron_inductor.task.nodes import CombineExperts
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
@@ -110,10 +111,10 @@ def test_in_a_graph_it_follows_its_operands() -> None:
     case, device = LARGE_CASES[0], torch.device("cuda", 0)
     given = operands(case, device)
     tensors = [one for one in given if one is not None]
-    lowering.combine_experts(node_of(case), tensors)
+    combine_experts(node_of(case), tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        (out,) = lowering.combine_experts(node_of(case), tensors)
+        (out,) = combine_experts(node_of(case), tensors)
     for seed in range(1, 4):
         for tensor, other in zip(given, operands(case, device, seed), strict=True):
             if tensor is not None and other is not None:

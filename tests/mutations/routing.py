@@ -8,9 +8,9 @@ EXPERTS = "lowering/expert_projections/experts_kernel.py"
 FINDER = "passes/fuse/expert_projections.py"
 MEETINGS = "ditron_inductor/device/meetings.py"
 FOUND = "tests/passes/test_expert_projections.py"
-COMBINE = "lowering/combine_experts/combine_kernel.py"
+COMBINE = "lowering/expert_sums/combine_kernel.py"
 SUMMED = "tests/lowering/test_combine_experts.py"
-REDUCED = "tests/lowering/test_combine_experts_all_reduce.py"
+REDUCED = "tests/lowering/test_reduced_experts.py"
 COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_in_the_interpreter"
 REFUSED = "tests/test_strict.py"
 
@@ -109,15 +109,15 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "a run of tokens begins at the first one",
         COMBINE,
-        "tokens = sizes.first + rows",
-        "tokens = rows",
+        "tokens = sizes.first + rows // ",
+        "tokens = rows // ",
         f"{REDUCED}::test_near_the_reference",
     ),
     Mutation(
         "the runs of tokens are in another order",
         "lowering/combine_experts_all_reduce/chunked.py",
-        "slice(end - count, end) for count, end in zip(runs, accumulate(runs), strict=True)",
-        "slice(end - count, end) for count, end in zip(runs[::-1], accumulate(runs[::-1]), strict=True)",
+        "TokenRun(end - count, count) for count, end in zip(runs, accumulate(runs), strict=True)",
+        "TokenRun(end - count, count) for count, end in zip(runs[::-1], accumulate(runs[::-1]), strict=True)",
         f"{REDUCED}::test_near_the_reference",
     ),
     Mutation(
@@ -126,5 +126,12 @@ ROUTING: tuple[Mutation, ...] = (
         "if other is None else",
         "if other is not node else",
         "tests/passes/test_combine_experts_all_reduce.py::test_it_must_not_fire",
+    ),
+    Mutation(
+        "the sequences of a batch are one run of tokens",
+        COMBINE,
+        "rows // sizes.run * sizes.jump + rows % sizes.run",
+        "rows",
+        f"{REDUCED}::test_near_the_reference",
     ),
 )

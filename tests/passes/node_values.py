@@ -79,6 +79,13 @@ def _combine_experts_all_reduce(calls: list[Call]) -> list[Any]:
     return [[total] for _ in calls]
 
 
+def _combine_experts_reduce_scatter(calls: list[Call]) -> list[Any]:
+    node = calls[0].node
+    total = reduced([sums for (sums,) in _combine_experts(calls)], node.reduce_op)
+    chunks = total.unflatten(0, (node.outer, node.world_size, -1)).unbind(1)
+    return [[chunk.flatten(0, 1)] for chunk in chunks]
+
+
 def _after_epilogue(call: Call, products: list[torch.Tensor]) -> list[torch.Tensor]:
     parsed = call.node.parsed
     return products if parsed is None else evaluate(parsed, products, call.given.get("extras", ()))

@@ -1,4 +1,4 @@
-"""combine_experts: the weighted sum of what its experts return for each token, in one pass over the slots.
+"""The weighted sum of what its experts return for each token, in one pass over the slots.
 
 Problem. The products [S, N] of a grouped matmul lie sorted by expert, and a token has `top_k` of them. Indexing them
 and adding up the result writes and reads a tensor of the size of all slots, in fp32 where the weights are in fp32.
@@ -20,9 +20,9 @@ import triton.language as tl
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.host.launch import ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
-from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
+from ditron_inductor.lowering.host.local_calls import facts_of
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import CombineExperts, SummedExperts
+from ditron_inductor.task.nodes import SummedExperts
 
 ROWS, BLOCK, WARPS = 4, 512, 4
 """The tokens and columns of a program's block, and the warps of a program."""
@@ -31,13 +31,16 @@ Runner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 
 
 class Sizes(NamedTuple):
-    """The number of slots of all tokens, the first token and the number of tokens that are summed, the columns, and the
-    elements from row to row of the products and of what is added.
+    """The number of slots of all tokens; the first token and the number of tokens that are summed, in runs of `run` of
+    them, of which the next one begins after `jump` tokens; the columns; and the elements from row to row of the
+    products and of what is added.
     """
 
     S: Any
     first: Any
     T: Any
+    run: Any
+    jump: Any
     N: Any
     pitch: Any
     added_pitch: Any
@@ -64,7 +67,7 @@ def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr
     columns = block % across * BLOCK + tl.arange(0, BLOCK)
     exists = rows < sizes.T
     inside = exists[:, None] & (columns < sizes.N)[None, :]
-    tokens = sizes.first + rows
+    tokens = sizes.first + rows // sizes.run * sizes.jump + rows % sizes.run
     S = sizes.S
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
@@ -90,14 +93,32 @@ def takes(products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, add
     return lies and products.numel() > 0 and not facts_of(products.device).tile_problem
 
 
-class Combiner:
-    """Sums the slots of `tokens` tokens from token `first` on, of operands of these forms, which the kernel `takes`."""
+class TokenRun(NamedTuple):
+    """Tokens: `outer` runs of `length` tokens, the first of which begins at token `first`, and the next ones after
+    `jump` tokens each.
+    """
 
-    def __init__(
-        self, node: SummedExperts, products: torch.Tensor, added: torch.Tensor | None, first: int, tokens: int
-    ) -> None:
+    first: int
+    length: int
+    outer: int = 1
+    jump: int = 0
+
+    @property
+    def tokens(self) -> list[slice]:
+        """The tokens of each run."""
+        begins = [self.first + i * self.jump for i in range(self.outer)]
+        return [slice(begin, begin + self.length) for begin in begins]
+
+
+class Combiner:
+    """Sums the slots of the tokens of a run, of operands of these forms, which the kernel `takes`."""
+
+    def __init__(self, node: SummedExperts, products: torch.Tensor, added: torch.Tensor | None, run: TokenRun) -> None:
         S, N = products.shape
-        sizes = Sizes(S, first, tokens, N, products.stride(0), (products if added is None else added).stride(0))
+        tokens = run.length * run.outer
+        pitch = products.stride(0)
+        added_pitch = pitch if added is None else added.stride(0)
+        sizes = Sizes(S, run.first, tokens, max(run.length, 1), run.jump, N, pitch, added_pitch)
         how = How(node.top_k, node.has_added, ROWS, min(BLOCK, triton.next_power_of_2(N)))
         values = {"sizes": sizes, "HOW": how, "num_warps": WARPS}
         self._arguments = Arguments(ceil_div(tokens, ROWS) * ceil_div(N, how.BLOCK), values)
@@ -131,7 +152,7 @@ def prepare(
     if (products.device.type == "cpu" and strategy != "tile") or not takes(products, places, scale, added):
         return by_library(node)
     T, N = places.shape[0] // node.top_k, products.shape[1]
-    combiner = Combiner(node, products, added, 0, T)
+    combiner = Combiner(node, products, added, TokenRun(0, T))
 
     def run(
         products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: torch.Tensor | None
@@ -146,7 +167,3 @@ def prepare(
 def by_library(node: SummedExperts) -> Runner:
     """Returns what indexes the products and adds them up."""
     return lambda products, places, scale, added: [reference.combined(products, places, scale, added, node.top_k)]
-
-
-combine_experts: LocalCalls[CombineExperts] = LocalCalls(prepare)
-"""Returns [the sums [T, N]], contiguous. operands: as `CombineExperts` describes them."""

@@ -1,13 +1,13 @@
-"""`python -m benchmarks.ops.combine_experts_all_reduce`: the second matmul of the experts of a prompt, its sum for each
-token, and the all-reduce.
+"""`python -m benchmarks.ops.reduced_experts`: the second matmul of the experts of a prompt, its sum for each token, and
+the reduction: an all-reduce, or with `--scatter` a reduce-scatter of the tokens.
 
 A rank has 1/W of the width of every expert, and all T tokens. Rows are sorted by expert already. Contestants,
 interleaved, outside of CUDA graphs:
 
     gemm               torch's grouped matmul alone: the limit, together with the bytes that have to be received
-    inductor           torch's grouped matmul, the sum in Inductor's kernel, and NCCL's all-reduce
+    inductor           torch's grouped matmul, the sum in Inductor's kernel, and NCCL's reduction
     max_autotune       the same with mode="max-autotune-no-cudagraphs"
-    ditron:library     torch's grouped matmul, our kernel for the sum, and NCCL's all-reduce
+    ditron:library     torch's grouped matmul, our kernel for the sum, and NCCL's reduction
     ditron:chunked     torch's grouped matmul, then the sums of runs of tokens, which are reduced meanwhile
     ditron             what the plan picks of both, after its trial
 
@@ -21,6 +21,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -35,9 +36,9 @@ from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
 from ditron_inductor.task import reference, schema, trial
-from ditron_inductor.task.nodes import CombineExpertsAllReduce, Policy
+from ditron_inductor.task.nodes import CombineExpertsAllReduce, CombineExpertsReduceScatter, Policy, ReducedExperts
 
-MODULE = "benchmarks.ops.combine_experts_all_reduce"
+MODULE = "benchmarks.ops.reduced_experts"
 LIMIT_S = 480.0
 LINK_BYTES_PER_US = 450e3
 OURS = {"ditron:library": "library", "ditron:chunked": "chunked", "ditron": "auto"}
@@ -66,23 +67,28 @@ def drawn(model: str, T: int, routing: str, session: Session, seed: int) -> Oper
     return normal(T * whole.k, F), weight, ends, places, weights.reshape(-1)[order]
 
 
-def eager(group_name: str, top_k: int) -> Callable[..., torch.Tensor]:
-    """The graph that the pass takes, as `transformers` writes it."""
+def eager(group_name: str, top_k: int, scatters: bool) -> Callable[..., torch.Tensor]:
+    """The graph that the pass takes, with the sum as `transformers` writes it."""
 
     def layer(
         x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, places: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
         terms = torch._grouped_mm(x, weight, offs=ends) * scale.unsqueeze(-1)
         total = terms[places].view(-1, top_k, terms.shape[1]).sum(1).to(x.dtype)
+        if scatters:
+            return funcol.reduce_scatter_tensor(total, "sum", 0, group_name)
         return funcol.all_reduce(total, "sum", group_name)
 
     return layer
 
 
-def ours(session: Session, strategy: str, top_k: int, site: str) -> Callable[..., torch.Tensor]:
+def ours(
+    session: Session, kind: type[ReducedExperts], strategy: str, top_k: int, site: str
+) -> Callable[..., torch.Tensor]:
     """The op by a strategy."""
     policy = Policy(strategy, 1 << 31, 60.0, strategy == "auto")
-    node = CombineExpertsAllReduce("sum", top_k, session.world_size, session.group_name, site, policy)
+    made: Any = kind
+    node = made("sum", top_k, session.world_size, session.group_name, site, policy)
     names = [name for name, _ in node.slots()]
 
     def layer(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *slots: torch.Tensor) -> torch.Tensor:
@@ -94,19 +100,22 @@ def ours(session: Session, strategy: str, top_k: int, site: str) -> Callable[...
 
 
 def contestants(
-    session: Session, cell: str, top_k: int, given: Sequence[Operands]
+    session: Session, kind: type[ReducedExperts], cell: str, top_k: int, given: Sequence[Operands]
 ) -> dict[str, Callable[[int], object]]:
     """The contestants whose results are right."""
-    written = eager(session.group_name, top_k)
+    scatters = kind is CombineExpertsReduceScatter
+    written = eager(session.group_name, top_k, scatters)
     tuned = {"mode": "max-autotune-no-cudagraphs"} if session.clock.device.type == "cuda" else {}
     layers: dict[str, Callable[..., torch.Tensor]] = {
         "inductor": torch.compile(written, dynamic=False),
         "max_autotune": torch.compile(written, dynamic=False, **tuned),
     }
-    layers |= {name: ours(session, strategy, top_k, f"{cell}:{strategy}") for name, strategy in OURS.items()}
+    layers |= {name: ours(session, kind, strategy, top_k, f"{cell}:{strategy}") for name, strategy in OURS.items()}
     x, weight, ends, places, scale = given[0]
     wanted = reference.combined(torch._grouped_mm(x, weight, offs=ends).float(), places, scale, None, top_k)
     torch.distributed.all_reduce(wanted)
+    if scatters:
+        wanted = wanted.chunk(session.world_size)[session.rank]
 
     def checked(name: str) -> Callable[[int], object]:
         # A trial has ended before anything is timed.
@@ -125,12 +134,15 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
     add_cells(result, models=[*MODELS][:3], tokens=[8192, 2048])
+    result.add_argument("--scatter", action="store_true", help="a reduce-scatter of the tokens")
     command.add_common(result, world=0, limit_s=LIMIT_S)
     return result
 
 
 def measure(session: Session, options: argparse.Namespace) -> list[Row]:
     """All cells for which there is time; rank 0 writes and prints."""
+    kind: type[ReducedExperts] = CombineExpertsReduceScatter if options.scatter else CombineExpertsAllReduce
+    rounds = 1 if options.scatter else 2
     rows: list[Row] = []
     lines = []
     for model, T, routing in itertools.product(options.models, options.tokens, options.routing):
@@ -141,12 +153,12 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
         whole = (MODELS | TINY)[model]
         nbytes = whole.E * whole.F // session.world_size * whole.D * 2
         given = [drawn(model, T, routing, session, seed) for seed in range(copies_of(session.clock.device, nbytes))]
-        calls = contestants(session, shape, whole.k, given)
+        calls = contestants(session, kind, shape, whole.k, given)
         times = interleaved(session.clock, calls, rounds=options.rounds)
-        received = 2 * T * whole.D * 2 * (session.world_size - 1) / session.world_size
+        received = rounds * T * whole.D * 2 * (session.world_size - 1) / session.world_size
         limit_us = max(times["gemm"].p50_us, received / LINK_BYTES_PER_US)
         rows += session.rows_of(
-            times, bench="moe", op=CombineExpertsAllReduce.kind, shape=shape, graph=False, limit_us=limit_us,
+            times, bench="moe", op=kind.kind, shape=shape, graph=False, limit_us=limit_us,
             commit=options.commit,
         )  # fmt: skip
         us = {name: each.p50_us for name, each in times.items()}
