@@ -54,18 +54,15 @@ def combine_experts_all_reduce(
     node: CombineExpertsAllReduce,
     launch: Launch,
     sizes: Geometry,
-    products: torch.Tensor,
-    places: torch.Tensor,
-    scale: torch.Tensor,
-    added: torch.Tensor | None,
+    *operands: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Returns the output [T, N]; see the node for the operands."""
-    out = products.new_empty(sizes.parts.M, sizes.parts.N)
+    out = operands[0].new_empty(sizes.parts.M, sizes.parts.N)
 
     def sums_of(runs: Sequence[int]) -> SlotSums:
         if not sizes.sums:
             of_tokens = [TokenRun(end - count, count) for count, end in zip(runs, accumulate(runs), strict=True)]
-            sizes.sums.append(Summers(node, of_tokens, products, places, scale, added))
-        return SlotSums(sizes.sums[0], products, places, scale, added)
+            sizes.sums.append(Summers(node, of_tokens, *operands))
+        return SlotSums(sizes.sums[0], *operands)
 
     return reduce_in_parts(node, launch, sizes.parts, out, sums_of, lambda: [out])

@@ -54,17 +54,14 @@ def combine_experts_reduce_scatter(
     node: CombineExpertsReduceScatter,
     launch: Launch,
     sizes: Geometry,
-    products: torch.Tensor,
-    places: torch.Tensor,
-    scale: torch.Tensor,
-    added: torch.Tensor | None,
+    *operands: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Returns the output [T / W, N]; see the node for the operands."""
-    out = products.new_empty(sizes.cut.rows, sizes.cut.N)
+    out = operands[0].new_empty(sizes.cut.rows, sizes.cut.N)
 
     def sums_of(plan: chunked.ScatterPlan) -> SlotSums:
         if not sizes.sums:
-            sizes.sums.append(Summers(node, runs_of(plan), products, places, scale, added))
-        return SlotSums(sizes.sums[0], products, places, scale, added)
+            sizes.sums.append(Summers(node, runs_of(plan), *operands))
+        return SlotSums(sizes.sums[0], *operands)
 
-    return chunked.scatter(node, launch, sizes.cut, products, sums_of, (out,), [out])
+    return chunked.scatter(node, launch, sizes.cut, operands[0], sums_of, (out,), [out])
