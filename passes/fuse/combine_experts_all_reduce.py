@@ -10,7 +10,7 @@ fp32, and rounds once before it sends.
 It must not fire when
 * combine_experts.py could not make a node of the sum, except that any number of experts and tokens is taken here;
 * the sum, or a view of it in front of the collective, is used elsewhere;
-* there are fewer than LEAST_TOKENS tokens, or a dynamic number: the reduction of a few rows goes with its norm (see
+* a size is dynamic, or there are fewer than LEAST_TOKENS tokens: the reduction of a few rows goes with its norm (see
   all_reduce_rms_norm.py), which takes longer than what could be overlapped here.
 """
 
@@ -61,7 +61,8 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     if sums is None:
         return ReasonCode.NO_MATMUL.at(source)
     tokens = proofs.fake(sums.index).shape[0] // sums.top_k
-    if not isinstance(tokens, int) or tokens < LEAST_TOKENS:
+    static = all(isinstance(size, int) for size in (tokens, *proofs.fake(collective.wait).shape))
+    if not static or tokens < LEAST_TOKENS:
         return ReasonCode.GROUPED_MATMUL.at(source)
     behind = (*views, *between)
     other = proofs.other_user((source, *behind), {*behind, collective.node})
