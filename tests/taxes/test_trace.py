@@ -104,6 +104,7 @@ CASES = [
     _decode(test_decode_compile.Case("sm_90", 128, one_each=True)),
 ]
 # Compilers are slow, and these differ in nothing that they would trip over.
+TRACED_CHUNKED = [name for name, (kernel, *_) in test_chunked_compile.KERNELS.items() if takes_part(kernel)]
 MORE_CASES = [
     _of_matmul(Case("all_gather_matmul", "sm_90", config.DECODE, "bf16", descriptors=True)),
     _of_matmul(Case("all_gather_matmul", "gfx950", config.DECODE, "bf16")),
@@ -111,10 +112,10 @@ MORE_CASES = [
     _of_matmul(Case("two_shot", "gfx942", config.LARGE, "bf16")),
     *(
         _of_chunked(name, "sm_90")
-        for name in test_chunked_compile.KERNELS
+        for name in TRACED_CHUNKED
         if name not in ("await_pieces", "reduce_partials")
     ),
-    *(_of_chunked(name, "gfx942") for name in test_chunked_compile.KERNELS if name != "await_pieces"),
+    *(_of_chunked(name, "gfx942") for name in TRACED_CHUNKED if name != "await_pieces"),
     *(
         _norm(test_norm_compile.Case(target, one_shot, 4096, slices=slices))
         for target in ("sm_90", "gfx942")
