@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo      two ranks run a small Llama through Ditron and compare it with eager"
 	@echo "make test      the tests that need no GPU, without the mutations"
-	@echo "make test-all  every case of them: hours"
+	@echo "make test-all  every case of them: about half an hour on two cores"
 	@echo "make test-oldest  whether kernels compile with the oldest Triton that is supported, without a GPU"
 	@echo "make test-gpu  the suite that needs two or more GPUs"
 	@echo "make lint      ruff, mypy, file lengths"
@@ -33,7 +33,7 @@ test: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 3
 
 test-all: $(READY)
-	$(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases
+	$(RUN) -m pytest -q -m "not gpu" -n 3 --all-cases
 
 test-oldest: $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -q -n 2 tests/lowering/test_*_compile.py
