@@ -186,6 +186,10 @@ class CombineExpertsReduceScatter(ReducedExperts):
         super().verify()
         check(self.outer >= 1, self.kind, "outer", self.outer, "at least one run of rows")
 
+    def contributed(self, shapes: Shapes) -> tuple[Any, ...]:
+        T, N = self.summed(shapes)
+        return self.outer, T // self.outer, N
+
     def slices(self, shape: Sequence[int]) -> int:
         return self.outer
 

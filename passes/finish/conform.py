@@ -4,11 +4,14 @@
                                                       epilogue="pre: mm0 + full(x0); mm0")[0]
     wait(all_gather(x))         ->  all_gather_matmul(x, [0 [K, 1]], return_gathered)[1]
     wait(reduce_scatter(x))     ->  matmul_reduce_scatter(.., as the first)[0]
+    wait(all_reduce(x))         ->  combine_experts_all_reduce(0 [T, N], places 0, scale 0, added x)[0]
+    wait(reduce_scatter(x))     ->  combine_experts_reduce_scatter(.., as the one before)[0]
 
 If a rank's graph has no matmul in front of a collective, but its peers wait for the tiles of one, the rank has to send
-tiles too. They are those of a product of zeros to which x is added. The sum is x bit for bit, except for the sign of
-zeros. This is not a pass of the pipeline. It runs on a graph as it was before the passes, if the graph comes under an
-agreement that was made without it (device/agreements.py). It costs a small product that nobody needs.
+tiles too. They are those of a product of zeros to which x is added, or of a sum of experts that return zeros. The sum
+is x bit for bit, except for the sign of zeros. This is not a pass of the pipeline. It runs on a graph as it was before
+the passes, if the graph comes under an agreement that was made without it (device/agreements.py). It costs a small
+product that nobody needs, or zeros of the size of x.
 
 It raises DitronDiverged if the collective is not a functional collective that is waited for once, if x has no
 dimension, or if the peers' node is of a kind that is not drawn above or of a dtype that no kernel takes.
@@ -17,6 +20,7 @@ dimension, or if the peers' node is of a kind that is not drawn above or of a dt
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -33,12 +37,22 @@ from ditron_inductor.passes.graph.collectives import Collective, read_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import schema
 from ditron_inductor.task.exchange import GATHERED_OPERAND, SCATTERED_PRODUCT
-from ditron_inductor.task.nodes import TASKS, Norm, ReducedSum, ReductionWithNorm, TaskNode, WithPrologue
+from ditron_inductor.task.nodes import (
+    TASKS,
+    Norm,
+    ReducedExperts,
+    ReducedSum,
+    ReductionWithNorm,
+    TaskNode,
+    WithPrologue,
+)
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 ADD_ALL = "pre: mm0 + full(x0); mm0"
 DIMENSIONS = ("gather_dim", "scatter_dim")
+OUTER = "outer"
+"""The field of a node whose rows of a rank are several runs."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +110,16 @@ def _stands_in(declared: type[TaskNode] | None) -> bool:
     if declared is None:
         return False
     gathers = declared.exchange == GATHERED_OPERAND and issubclass(declared, WithPrologue)
-    return gathers or issubclass(declared, ReducedSum | ReductionWithNorm)
+    return gathers or issubclass(declared, ReducedSum | ReductionWithNorm | ReducedExperts)
 
 
 def _task(match: Match, options: Options) -> TaskNode:
     """The node that stands in for the collective. Of a norm behind it: that concerns no other rank."""
     collective, declared = match.collective, TASKS[match.form.kind]
     known: dict[str, Any] = {
-        **{name: int(size) for name, size in match.leader.items() if name in DIMENSIONS},
+        **{name: int(size) for name, size in match.leader.items() if name in (*DIMENSIONS, OUTER)},
+        "top_k": 1,
+        "has_added": True,
         "reduce_op": collective.reduce_op,
         "norm": Norm(),
         "extras": (),
@@ -126,6 +142,13 @@ def _operands(graph: fx.Graph, task: TaskNode, x: fx.Node) -> dict[str, Any]:
         *rows, columns = x.meta["val"].shape
         a, b = rewriting.zeros(graph, x, (*rows, 1)), rewriting.zeros(graph, x, (1, columns))
         return {"a": [a], "b": [b], "extras": [x]}
+    if isinstance(task, ReducedExperts):
+        rows, columns = x.meta["val"].shape
+        places = rewriting.zeros(graph, x, (rows,))
+        places.kwargs = {**places.kwargs, "dtype": torch.int64}
+        places.meta["val"] = rewriting.fake_like(x.meta["val"], (rows,), (1,), torch.int64)
+        products, scale = rewriting.zeros(graph, x, (rows, columns)), rewriting.zeros(graph, x, (rows,))
+        return {"products": products, "places": places, "scale": scale, "added": x}
     (name, _), *others = task.slots()
     return {name: x, **{weights: [rewriting.zeros(graph, x, (x.meta["val"].shape[-1], 1))] for weights, _ in others}}
 
@@ -137,6 +160,17 @@ def _result(task: TaskNode) -> int:
     return 1 if isinstance(task, WithPrologue) else 0
 
 
+def _as_runs(graph: fx.Graph, x: fx.Node, outer: int, world_size: int) -> fx.Node:
+    """Inserts x as rows [T, N]. The chunks of the ranks, which lie together here, are `outer` runs each there."""
+    shape = x.meta["val"].shape
+    rows = rewriting.computed(graph, aten.reshape.default, (x, [math.prod(shape[:-1]), shape[-1]]), x)
+    if outer == 1:
+        return rows
+    runs = rewriting.computed(graph, aten.reshape.default, (rows, [world_size, outer, -1, shape[-1]]), x)
+    turned = rewriting.computed(graph, aten.permute.default, (runs, [1, 0, 2, 3]), x)
+    return rewriting.computed(graph, aten.reshape.default, (turned, [-1, shape[-1]]), x)
+
+
 def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     collective, task = match.collective, _task(match, options)
     x, wait, world_size = collective.operand, collective.wait, collective.world_size
@@ -144,6 +178,8 @@ def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     dim = next((int(match.leader[name]) for name in DIMENSIONS if name in match.leader), 0)
     if dim and task.exchange == SCATTERED_PRODUCT:
         x = rewriting.regrouped(graph, x, 0, dim, world_size, x)
+    if isinstance(task, ReducedExperts):
+        x = _as_runs(graph, x, getattr(task, OUTER, 1), world_size)
     if task.exchange != GATHERED_OPERAND:
         shape = tuple(x.meta["val"].shape)
         x = rewriting.call(graph, aten.clone.default, (x,), x, shape)
@@ -153,6 +189,8 @@ def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     values = [*schema.memory(value, task.outputs(shapes)), rewriting.new_token(value)]
     call = rewriting.call_task(graph, task, operands, wait, values)
     result = rewriting.output(graph, call, _result(task), wait)
+    if isinstance(task, ReducedExperts):
+        result = rewriting.computed(graph, aten.reshape.default, (result, [*wait.meta["val"].shape]), wait)
     if dim and task.exchange == GATHERED_OPERAND:
         result = rewriting.regrouped(graph, result, dim, 0, world_size, result)
     return result

@@ -171,7 +171,7 @@ def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
     rows = index
     if rows.target is aten.expand.default:
         rows = proofs.operand(rows)
-        if not proofs.known_equal(proofs.fake(rows).shape[-1], 1):
+        if proofs.fake(rows).ndim == 0 or not proofs.known_equal(proofs.fake(rows).shape[-1], 1):
             return None
     rows = proofs.views_up(rows)[-1]
     if rows.target not in (aten.div.Tensor_mode, aten.floor_divide.default) or len(rows.args) != 2:

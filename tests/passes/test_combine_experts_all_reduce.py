@@ -148,6 +148,17 @@ def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
     assert made(fused(fn)) == 0
 
 
+@pytest.mark.parametrize("options", [NAMED, Options()])
+def test_other_additions_are_no_sums_of_experts(options: Options) -> None:
+    def one_row(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(4, 8).scatter_add(0, index.expand(16, 8), x)
+        return all_reduce(rows.index_put((index.expand(16),), x, accumulate=True))
+
+    (after,) = compiled_graphs(one_row, torch.empty(16, 8), torch.tensor(3))
+    fuse(after, options)
+    assert made(after) == 0 and reasons(after) == ["no_matmul"]
+
+
 def test_few_tokens_are_left_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_TOKENS", T + 1)
     after = fused(experts)
