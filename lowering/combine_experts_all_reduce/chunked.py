@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 
 from ditron_inductor.lowering.all_reduce.chunked import Parts, cut_into, reduce_in_parts
-from ditron_inductor.lowering.expert_sums.combine_kernel import TokenRun
-from ditron_inductor.lowering.expert_sums.runs import SlotSums, Summers
+from ditron_inductor.lowering.expert_sums.runs import SlotSums, Summers, side_by_side
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.task.nodes import CombineExpertsAllReduce
 
@@ -32,10 +30,10 @@ INTERPRETED_PART_BYTES = 1 << 10
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The layout of a call. sums: what sums the runs of tokens, made by the first call; empty before."""
+    """The layout of a call, and what sums its runs of tokens."""
 
     parts: Parts
-    sums: list[Summers] = field(default_factory=list, repr=False)
+    sums: Summers = field(repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +45,7 @@ def geometry(node: CombineExpertsAllReduce, launch: Launch, products: torch.Tens
     M = products.shape[0] // node.top_k
     least = INTERPRETED_PART_BYTES if launch.interpreted else PART_BYTES
     parts = max(1, min(MOST_PARTS, M * columns * products.element_size() // least))
-    return Geometry(cut_into(parts, node, launch, M, columns, products.dtype))
+    return Geometry(cut_into(parts, node, launch, M, columns, products.dtype), Summers(node))
 
 
 def combine_experts_all_reduce(
@@ -60,9 +58,6 @@ def combine_experts_all_reduce(
     out = operands[0].new_empty(sizes.parts.M, sizes.parts.N)
 
     def sums_of(runs: Sequence[int]) -> SlotSums:
-        if not sizes.sums:
-            of_tokens = [TokenRun(end - count, count) for count, end in zip(runs, accumulate(runs), strict=True)]
-            sizes.sums.append(Summers(node, of_tokens, *operands))
-        return SlotSums(sizes.sums[0], *operands)
+        return sizes.sums.of(lambda: side_by_side(runs), *operands)
 
     return reduce_in_parts(node, launch, sizes.parts, out, sums_of, lambda: [out])

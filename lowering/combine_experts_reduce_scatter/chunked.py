@@ -11,12 +11,11 @@ by owner. None on the routing, which only the device knows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 
 from ditron_inductor.lowering.expert_sums.combine_kernel import TokenRun
-from ditron_inductor.lowering.expert_sums.runs import SlotSums, Summers
+from ditron_inductor.lowering.expert_sums.runs import SlotSums, Summers, side_by_side
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked
 from ditron_inductor.task.nodes import CombineExpertsReduceScatter
@@ -24,10 +23,10 @@ from ditron_inductor.task.nodes import CombineExpertsReduceScatter
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The layout of a call. sums: what sums the runs of tokens, made by the first call; empty before."""
+    """The layout of a call, and what sums its runs of tokens."""
 
     cut: chunked.Geometry
-    sums: list[Summers] = field(default_factory=list, repr=False)
+    sums: Summers = field(repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -39,13 +38,13 @@ def geometry(
 ) -> Geometry:
     """Returns the Geometry for products [S, N]. columns: N. k: unused."""
     rows = products.shape[0] // node.top_k // node.world_size
-    return Geometry(chunked.cut(node.world_size, launch, rows, node.outer, columns, products.dtype))
+    return Geometry(chunked.cut(node.world_size, launch, rows, node.outer, columns, products.dtype), Summers(node))
 
 
 def runs_of(plan: chunked.ScatterPlan) -> list[TokenRun]:
     """Returns the tokens of each run of a plan, by the numbers that the plan gives them."""
     if plan.lengths is not None:
-        return [TokenRun(end - count, count) for count, end in zip(plan.lengths, accumulate(plan.lengths), strict=True)]
+        return side_by_side(plan.lengths)
     outer, world, length = plan.apart
     return [TokenRun(owner * length, length, outer, world * length) for owner in range(world)]
 
@@ -60,8 +59,6 @@ def combine_experts_reduce_scatter(
     out = operands[0].new_empty(sizes.cut.rows, sizes.cut.N)
 
     def sums_of(plan: chunked.ScatterPlan) -> SlotSums:
-        if not sizes.sums:
-            sizes.sums.append(Summers(node, runs_of(plan), *operands))
-        return SlotSums(sizes.sums[0], *operands)
+        return sizes.sums.of(lambda: runs_of(plan), *operands)
 
     return chunked.scatter(node, launch, sizes.cut, operands[0], sums_of, (out,), [out])

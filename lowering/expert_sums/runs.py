@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,17 +30,30 @@ def then(
     return call
 
 
-class Summers:
-    """What sums the tokens of each run, for operands of these forms. runs: by their numbers."""
+def side_by_side(lengths: Sequence[int]) -> list[TokenRun]:
+    """Returns runs of these numbers of tokens, one behind the other."""
+    return [TokenRun(end - count, count) for count, end in zip(lengths, accumulate(lengths), strict=True)]
 
-    def __init__(
-        self, node: SummedExperts, runs: Sequence[TokenRun], products: torch.Tensor, *others: torch.Tensor | None
-    ) -> None:
-        *_, added = others
-        self.top_k, self.runs = node.top_k, runs
+
+class Summers:
+    """What sums the tokens of each run, for the calls of one geometry, whose operands have one form. The first call
+    makes it, since only then the runs are known.
+    """
+
+    def __init__(self, node: SummedExperts) -> None:
+        self._node = node
+        self.top_k = node.top_k
+        self.runs: Sequence[TokenRun] = ()
         self.combiners: list[Combiner] = []
-        if takes(products, *others):  # type: ignore[arg-type]
-            self.combiners = [Combiner(node, products, added, run) for run in runs]
+
+    def of(self, runs: Callable[[], Sequence[TokenRun]], *operands: Any) -> SlotSums:
+        """Returns the sums of a call. runs: returns the runs by their numbers, the same in every call."""
+        if not self.runs:
+            self.runs = runs()
+            products, _, _, added = operands
+            if takes(*operands):
+                self.combiners = [Combiner(self._node, products, added, run) for run in self.runs]
+        return SlotSums(self, *operands)
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,9 @@ def _as_runs(graph: fx.Graph, x: fx.Node, outer: int, world_size: int) -> fx.Nod
     rows = rewriting.computed(graph, aten.reshape.default, (x, [math.prod(shape[:-1]), shape[-1]]), x)
     if outer == 1:
         return rows
-    runs = rewriting.computed(graph, aten.reshape.default, (rows, [world_size, outer, -1, shape[-1]]), x)
-    turned = rewriting.computed(graph, aten.permute.default, (runs, [1, 0, 2, 3]), x)
-    return rewriting.computed(graph, aten.reshape.default, (turned, [-1, shape[-1]]), x)
+    runs = rewriting.computed(graph, aten.reshape.default, (rows, [world_size * outer, -1, shape[-1]]), x)
+    runs = rewriting.regrouped(graph, runs, 0, 1, world_size, x)
+    return rewriting.computed(graph, aten.reshape.default, (runs, [-1, shape[-1]]), x)
 
 
 def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

@@ -57,7 +57,7 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     behind `operand` to the collective.
     """
     *views, source = proofs.views_up(operand)
-    sums = next((found for found in _sums(source) if found is not None), None)
+    sums = next(_sums(source), None)
     if sums is None:
         return ReasonCode.NO_MATMUL.at(source)
     tokens = proofs.fake(sums.index).shape[0] // sums.top_k
@@ -69,7 +69,7 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     return Match(collective, sums, behind) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
 
 
-def _sums(source: fx.Node) -> Iterator[combine_experts.Match | None]:
+def _sums(source: fx.Node) -> Iterator[combine_experts.Match]:
     """Yields the proofs that `source` is what a sum of slots, of those near it, ends with."""
     for total in _candidates(source):
         found = combine_experts.find_combine_experts(total, whenever=True)

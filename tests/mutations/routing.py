@@ -115,9 +115,9 @@ ROUTING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the runs of tokens are in another order",
-        "lowering/combine_experts_all_reduce/chunked.py",
-        "TokenRun(end - count, count) for count, end in zip(runs, accumulate(runs), strict=True)",
-        "TokenRun(end - count, count) for count, end in zip(runs[::-1], accumulate(runs[::-1]), strict=True)",
+        "lowering/expert_sums/runs.py",
+        "zip(lengths, accumulate(lengths), strict=True)",
+        "zip(lengths[::-1], accumulate(lengths[::-1]), strict=True)",
         f"{REDUCED}::test_near_the_reference",
     ),
     Mutation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-from benchmarks.tolerances import relative_error
 from ditron_inductor.options import Options
-from tests.passes.graphs import WORLD_SIZE, compiled_graphs, fuse, only_task, reasons, reduce_scatter, run_ranks
+from tests.passes import test_combine_experts_all_reduce as whole
+from tests.passes.graphs import WORLD_SIZE, only_task, reasons, reduce_scatter
 from tests.passes.test_combine_experts_all_reduce import D, E, F, K, routed, sorted_slots
 
 pytestmark = pytest.mark.usefixtures("group", "few_tokens")
@@ -28,8 +27,7 @@ OPERANDS = (
 @pytest.fixture
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs of these tests have few tokens."""
-    whole = importlib.import_module("ditron_inductor.passes.fuse.combine_experts_all_reduce")
-    monkeypatch.setattr(whole, "LEAST_TOKENS", T)
+    monkeypatch.setattr(whole.module, "LEAST_TOKENS", T)
 
 
 def scattered(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -55,17 +53,7 @@ def sequences_in_order(*operands: torch.Tensor) -> torch.Tensor:
 
 def fused(fn: Callable[..., Any]) -> fx.GraphModule:
     """The graph after the fusions, which computes on all ranks what it computed before."""
-    (before,), (after,) = compiled_graphs(fn, *OPERANDS), compiled_graphs(fn, *OPERANDS)
-    fuse(after, NAMED)
-
-    def inputs() -> list[list[torch.Tensor]]:
-        drawn = torch.Generator().manual_seed(0)
-        return [[torch.randn(one.shape, generator=drawn).to(one.dtype) for one in OPERANDS] for _ in range(WORLD_SIZE)]
-
-    # The node rounds once, and the graph several times.
-    for got, wanted in zip(run_ranks(after, inputs()), run_ranks(before, inputs()), strict=True):
-        assert all(relative_error(one, other) < 2e-2 for one, other in zip(got, wanted, strict=True))
-    return after
+    return whole.fused(fn, NAMED, OPERANDS, 2e-2)
 
 
 @pytest.mark.parametrize(
