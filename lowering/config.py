@@ -113,3 +113,10 @@ def select_few_rows_config(
         return replace(INTERPRETER, block_m=most)
     # fp32 operands need twice as much shared memory.
     return replace(shapes[most], block_k=64) if dtype == torch.float32 else shapes[most]
+
+
+def select_grouped_config(*, dtype: torch.dtype, interpreted: bool) -> Config:
+    """Returns the tile shape for the matmuls of many tokens with the weights of their experts."""
+    if interpreted:
+        return INTERPRETER
+    return FP32 if dtype == torch.float32 else LARGE

@@ -18,10 +18,10 @@ from ditron_inductor.lowering.all_gather_matmul.op import LOWERING as all_gather
 from ditron_inductor.lowering.all_reduce_rms_norm.op import LOWERING as all_reduce_rms_norm
 from ditron_inductor.lowering.all_to_all_matmul.op import LOWERING as all_to_all_matmul
 from ditron_inductor.lowering.combine_experts.op import combine_experts
-from ditron_inductor.lowering.combine_experts_all_reduce.op import LOWERING as combine_experts_all_reduce
-from ditron_inductor.lowering.combine_experts_reduce_scatter.op import LOWERING as combine_experts_reduce_scatter
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
 from ditron_inductor.lowering.flash_decode import op as flash_decode
+from ditron_inductor.lowering.grouped_matmul_all_reduce.op import LOWERING as grouped_matmul_all_reduce
+from ditron_inductor.lowering.grouped_matmul_reduce_scatter.op import LOWERING as grouped_matmul_reduce_scatter
 from ditron_inductor.lowering.host.kind import Lowering
 from ditron_inductor.lowering.host.launch import is_tf32_allowed
 from ditron_inductor.lowering.host.local_calls import LocalCalls
@@ -52,8 +52,8 @@ KINDS: tuple[Lowering, ...] = (
     matmul_all_gather,
     matmul_all_to_all,
     all_to_all_matmul,
-    combine_experts_all_reduce,
-    combine_experts_reduce_scatter,
+    grouped_matmul_all_reduce,
+    grouped_matmul_reduce_scatter,
 )
 LOCAL: Mapping[str, LocalCalls[Any]] = {
     Projections.kind: projections,

@@ -59,7 +59,7 @@ def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
     module = "benchmarks.ops.reduced_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "66", "--rounds", "2", "--out", "", "--commit", "0"]
     rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args([*tiny, *more]))
-    wanted = {"gemm", "inductor", "max_autotune", "ditron", "ditron:library", "ditron:chunked"}
+    wanted = {"gemm", "inductor", "max_autotune", "ditron", "ditron:library", "ditron:tile"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 

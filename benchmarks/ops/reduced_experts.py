@@ -8,11 +8,11 @@ interleaved, outside of CUDA graphs:
     inductor           torch's grouped matmul, the sum in Inductor's kernel, and NCCL's reduction
     max_autotune       the same with mode="max-autotune-no-cudagraphs"
     ditron:library     torch's grouped matmul, our kernel for the sum, and NCCL's reduction
-    ditron:chunked     torch's grouped matmul, then the sums of runs of tokens, which are reduced meanwhile
+    ditron:tile        all of it in one launch
     ditron             what the plan picks of both, after its trial
 
-The difference between `inductor` and `ditron:library` is that of a kernel, and between this and `ditron:chunked` that
-of the overlap.
+The difference between `inductor` and `ditron:library` is that of a kernel, and between this and `ditron:tile` that of
+the overlap.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
 from ditron_inductor.task import reference, schema, trial
-from ditron_inductor.task.nodes import CombineExpertsAllReduce, CombineExpertsReduceScatter, Policy, ReducedExperts
+from ditron_inductor.task.nodes import GroupedMatmulAllReduce, GroupedMatmulReduceScatter, Policy, ReducedExperts
 
 MODULE = "benchmarks.ops.reduced_experts"
 LIMIT_S = 480.0
 LINK_BYTES_PER_US = 450e3
-OURS = {"ditron:library": "library", "ditron:chunked": "chunked", "ditron": "auto"}
+OURS = {"ditron:library": "library", "ditron:tile": "tile", "ditron": "auto"}
 RIVALS = ("inductor", "max_autotune")
-HEADS = ["cell", "limit", *RIVALS, *OURS, "best other/ditron", "overlap: library/chunked"]
+HEADS = ["cell", "limit", *RIVALS, *OURS, "best other/ditron", "overlap: library/tile"]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """x [S, K], weight [E, K, N], ends [E], places [S], scale [S]."""
 
@@ -91,8 +91,7 @@ def ours(
     node = made("sum", top_k, session.world_size, session.group_name, site, policy)
     names = [name for name, _ in node.slots()]
 
-    def layer(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *slots: torch.Tensor) -> torch.Tensor:
-        operands = torch._grouped_mm(x, weight, offs=ends), *slots
+    def layer(*operands: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = schema.call(node, **dict(zip(names, operands, strict=True)))[0]
         return out
 
@@ -103,7 +102,7 @@ def contestants(
     session: Session, kind: type[ReducedExperts], cell: str, top_k: int, given: Sequence[Operands]
 ) -> dict[str, Callable[[int], object]]:
     """The contestants whose results are right."""
-    scatters = kind is CombineExpertsReduceScatter
+    scatters = kind is GroupedMatmulReduceScatter
     written = eager(session.group_name, top_k, scatters)
     tuned = {"mode": "max-autotune-no-cudagraphs"} if session.clock.device.type == "cuda" else {}
     layers: dict[str, Callable[..., torch.Tensor]] = {
@@ -141,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(session: Session, options: argparse.Namespace) -> list[Row]:
     """All cells for which there is time; rank 0 writes and prints."""
-    kind: type[ReducedExperts] = CombineExpertsReduceScatter if options.scatter else CombineExpertsAllReduce
+    kind: type[ReducedExperts] = GroupedMatmulReduceScatter if options.scatter else GroupedMatmulAllReduce
     rounds = 1 if options.scatter else 2
     rows: list[Row] = []
     lines = []
@@ -164,7 +163,7 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
         us = {name: each.p50_us for name, each in times.items()}
         texts = [f"{us[name]:.0f}" if name in us else "-" for name in (*RIVALS, *OURS)]
         best = min((name for name in RIVALS if name in us), key=lambda name: us[name], default="inductor")
-        ratios = [(best, "ditron"), ("ditron:library", "ditron:chunked")]
+        ratios = [(best, "ditron"), ("ditron:library", "ditron:tile")]
         texts += [f"{us[one] / us[other]:.2f}" if {one, other} <= set(us) else "-" for one, other in ratios]
         lines.append([shape, f"{limit_us:.0f}", *texts])
         session.say("  ".join(lines[-1]))

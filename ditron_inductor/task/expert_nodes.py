@@ -58,41 +58,16 @@ MOST_EXPERT_TOKENS = MOST_PROJECTED_ROWS
 """The most tokens of `ExpertProjections`: all rows of an expert are in one tile of its kernel."""
 
 
-class SummedExperts(Node):
+@dataclass(frozen=True)
+class CombineExperts(Node):
     """out[t] = added[t] + sum_j scale[s] * products[s] with s = places[t * top_k + j]. j counts the `top_k` experts
-    that token t takes. A slot is a token's use of one expert; there are S = T * top_k of them.
+    that token t takes. A slot is a token's use of one expert; there are S = T * top_k of them. Nothing is communicated:
+    no site.
 
     products [S, N] is what the experts return, sorted in any way. places is int64 [S], token by token; a negative place
     counts from the end. scale is a floating-point [S]. added [T, N], if there is one, is what an expert returns that
     all tokens use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
     """
-
-    top_k: int
-    has_added: bool
-
-    @property
-    def sum_pattern(self) -> str:
-        """The sum as text."""
-        return f"weighted sum of {self.top_k} experts" + " + all tokens' expert" * self.has_added
-
-    def verify(self) -> None:
-        check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
-
-    def slots(self) -> Slots:
-        return single(("products", "places", "scale", *("added",) * self.has_added))
-
-    def summed(self, shapes: Shapes) -> tuple[Any, Any]:
-        """Returns (T, N), the shape of the sum."""
-        return shapes["places"][0] // self.top_k, shapes["products"][1]
-
-    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (products, places, scale, added or None)."""
-        return (*operands, None)[:4]
-
-
-@dataclass(frozen=True)
-class CombineExperts(SummedExperts):
-    """out = the sum [T, N] that `SummedExperts` describes. Nothing is communicated: no site."""
 
     kind: ClassVar[str] = "combine_experts"
     top_k: int
@@ -101,49 +76,95 @@ class CombineExperts(SummedExperts):
 
     @property
     def pattern(self) -> str:
-        return self.sum_pattern
+        return f"weighted sum of {self.top_k} experts" + " + all tokens' expert" * self.has_added
 
     def verify(self) -> None:
-        super().verify()
+        check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
+    def slots(self) -> Slots:
+        return single(("products", "places", "scale", *("added",) * self.has_added))
+
     def sizes(self, shapes: Shapes) -> Sizes:
-        return Sizes(*self.summed(shapes), self.top_k, "n", shapes["products"])
+        return Sizes(*self._summed(shapes), self.top_k, "n", shapes["products"])
 
     def outputs(self, shapes: Shapes) -> list[Output]:
-        return [Output(self.summed(shapes))]
+        return [Output(self._summed(shapes))]
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns (products, places, scale, added or None)."""
+        return (*operands, None)[:4]
+
+    def _summed(self, shapes: Shapes) -> tuple[Any, Any]:
+        """Returns (T, N), the shape of the sum."""
+        return shapes["places"][0] // self.top_k, shapes["products"][1]
 
 
-class ReducedExperts(SummedExperts, TaskNode):
-    """A sum that `SummedExperts` describes and that is reduced over the ranks, whose `places` may differ."""
+class ReducedExperts(TaskNode):
+    """The sum that `CombineExperts` describes, of products = x @ weight[expert of the slot], reduced over the ranks. x
+    [S, K] is sorted by expert; weight is [E, K, N]. ends is int32 [E]: the slots of expert e end before slot ends[e]. A
+    rank has its own slice of K, and its routing may differ from that of its peers.
+    """
 
-    # The times do not depend on the sizes of a matmul: no table has times of it.
+    # No table has times of it.
     computes: ClassVar[str] = "experts"
-    # It has not been measured on GPUs yet.
     by_default: ClassVar[bool] = False
-    host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 300.0}
-    strategies: ClassVar[tuple[str, ...]] = ("library", "chunked")
+    host_us: ClassVar[Mapping[str, float]] = {"library": 120.0, "tile": 40.0}
+    strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
     num_outputs: ClassVar[int] = 1
     reduce_op: str
+    top_k: int
+    has_added: bool
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a rank gets its own tokens only."""
+        return self.exchange == SCATTERED_PRODUCT
+
+    @property
+    def runs(self) -> int:
+        """Returns in how many runs the tokens of a rank lie."""
+        return 1
+
+    @property
+    def sums(self) -> CombineExperts:
+        """The sum of the products as a node of its own."""
+        return CombineExperts(self.top_k, self.has_added)
+
+    @property
+    def grouped_pattern(self) -> str:
+        """The products and their sum as text."""
+        return f"grouped matmul -> {self.sums.pattern}"
 
     def verify(self) -> None:
-        super().verify()
+        self.sums.verify()
         check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def slots(self) -> Slots:
+        return single(("x", "weight", "ends", "places", "scale", *("added",) * self.has_added))
+
+    def summed(self, shapes: Shapes) -> tuple[Any, Any]:
+        """Returns (T, N), the shape of the sum."""
+        return shapes["places"][0] // self.top_k, shapes["weight"][2]
 
     def contributed(self, shapes: Shapes) -> tuple[Any, ...]:
         return self.summed(shapes)
 
     def sizes(self, shapes: Shapes) -> Sizes:
         # As many operations, and the bytes of the reduction.
-        return Sizes(*self.summed(shapes), self.top_k, "k", self.contributed(shapes))
+        return Sizes(*self.summed(shapes), self.top_k * shapes["x"][1], "k", self.contributed(shapes))
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns (x, weight, ends, places, scale, added or None)."""
+        return (*operands, None)[:6]
 
 
 @dataclass(frozen=True)
-class CombineExpertsAllReduce(ReducedExperts):
-    """out = all_reduce(the sum [T, N] that `SummedExperts` describes), bit-identical on every rank."""
+class GroupedMatmulAllReduce(ReducedExperts):
+    """out = all_reduce(the sum [T, N] that `ReducedExperts` describes), bit-identical on every rank."""
 
-    kind: ClassVar[str] = "combine_experts_all_reduce"
+    kind: ClassVar[str] = "grouped_matmul_all_reduce"
     exchange: ClassVar[Exchange] = REDUCED_PRODUCT
     reduce_op: str
     top_k: int
@@ -155,19 +176,19 @@ class CombineExpertsAllReduce(ReducedExperts):
 
     @property
     def pattern(self) -> str:
-        return f"{self.sum_pattern} -> all_reduce({self.reduce_op})"
+        return f"{self.grouped_pattern} -> all_reduce({self.reduce_op})"
 
     def outputs(self, shapes: Shapes) -> list[Output]:
         return [Output(self.summed(shapes))]
 
 
 @dataclass(frozen=True)
-class CombineExpertsReduceScatter(ReducedExperts):
-    """out = rank r's rows of the reduction of the sum [T, N] that `SummedExperts` describes. The rows of a rank are the
-    r-th of W equal chunks of each of `outer` equal runs, such as the sequences of a batch; out is [T / W, N].
+class GroupedMatmulReduceScatter(ReducedExperts):
+    """out = rank r's rows of the reduction of the sum [T, N] that `ReducedExperts` describes. The rows of a rank are
+    the r-th of W equal chunks of each of `outer` equal runs, such as the sequences of a batch; out is [T / W, N].
     """
 
-    kind: ClassVar[str] = "combine_experts_reduce_scatter"
+    kind: ClassVar[str] = "grouped_matmul_reduce_scatter"
     exchange: ClassVar[Exchange] = SCATTERED_PRODUCT
     reduce_op: str
     top_k: int
@@ -180,7 +201,7 @@ class CombineExpertsReduceScatter(ReducedExperts):
 
     @property
     def pattern(self) -> str:
-        return f"{self.sum_pattern} -> reduce_scatter({self.reduce_op})"
+        return f"{self.grouped_pattern} -> reduce_scatter({self.reduce_op})"
 
     def verify(self) -> None:
         super().verify()
@@ -191,6 +212,10 @@ class CombineExpertsReduceScatter(ReducedExperts):
         return self.outer, T // self.outer, N
 
     def slices(self, shape: Sequence[int]) -> int:
+        return self.outer
+
+    @property
+    def runs(self) -> int:
         return self.outer
 
     def outputs(self, shapes: Shapes) -> list[Output]:

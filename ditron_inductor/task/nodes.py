@@ -16,11 +16,10 @@ from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
 from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
-from ditron_inductor.task.expert_nodes import CombineExpertsAllReduce as CombineExpertsAllReduce
-from ditron_inductor.task.expert_nodes import CombineExpertsReduceScatter as CombineExpertsReduceScatter
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
+from ditron_inductor.task.expert_nodes import GroupedMatmulAllReduce as GroupedMatmulAllReduce
+from ditron_inductor.task.expert_nodes import GroupedMatmulReduceScatter as GroupedMatmulReduceScatter
 from ditron_inductor.task.expert_nodes import ReducedExperts as ReducedExperts
-from ditron_inductor.task.expert_nodes import SummedExperts as SummedExperts
 from ditron_inductor.task.matmul_nodes import MAX_PRODUCTS as MAX_PRODUCTS
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS as MOST_PROJECTED_ROWS
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS as REDUCE_OPS
@@ -71,8 +70,8 @@ DECLARED: tuple[type[Node], ...] = (
     Projections,
     ExpertProjections,
     CombineExperts,
-    CombineExpertsAllReduce,
-    CombineExpertsReduceScatter,
+    GroupedMatmulAllReduce,
+    GroupedMatmulReduceScatter,
     AllGatherAttention,
     AttentionReduceScatter,
 )

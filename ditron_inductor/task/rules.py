@@ -8,7 +8,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,22 +149,37 @@ def _experts(node: nodes.ExpertProjections, given: Given) -> Rules:
     yield from _epilogue(node, given, experts.shape[0], [weight.shape[2] for weight in weights])
 
 
-def _combined(node: nodes.SummedExperts, given: Given) -> Rules:
-    products, places, scale = (given[name] for name in ("products", "places", "scale"))
-    yield products.ndim == 2, f"has products with {products.ndim} dimensions, not 2"
-    yield products.dtype in ACTIVATION_DTYPES, f"has dtype {products.dtype}, which no kernel takes"
+def _combined(node: nodes.CombineExperts, given: Given) -> Rules:
+    yield from _slots_summed(node.top_k, given, given["products"].shape, given["products"].dtype)
+
+
+def _slots_summed(top_k: int, given: Given, shape: Sequence[Any], dtype: torch.dtype) -> Rules:
+    """Yields the rules for the sum of products of this shape and dtype."""
+    places, scale = given["places"], given["scale"]
+    yield len(shape) == 2, f"has products with {len(shape)} dimensions, not 2"
+    yield dtype in ACTIVATION_DTYPES, f"has dtype {dtype}, which no kernel takes"
     yield places.dtype == torch.int64 and places.ndim == 1, "has places that are no int64 vector"
-    yield places.shape[0] % node.top_k == 0, f"has places that are no multiple of {node.top_k}"
-    yield places.shape[0] == products.shape[0], "has rows that do not fit the slots"
+    yield places.shape[0] % top_k == 0, f"has places that are no multiple of {top_k}"
+    yield places.shape[0] == shape[0], "has rows that do not fit the slots"
     yield scale.dtype in ACTIVATION_DTYPES, f"has a scale of {scale.dtype}"
-    yield scale.numel() == products.shape[0], "has a scale that does not fit the slots"
-    if node.has_added:
-        yield from _same_dtype([products, given["added"]])
-        for size, other in zip(given["added"].shape, (places.shape[0] // node.top_k, products.shape[1]), strict=True):
+    yield scale.numel() == shape[0], "has a scale that does not fit the slots"
+    if "added" in given:
+        yield given["added"].dtype == dtype, "has operands of different dtypes"
+        for size, other in zip(given["added"].shape, (places.shape[0] // top_k, shape[1]), strict=True):
             yield size == other, "adds what does not fit"
 
 
-def _experts_scattered(node: nodes.CombineExpertsReduceScatter, given: Given) -> Rules:
+def _experts_reduced(node: nodes.ReducedExperts, given: Given) -> Rules:
+    x, weight, ends = given["x"], given["weight"], given["ends"]
+    yield x.ndim == 2 and weight.ndim == 3, f"multiplies operands of {x.ndim} and {weight.ndim} dimensions, not 2 and 3"
+    yield from _same_dtype([x, weight])
+    yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
+    yield ends.dtype == torch.int32 and ends.ndim == 1, "has ends that are no int32 vector"
+    yield ends.shape[0] == weight.shape[0], "has ends that do not fit the experts"
+    yield from _slots_summed(node.top_k, given, (x.shape[0], weight.shape[2]), x.dtype)
+
+
+def _experts_scattered(node: nodes.GroupedMatmulReduceScatter, given: Given) -> Rules:
     T, parts = given["places"].shape[0] // node.top_k, node.outer * node.world_size
     yield T % parts == 0, f"scatters {T} tokens over {node.world_size} ranks in {node.outer} runs"
 
@@ -280,8 +295,9 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.MatmulAllToAll: _columns_exchanged,
     nodes.Projections: _projected,
     nodes.ExpertProjections: _experts,
-    nodes.SummedExperts: _combined,
-    nodes.CombineExpertsReduceScatter: _experts_scattered,
+    nodes.CombineExperts: _combined,
+    nodes.ReducedExperts: _experts_reduced,
+    nodes.GroupedMatmulReduceScatter: _experts_scattered,
     nodes.AllReduceRmsNorm: _rows_reduced,
     nodes.MatmulAllReduceRmsNorm: _sum_reduced,
     nodes.FlashDecode: _decoded,

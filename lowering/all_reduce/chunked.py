@@ -17,8 +17,8 @@ free either. Limits. None on M, N and K. Runs may be empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,14 +26,12 @@ from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.all_reduce import all_reduce_kernel
-from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, Operands, PieceGroup, Products
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, Operands, PieceGroup
 from ditron_inductor.lowering.epilogues import Finisher, Preparer, finisher_of_sum, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS
-from ditron_inductor.task.nodes import ReducedExperts, ReducedSum
-
-Reduces = ReducedSum | ReducedExperts
+from ditron_inductor.task.nodes import ReducedSum
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +72,9 @@ def geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int, k:
 
 def parts_geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Parts:
     """Returns the Parts, however small the product is; see `geometry`."""
+    world, itemsize, num_sms = node.world_size, a.element_size(), launch.num_sms
     M = math.prod(a.shape[:-1])
-    parts = schedules.all_reduce_parts(node.world_size, M, columns, k, a.element_size(), launch.num_sms)
-    sizes = cut_into(parts, node, launch, M, columns, a.dtype)
-    return replace(sizes, finisher=finisher_of_sum(node, a), preparer=preparer_of(node, a.device))
-
-
-def cut_into(parts: int, node: Reduces, launch: Launch, M: int, columns: int, dtype: torch.dtype) -> Parts:
-    """Returns the Parts of an output [M, columns] that is cut into this number of parts, without an epilogue."""
-    world, itemsize, num_sms = node.world_size, dtype.itemsize, launch.num_sms
+    parts = schedules.all_reduce_parts(world, M, columns, k, itemsize, num_sms)
     length = ceil_div(M, parts * world)
     cut = schedules.scatter_schedule(world, length, columns, num_sms, most_parts=1)
     stride = round_up(length * columns, 128)
@@ -97,8 +89,8 @@ def cut_into(parts: int, node: Reduces, launch: Launch, M: int, columns: int, dt
         results=results,
         nbytes=(results + parts * stride) * itemsize,
         kernels=Kernels(launch),
-        finisher=None,
-        preparer=None,
+        finisher=finisher_of_sum(node, a),
+        preparer=preparer_of(node, a.device),
     )
 
 
@@ -116,36 +108,14 @@ def reduced_sum(
         return all_reduce_kernel.reduced_sum(node, launch, sizes, a, b, bias, extras)
     first = a[0]
     out = first.new_empty([*first.shape[:-1], sizes.N])
-
-    def products_of(lengths: Sequence[int]) -> Operands:
+    whole = out if out.dim() == 2 else out.view(sizes.M, sizes.N)
+    partials = first.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
+    with launch.call(nbytes=sizes.nbytes) as call:
+        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
         pre = None
         if sizes.preparer is not None:
-            pre = sizes.preparer.runs(extras, sizes.M, sizes.N, lambda x: x.split_with_sizes(lengths))
-        return Operands([rows_of(left).split_with_sizes(lengths) for left in a], b, bias, pre)
-
-    def finish() -> list[torch.Tensor]:
-        return [out] if sizes.finisher is None else sizes.finisher.finish_sum(out, extras)
-
-    return reduce_in_parts(node, launch, sizes, out, products_of, finish)
-
-
-def reduce_in_parts(
-    node: Reduces,
-    launch: Launch,
-    sizes: Parts,
-    out: torch.Tensor,
-    products_of: Callable[[list[int]], Products],
-    finish: Callable[[], list[torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Reduces what this rank contributes into `out` [.., N], and returns the outputs. products_of: a function of the
-    rows of each run, one behind the other, which returns what computes them, run by run. finish: returns the outputs,
-    and is called inside the call, behind the reduction.
-    """
-    whole = out if out.dim() == 2 else out.view(sizes.M, sizes.N)
-    partials = out.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
-    with launch.call(nbytes=sizes.nbytes) as call:
-        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, out.dtype))
-        operands = products_of(plan.lengths)
+            pre = sizes.preparer.runs(extras, sizes.M, sizes.N, lambda x: x.split_with_sizes(plan.lengths))
+        operands = Operands([rows_of(left).split_with_sizes(plan.lengths) for left in a], b, bias, pre)
         result, arrived = out.data_ptr(), partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
@@ -162,7 +132,7 @@ def reduce_in_parts(
                 before = part
             assert before is not None
             before.gather(lane, result)
-        outs = finish()
+        outs = [out] if sizes.finisher is None else sizes.finisher.finish_sum(out, extras)
         plan.close(call.stream, tuple(outs))
     return outs
 
@@ -203,7 +173,7 @@ class _Plan:
     lengths: list[int]
 
 
-def _plan(node: Reduces, launch: Launch, sizes: Parts, call: Call, dtype: torch.dtype) -> _Plan:
+def _plan(node: ReducedSum, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
     world, rank = node.world_size, launch.rank
     exchange = ChunkedExchange(sizes.kernels, call)
     found = [[products(part, *group, rank, world, sizes) for group in sizes.groups] for part in range(sizes.parts)]
@@ -213,7 +183,7 @@ def _plan(node: Reduces, launch: Launch, sizes: Parts, call: Call, dtype: torch.
     parts = []
     for part, (first, last) in enumerate(own_runs):
         groups = [
-            _group(part, group, of_group, place_of, exchange, call, dtype, rank, world, sizes)
+            _group(part, group, of_group, place_of, exchange, call, a.dtype, rank, world, sizes)
             for group, of_group in zip(sizes.groups, found[part], strict=True)
         ]
         base, own = part * world * sizes.length, (part * world + rank) * sizes.length
@@ -230,7 +200,7 @@ def _plan(node: Reduces, launch: Launch, sizes: Parts, call: Call, dtype: torch.
         for step in range(1, world):
             owner = (rank + step) % world
             begin, end = sizes.run(part, owner, world)
-            results.append(_transfer(call, owner, dtype, result, begin, end - begin, sizes))
+            results.append(_transfer(call, owner, a.dtype, result, begin, end - begin, sizes))
         parts.append(
             _Part(
                 groups=groups,

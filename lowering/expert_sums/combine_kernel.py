@@ -22,25 +22,35 @@ from ditron_inductor.lowering.host.launch import ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import facts_of
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import SummedExperts
+from ditron_inductor.task.nodes import CombineExperts
 
-ROWS, BLOCK, WARPS = 4, 512, 4
-"""The tokens and columns of a program's block, and the warps of a program."""
+BLOCK, WARPS = 1024, 4
+"""The columns of a program's block, and the warps of a program."""
+LOADS = 16
+"""The rows of products that a program has under way at once."""
 Runner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], list[torch.Tensor]]
 """A function of (products, places, scale, added or None)."""
 
 
-class Sizes(NamedTuple):
-    """The number of slots of all tokens; the first token and the number of tokens that are summed, in runs of `run` of
-    them, of which the next one begins after `jump` tokens; the columns; and the elements from row to row of the
-    products and of what is added.
+class Slots(NamedTuple):
+    """The slots of all tokens: pointers to the products [S, N], to `places` and `scale` [S], and to what is added, [T,
+    N]; T, N, and the elements from row to row of the products and of what is added.
     """
 
-    S: Any
-    first: Any
+    products: Any
+    places: Any
+    scale: Any
+    added: Any
     T: Any
-    run: Any
-    jump: Any
+    N: Any
+    pitch: Any
+    added_pitch: Any
+
+
+class Sizes(NamedTuple):
+    """The numbers in `Slots`."""
+
+    T: Any
     N: Any
     pitch: Any
     added_pitch: Any
@@ -56,90 +66,71 @@ class How(NamedTuple):
 
 
 @triton.jit
-def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr):
-    """See the module and the node. products: [S, N]. places, scale: [S]. added: [S / TOP_K, N]. out: [T, N]."""
+def summed_slots(slots, tokens, columns, HOW: tl.constexpr):
+    """Returns a tuple with the sum [BLOCK] of the Slots of each of `tokens`, a tuple of numbers, in fp32. The numbers
+    of a token and of its slots are the same for all threads, so no thread waits for another one.
+    """
     TOP_K: tl.constexpr = HOW.TOP_K
+    BLOCK: tl.constexpr = HOW.BLOCK
+    NUM: tl.constexpr = len(tokens)
+    inside = columns < slots.N
+    S = slots.T * TOP_K
+    places = ()
+    products = ()
+    factors = ()
+    # All loads of a kind are issued before the first of them is waited for.
+    for i in tl.static_range(NUM * TOP_K):
+        place = tl.load(slots.places + tokens[i // TOP_K].to(tl.int64) * TOP_K + i % TOP_K)
+        places = places + (tl.where(place < 0, place + S, place),)  # type: ignore[assignment]
+    for i in tl.static_range(NUM * TOP_K):
+        # What lies outside is not read, and its sum is no number.
+        there = (places[i] >= 0) & (places[i] < S)
+        product = tl.load(slots.products + places[i] * slots.pitch + columns, mask=inside & there, other=0.0)
+        products = products + (product,)  # type: ignore[assignment]
+    for i in tl.static_range(NUM * TOP_K):
+        there = (places[i] >= 0) & (places[i] < S)
+        factor = tl.load(slots.scale + places[i], mask=there, other=float("nan")).to(tl.float32)
+        factors = factors + (factor,)  # type: ignore[assignment]
+    sums = ()
+    for t in tl.static_range(NUM):
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for j in tl.static_range(TOP_K):
+            total += products[t * TOP_K + j].to(tl.float32) * factors[t * TOP_K + j]
+        if HOW.HAS_ADDED:
+            row = slots.added + tokens[t].to(tl.int64) * slots.added_pitch
+            total += tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+        sums = sums + (total,)  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
+def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr):
+    """See the module and the node. products: [S, N]. places, scale: [S]. added, out: [T, N]."""
+    slots = Slots(products, places, scale, added, sizes.T, sizes.N, sizes.pitch, sizes.added_pitch)
     ROWS: tl.constexpr = HOW.ROWS
     BLOCK: tl.constexpr = HOW.BLOCK
     across = tl.cdiv(sizes.N, BLOCK)
     block = tl.program_id(0)
-    rows = (block // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = block % across * BLOCK + tl.arange(0, BLOCK)
-    exists = rows < sizes.T
-    inside = exists[:, None] & (columns < sizes.N)[None, :]
-    tokens = sizes.first + rows // sizes.run * sizes.jump + rows % sizes.run
-    S = sizes.S
-    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for j in tl.static_range(TOP_K):
-        place = tl.load(places + tokens * TOP_K + j, mask=exists, other=0)
-        place = tl.where(place < 0, place + S, place)
-        # What lies outside is not read, and its sum is no number.
-        there = (place >= 0) & (place < S)
-        factor = tl.load(scale + place, mask=exists & there, other=float("nan")).to(tl.float32)
-        product = tl.load(
-            products + place[:, None] * sizes.pitch + columns[None, :], mask=inside & there[:, None], other=0.0
-        )
-        total += product.to(tl.float32) * factor[:, None]
-    if HOW.HAS_ADDED:
-        more = tl.load(added + tokens[:, None] * sizes.added_pitch + columns[None, :], mask=inside, other=0.0)
-        total += more.to(tl.float32)
-    tl.store(out + rows[:, None] * sizes.N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
+    first = block // across * ROWS
+    tokens = ()
+    for i in tl.static_range(ROWS):
+        tokens = tokens + (tl.minimum(first + i, sizes.T - 1),)  # type: ignore[assignment]
+    sums = summed_slots(slots, tokens, columns, HOW)
+    for i in tl.static_range(ROWS):
+        # The last token is perhaps computed more than once.
+        row = out + tokens[i].to(tl.int64) * sizes.N
+        tl.store(row + columns, sums[i].to(out.dtype.element_ty), mask=columns < sizes.N)
 
 
-def takes(products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: torch.Tensor | None) -> bool:
-    """Returns whether the kernel can read operands of these forms, on their device."""
-    rows = [products] if added is None else [products, added]
-    lies = all(one.stride(1) == 1 for one in rows) and places.is_contiguous() and scale.is_contiguous()
-    return lies and products.numel() > 0 and not facts_of(products.device).tile_problem
-
-
-class TokenRun(NamedTuple):
-    """Tokens: `outer` runs of `length` tokens, the first of which begins at token `first`, and the next ones after
-    `jump` tokens each.
-    """
-
-    first: int
-    length: int
-    outer: int = 1
-    jump: int = 0
-
-    @property
-    def tokens(self) -> list[slice]:
-        """The tokens of each run."""
-        begins = [self.first + i * self.jump for i in range(self.outer)]
-        return [slice(begin, begin + self.length) for begin in begins]
-
-
-class Combiner:
-    """Sums the slots of the tokens of a run, of operands of these forms, which the kernel `takes`."""
-
-    def __init__(self, node: SummedExperts, products: torch.Tensor, added: torch.Tensor | None, run: TokenRun) -> None:
-        S, N = products.shape
-        tokens = run.length * run.outer
-        pitch = products.stride(0)
-        added_pitch = pitch if added is None else added.stride(0)
-        sizes = Sizes(S, run.first, tokens, max(run.length, 1), run.jump, N, pitch, added_pitch)
-        how = How(node.top_k, node.has_added, ROWS, min(BLOCK, triton.next_power_of_2(N)))
-        values = {"sizes": sizes, "HOW": how, "num_warps": WARPS}
-        self._arguments = Arguments(ceil_div(tokens, ROWS) * ceil_div(N, how.BLOCK), values)
-        self._launcher = local_launcher(combine_kernel, products.device)
-
-    def __call__(
-        self,
-        products: torch.Tensor,
-        places: torch.Tensor,
-        scale: torch.Tensor,
-        added: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Stores the sums in `out`, contiguous [tokens, N]."""
-        rest = products if added is None else added
-        tensors = {"products": products, "places": places, "scale": scale, "added": rest, "out": out}
-        self._launcher(handle_for(products), lambda: self._arguments, (), (), tensors)
+def lie_in_rows(places: torch.Tensor, scale: torch.Tensor, *rows: torch.Tensor | None) -> bool:
+    """Returns whether kernels can read operands of these forms: rows have contiguous columns."""
+    lies = all(one.stride(1) == 1 for one in rows if one is not None)
+    return lies and places.is_contiguous() and scale.is_contiguous()
 
 
 def prepare(
-    node: SummedExperts,
+    node: CombineExperts,
     products: torch.Tensor,
     places: torch.Tensor,
     scale: torch.Tensor,
@@ -149,21 +140,31 @@ def prepare(
     """Returns what computes the sums for operands of these forms: the kernel if it can run, and otherwise the library.
     In the interpreter, which is slow, the kernel runs only if `tile` is forced.
     """
-    if (products.device.type == "cpu" and strategy != "tile") or not takes(products, places, scale, added):
+    if products.device.type == "cpu" and strategy != "tile":
         return by_library(node)
-    T, N = places.shape[0] // node.top_k, products.shape[1]
-    combiner = Combiner(node, products, added, TokenRun(0, T))
+    lies = lie_in_rows(places, scale, products, added)
+    if not lies or products.numel() == 0 or facts_of(products.device).tile_problem:
+        return by_library(node)
+    N = products.shape[1]
+    T = places.shape[0] // node.top_k
+    sizes = Sizes(T, N, products.stride(0), (products if added is None else added).stride(0))
+    rows = max(1, LOADS // node.top_k)
+    how = How(node.top_k, node.has_added, rows, min(BLOCK, triton.next_power_of_2(N)))
+    arguments = Arguments(ceil_div(T, rows) * ceil_div(N, how.BLOCK), {"sizes": sizes, "HOW": how, "num_warps": WARPS})
+    launcher = local_launcher(combine_kernel, products.device)
 
     def run(
         products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: torch.Tensor | None
     ) -> list[torch.Tensor]:
         out = products.new_empty(T, N)
-        combiner(products, places, scale, added, out)
+        rest = products if added is None else added
+        tensors = {"products": products, "places": places, "scale": scale, "added": rest, "out": out}
+        launcher(handle_for(products), lambda: arguments, (), (), tensors)
         return [out]
 
     return run
 
 
-def by_library(node: SummedExperts) -> Runner:
+def by_library(node: CombineExperts) -> Runner:
     """Returns what indexes the products and adds them up."""
     return lambda products, places, scale, added: [reference.combined(products, places, scale, added, node.top_k)]

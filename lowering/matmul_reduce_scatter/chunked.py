@@ -14,8 +14,8 @@ Limits. They are those of tile.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,16 +27,15 @@ from ditron_inductor.lowering.chunked_exchange import (
     Kernels,
     Operands,
     PieceGroup,
-    Products,
     exchange_in_turns,
     shaped,
 )
-from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Preparer, arrange, extras_or, preparer_of
+from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, extras_or, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
 from ditron_inductor.lowering.transfers import PIECE_ROWS
-from ditron_inductor.task.nodes import MatmulReduceScatter, ReducedExperts
+from ditron_inductor.task.nodes import MatmulReduceScatter
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +58,9 @@ class Geometry:
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
     """Returns the Geometry for a [.., W*S, .., K] with W*S at `scatter_dim`. columns: N."""
-    rows = math.prod(a.shape[:-1]) // node.world_size
-    sizes = cut(node.world_size, launch, rows, math.prod(a.shape[: node.scatter_dim]), columns, a.dtype)
-    return replace(sizes, arrangement=arrange(node.parsed, 1), preparer=preparer_of(node, a.device))
-
-
-def cut(world: int, launch: Launch, rows: int, outer: int, columns: int, dtype: torch.dtype) -> Geometry:
-    """Returns the Geometry for outputs [rows, columns], the rows of which are `outer` runs, without an epilogue."""
+    world, itemsize = node.world_size, a.element_size()
+    rows = math.prod(a.shape[:-1]) // world
+    outer = math.prod(a.shape[: node.scatter_dim])
     if outer == 1:
         cut = schedules.scatter_schedule(world, rows, columns, launch.num_sms)
     else:
@@ -77,10 +72,10 @@ def cut(world: int, launch: Launch, rows: int, outer: int, columns: int, dtype: 
         outer=outer,
         cut=cut,
         stride=stride,
-        nbytes=(world - 1) * stride * dtype.itemsize,
+        nbytes=(world - 1) * stride * itemsize,
         kernels=Kernels(launch),
-        arrangement=PLAIN_SUM,
-        preparer=None,
+        arrangement=arrange(node.parsed, 1),
+        preparer=preparer_of(node, a.device),
     )
 
 
@@ -100,43 +95,23 @@ def matmul_reduce_scatter(
     shape = [*first.shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
     outs = sizes.arrangement.new_outputs_of_sum(first, shape)
-
-    def products_of(plan: ScatterPlan) -> Operands:
+    partials = first.new_empty(node.world_size * sizes.rows, sizes.N)
+    with launch.call(nbytes=sizes.nbytes) as call:
+        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
         added = bias if bias is None or bias.dim() == 1 else plan.rows_of(bias)
         whole, preparer = (node.world_size * sizes.rows, sizes.N), sizes.preparer
         pre = None if preparer is None else preparer.runs(extras, *whole, plan.rows_of)
-        return Operands([plan.rows_of(rows_of(left)) for left in a], b, added, pre)
-
-    return scatter(node, launch, sizes, first, products_of, extras_or(outs[0], extras), outs)
-
-
-def scatter(
-    node: MatmulReduceScatter | ReducedExperts,
-    launch: Launch,
-    sizes: Geometry,
-    like: torch.Tensor,
-    products_of: Callable[[ScatterPlan], Products],
-    extras: tuple[torch.Tensor, ...],
-    outs: list[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Reduces what this rank contributes for each owner, and computes and returns the outputs `outs`. like: a tensor
-    with its dtype. products_of: returns what computes it, by the numbers of a plan's runs. extras: the extra tensors of
-    the epilogue, or any tensor.
-    """
-    partials = like.new_empty(node.world_size * sizes.rows, sizes.N)
-    with launch.call(nbytes=sizes.nbytes) as call:
-        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, like.dtype))
-        operands = products_of(plan)
+        operands = Operands([plan.rows_of(rows_of(left)) for left in a], b, added, pre)
         plan.open(call.stream)
         with call.fork() as lane:
             with exchange_in_turns(lane, plan.groups, operands, partials.data_ptr()):
                 operands.multiply(plan.own, shaped(partials[plan.own_rows], plan.own_shape))
-        plan.reduce(call.stream, partials, extras, tuple(outs))
+        plan.reduce(call.stream, partials, extras_or(outs[0], extras), tuple(outs))
     return outs
 
 
 @dataclass(frozen=True)
-class ScatterPlan:
+class _Plan:
     """What the calls that use one slot have in common: launches, copies, and the places of rows. `lengths` has the rows
     of each run of `a` that is multiplied as one, in their order. It is None if an owner's rows do not lie together;
     then all rows have the shape `apart`, and the rows of each owner are one run. `own` is the index of this rank's run,
@@ -159,12 +134,10 @@ class ScatterPlan:
         return a.unflatten(0, self.apart).unbind(1)
 
 
-def _plan(
-    node: MatmulReduceScatter | ReducedExperts, launch: Launch, sizes: Geometry, call: Call, dtype: torch.dtype
-) -> ScatterPlan:
+def _plan(node: MatmulReduceScatter, launch: Launch, sizes: Geometry, call: Call, a: torch.Tensor) -> _Plan:
     world, rank, rows, N, parts = node.world_size, launch.rank, sizes.rows, sizes.N, sizes.cut.parts
     exchange = ChunkedExchange(sizes.kernels, call)
-    slot, itemsize = call.data(rank, dtype), dtype.itemsize
+    slot, itemsize = call.data(rank, a.dtype), a.element_size()
     pitch = N * itemsize
     plain = sizes.outer == 1
     own_shape = (rows, N) if plain else (sizes.outer, rows // sizes.outer, N)
@@ -180,12 +153,12 @@ def _plan(
             targets.append((place, product.view(shape)))
         transfers = []
         for source, begin, end in arrivals(first, count, rank, world, sizes):
-            theirs = call.data(source, dtype).data_ptr() + (rank - source - 1) % world * sizes.stride * itemsize
+            theirs = call.data(source, a.dtype).data_ptr() + (rank - source - 1) % world * sizes.stride * itemsize
             target = (source * rows + begin) * pitch
             transfers.append(Transfer(target, theirs + begin * pitch, (end - begin) * pitch))
         publish = exchange.publish(first, count, parts, PIECE_ROWS.value)
         groups.append(PieceGroup(targets, publish, exchange.wait(first, count, parts, PIECE_ROWS.value), transfers))
-    return ScatterPlan(
+    return _Plan(
         open=exchange.open(),
         groups=groups,
         reduce=exchange.reduce(

@@ -4,11 +4,11 @@
                                                       epilogue="pre: mm0 + full(x0); mm0")[0]
     wait(all_gather(x))         ->  all_gather_matmul(x, [0 [K, 1]], return_gathered)[1]
     wait(reduce_scatter(x))     ->  matmul_reduce_scatter(.., as the first)[0]
-    wait(all_reduce(x))         ->  combine_experts_all_reduce(0 [T, N], places 0, scale 0, added x)[0]
-    wait(reduce_scatter(x))     ->  combine_experts_reduce_scatter(.., as the one before)[0]
+    wait(all_reduce(x))         ->  grouped_matmul_all_reduce(0 [T, 16], 0 [1, 16, N], .., added x)[0]
+    wait(reduce_scatter(x))     ->  grouped_matmul_reduce_scatter(.., as the one before)[0]
 
 If a rank's graph has no matmul in front of a collective, but its peers wait for the tiles of one, the rank has to send
-tiles too. They are those of a product of zeros to which x is added, or of a sum of experts that return zeros. The sum
+tiles too. They are those of a product of zeros to which x is added, or of experts whose weights are zeros. The sum
 is x bit for bit, except for the sign of zeros. This is not a pass of the pipeline. It runs on a graph as it was before
 the passes, if the graph comes under an agreement that was made without it (device/agreements.py). It costs a small
 product that nobody needs, or zeros of the size of x.
@@ -51,6 +51,8 @@ from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 aten = torch.ops.aten
 ADD_ALL = "pre: mm0 + full(x0); mm0"
 DIMENSIONS = ("gather_dim", "scatter_dim")
+WIDTH = 16
+"""K of the stand-ins of experts, which is aligned as a grouped matmul needs it."""
 OUTER = "outer"
 """The field of a node whose rows of a rank are several runs."""
 
@@ -147,8 +149,14 @@ def _operands(graph: fx.Graph, task: TaskNode, x: fx.Node) -> dict[str, Any]:
         places = rewriting.zeros(graph, x, (rows,))
         places.kwargs = {**places.kwargs, "dtype": torch.int64}
         places.meta["val"] = rewriting.fake_like(x.meta["val"], (rows,), (1,), torch.int64)
-        products, scale = rewriting.zeros(graph, x, (rows, columns)), rewriting.zeros(graph, x, (rows,))
-        return {"products": products, "places": places, "scale": scale, "added": x}
+        ends = rewriting.call(graph, aten.full.default, ([1], rows), x, (1,))
+        ends.kwargs = {"dtype": torch.int32, "device": x.meta["val"].device}
+        ends.meta["val"] = rewriting.fake_like(x.meta["val"], (1,), (1,), torch.int32)
+        zeros = {
+            name: rewriting.zeros(graph, x, shape)
+            for name, shape in {"x": (rows, WIDTH), "weight": (1, WIDTH, columns), "scale": (rows,)}.items()
+        }
+        return {**zeros, "ends": ends, "places": places, "added": x}
     (name, _), *others = task.slots()
     return {name: x, **{weights: [rewriting.zeros(graph, x, (x.meta["val"].shape[-1], 1))] for weights, _ in others}}
 

@@ -12,8 +12,8 @@ from torch import fx
 
 from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
-from ditron_inductor.passes.fuse.combine_experts_all_reduce import combine_experts_all_reduce
-from ditron_inductor.passes.fuse.combine_experts_reduce_scatter import combine_experts_reduce_scatter
+from ditron_inductor.passes.fuse.grouped_matmul_all_reduce import grouped_matmul_all_reduce
+from ditron_inductor.passes.fuse.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
 from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
@@ -33,8 +33,8 @@ FUSIONS: tuple[Fusion, ...] = (
     matmul_all_to_all,
     all_to_all_matmul,
     # What the experts of a mixture return, which is no sum of matmuls.
-    combine_experts_all_reduce,
-    combine_experts_reduce_scatter,
+    grouped_matmul_all_reduce,
+    grouped_matmul_reduce_scatter,
 )
 """A comment says why the fusion, or the fusions, below it stand at this place."""
 REDUCTIONS: tuple[Fusion, ...] = tuple(fusion for fusion in FUSIONS if issubclass(fusion.node, ReducedSum))

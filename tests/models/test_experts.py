@@ -22,12 +22,12 @@ from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, step
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
-fuse = importlib.import_module("ditron_inductor.passes.fuse.combine_experts_all_reduce")
+fuse = importlib.import_module("ditron_inductor.passes.fuse.grouped_matmul_all_reduce")
 pytest.importorskip("transformers", reason="the models are those of the extra 'models'")
 COPIES, GROUPED = "batched_mm", "grouped_mm"
 KIND = "expert_projections"
 COMBINED = "combine_experts"
-REDUCED = "combine_experts_all_reduce"
+REDUCED = "grouped_matmul_all_reduce"
 
 
 def _reduced(ctx: RankContext, setup: Setup) -> int:

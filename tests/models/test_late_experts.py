@@ -39,7 +39,7 @@ def sequences(total: torch.Tensor) -> torch.Tensor:
     return funcol.reduce_scatter_tensor(total.view(3, -1, D), "sum", 1, dist.group.WORLD)
 
 
-REDUCTIONS: dict[str, Reduce] = {"combine_experts_all_reduce": whole, "combine_experts_reduce_scatter": sequences}
+REDUCTIONS: dict[str, Reduce] = {"grouped_matmul_all_reduce": whole, "grouped_matmul_reduce_scatter": sequences}
 
 
 def differs_later(ctx: RankContext, kind: str, statistic: bool) -> int:
@@ -55,7 +55,7 @@ def differs_later(ctx: RankContext, kind: str, statistic: bool) -> int:
     torch._dynamo.reset()
     counters.clear()
     drawn = torch.Generator().manual_seed(ctx.rank)
-    fuse = importlib.import_module("ditron_inductor.passes.fuse.combine_experts_all_reduce")
+    fuse = importlib.import_module("ditron_inductor.passes.fuse.grouped_matmul_all_reduce")
     options = {"ditron.fusions": FUSIONS, "ditron.strategy": "chunked", "ditron.meeting_s": 2.0}
     with mock.patch.object(fuse, "LEAST_TOKENS", T), torch.no_grad():
         compiled = torch.compile(step, backend="ditron", options=options)
@@ -72,10 +72,10 @@ def differs_later(ctx: RankContext, kind: str, statistic: bool) -> int:
 @pytest.mark.parametrize(
     ("kind", "statistic"),
     [
-        ("combine_experts_all_reduce", True),
-        ("combine_experts_reduce_scatter", False),
-        pytest.param("combine_experts_all_reduce", False, marks=pytest.mark.all_cases),
-        pytest.param("combine_experts_reduce_scatter", True, marks=pytest.mark.all_cases),
+        ("grouped_matmul_all_reduce", True),
+        ("grouped_matmul_reduce_scatter", False),
+        pytest.param("grouped_matmul_all_reduce", False, marks=pytest.mark.all_cases),
+        pytest.param("grouped_matmul_reduce_scatter", True, marks=pytest.mark.all_cases),
     ],
 )
 def test_a_rank_that_differs_later_takes_part(rank_pools: RankPools, kind: str, statistic: bool) -> None:

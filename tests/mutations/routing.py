@@ -122,10 +122,10 @@ ROUTING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a sum that is read elsewhere is reduced with it",
-        "passes/fuse/combine_experts_all_reduce.py",
+        "passes/fuse/grouped_matmul_all_reduce.py",
         "if other is None else",
         "if other is not node else",
-        "tests/passes/test_combine_experts_all_reduce.py::test_it_must_not_fire",
+        "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire",
     ),
     Mutation(
         "the sequences of a batch are one run of tokens",

@@ -74,14 +74,23 @@ def _combine_experts(calls: list[Call]) -> list[Any]:
     return [[reference.combined(*operands)] for operands in given]
 
 
-def _combine_experts_all_reduce(calls: list[Call]) -> list[Any]:
-    total = reduced([sums for (sums,) in _combine_experts(calls)], calls[0].node.reduce_op)
+def _summed_experts(calls: list[Call]) -> list[torch.Tensor]:
+    results = []
+    for call in calls:
+        products = torch._grouped_mm(call.x, call.weight, offs=call.ends)
+        operands = products, call.places, call.scale, call.given.get("added"), call.node.top_k
+        results.append(reference.combined(*operands))
+    return results
+
+
+def _grouped_matmul_all_reduce(calls: list[Call]) -> list[Any]:
+    total = reduced(_summed_experts(calls), calls[0].node.reduce_op)
     return [[total] for _ in calls]
 
 
-def _combine_experts_reduce_scatter(calls: list[Call]) -> list[Any]:
+def _grouped_matmul_reduce_scatter(calls: list[Call]) -> list[Any]:
     node = calls[0].node
-    total = reduced([sums for (sums,) in _combine_experts(calls)], node.reduce_op)
+    total = reduced(_summed_experts(calls), node.reduce_op)
     chunks = total.unflatten(0, (node.outer, node.world_size, -1)).unbind(1)
     return [[chunk.flatten(0, 1)] for chunk in chunks]
 

@@ -1,4 +1,4 @@
-"""combine_experts_reduce_scatter: which reduce-scatters of experts become a node, and what keeps them as they are."""
+"""grouped_matmul_reduce_scatter: which reduce-scatters of experts become a node, and what keeps them as they are."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from tests.passes import test_combine_experts_all_reduce as whole
+from tests.passes import test_grouped_matmul_all_reduce as whole
 from tests.passes.graphs import WORLD_SIZE, only_task, reasons, reduce_scatter
-from tests.passes.test_combine_experts_all_reduce import D, E, F, K, routed, sorted_slots
+from tests.passes.test_grouped_matmul_all_reduce import D, E, F, K, routed, sorted_slots
 
 pytestmark = pytest.mark.usefixtures("group", "few_tokens")
-KIND = "combine_experts_reduce_scatter"
+KIND = "grouped_matmul_reduce_scatter"
 NAMED = replace(Options(), fusions=(*Options().fusions, KIND))
 T = 6 * WORLD_SIZE
 OPERANDS = (
@@ -62,7 +62,7 @@ def fused(fn: Callable[..., Any]) -> fx.GraphModule:
 def test_sums_are_scattered_by_one_node(fn: Callable[..., Any], added: bool, outer: int) -> None:
     task, operands = only_task(fused(fn), KIND)
     assert (task.top_k, task.has_added, task.reduce_op, task.outer) == (K, added, "sum", outer)
-    assert operands["products"].startswith("_grouped_mm")
+    assert operands["x"].startswith("_grouped_mm") and operands["weight"].startswith("permute")
 
 
 def columns(*operands: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""combine_experts_all_reduce: which reductions of experts become a node, and what keeps them as they are."""
+"""grouped_matmul_all_reduce: which reductions of experts become a node, and what keeps them as they are."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ditron_inductor.options import Options
 from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, only_task, reasons, run_ranks, text
 
 pytestmark = pytest.mark.usefixtures("group", "few_tokens")
-module = importlib.import_module("ditron_inductor.passes.fuse.combine_experts_all_reduce")
-KIND = "combine_experts_all_reduce"
+module = importlib.import_module("ditron_inductor.passes.fuse.grouped_matmul_all_reduce")
+KIND = "grouped_matmul_all_reduce"
 NAMED = replace(Options(), fusions=(*Options().fusions, KIND))
 T, D, F, E, K = 22, 16, 8, 6, 2
 OPERANDS = (
@@ -95,9 +95,10 @@ def made(module: fx.GraphModule) -> int:
 
 def test_golden_experts_of_a_prompt() -> None:
     after = fused(experts)
-    _, begin, rest = text(after.graph).partition("_grouped_mm_1 ")
+    _, begin, rest = text(after.graph).partition("_grouped_mm [")
     expecttest.assert_expected_inline(begin + rest, """\
-_grouped_mm_1 [44, 16] = aten._grouped_mm(_grouped_mm, permute_1, cumsum)
+_grouped_mm [44, 8] = aten._grouped_mm(index, permute, cumsum)
+permute_1 [6, 8, 16] = aten.permute(arg3_1, [0, 2, 1])
 view_1 [44] = aten.reshape(getitem, [-1])
 index_1 [44] = aten.index.Tensor(view_1, [getitem_3])
 unsqueeze [44, 1] = aten.unsqueeze(index_1, -1)
@@ -105,8 +106,8 @@ empty [44] = aten.empty.memory_format([44], dtype=torch.int64, layout=torch.stri
 iota [44] = prims.iota(44, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
 index_put [44] = aten.index_put(empty, [getitem_3], iota)
 reshape_default [44] = aten.reshape(unsqueeze, [-1])
-combine_experts_all_reduce = ditron.combine_experts_all_reduce([_grouped_mm_1, index_put, reshape_default], "reduce_op=sum top_k=2 world_size=4 group_name=0 site='' trials", None)
-getitem_4 [22, 16] = combine_experts_all_reduce[0]
+grouped_matmul_all_reduce = ditron.grouped_matmul_all_reduce([_grouped_mm, permute_1, cumsum, index_put, reshape_default], "reduce_op=sum top_k=2 world_size=4 group_name=0 site='' trials", None)
+getitem_4 [22, 16] = grouped_matmul_all_reduce[0]
 return (getitem_4,)
 """)
 
@@ -115,7 +116,7 @@ return (getitem_4,)
 def test_sums_in_any_form_are_reduced_by_one_node(fn: Callable[..., Any], added: bool) -> None:
     task, operands = only_task(fused(fn), KIND)
     assert (task.top_k, task.has_added, task.reduce_op) == (K, added, "sum")
-    assert operands["products"].startswith("_grouped_mm")
+    assert operands["x"].startswith("_grouped_mm") and operands["weight"].startswith("permute")
 
 
 def test_it_has_to_be_named() -> None:

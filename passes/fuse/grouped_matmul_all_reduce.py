@@ -1,15 +1,17 @@
-"""What a mixture's experts return -> weighted sum for each token -> all_reduce becomes one node.
+"""The second matmul of a mixture's experts -> weighted sum for each token -> all_reduce becomes one node.
 
-    the sum of combine_experts.py, in either form [T, N] -> views -> all_reduce -> wait
-    =>  products, places, scale, [added] -> ditron.combine_experts_all_reduce -> getitem 0 [T, N] -> views
+    _grouped_mm(x [S, K], weight [E, K, N], ends [E]) -> the sum of combine_experts.py, in either form [T, N]
+    -> views -> all_reduce -> wait
+    =>  x, weight, ends, places, scale, [added] -> ditron.grouped_matmul_all_reduce -> getitem 0 [T, N] -> views
 
 Order-keeping views may stand between the sum and the collective. The call stands where the collective stood, so the
-order of collectives does not change. What is rounded on the way to the sum is not rounded in the node, which adds in
-fp32, and rounds once before it sends.
+order of collectives does not change. What is rounded on the way to the sum is not rounded in the node, except for the
+products and for the sum of a rank, before it is sent.
 
 It must not fire when
 * combine_experts.py could not make a node of the sum, except that any number of experts and tokens is taken here;
-* the sum, or a view of it in front of the collective, is used elsewhere;
+* the sum, or a view of it in front of the collective, is used elsewhere, or the products are, as in training;
+* the grouped matmul has a bias or another dtype than its operands, or strides of which the kernel would need a copy;
 * a size is dynamic, or there are fewer than LEAST_TOKENS tokens: the reduction of a few rows goes with its norm (see
   all_reduce_rms_norm.py), which takes longer than what could be overlapped here.
 """
@@ -26,13 +28,17 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse import combine_experts
 from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
-from ditron_inductor.task.nodes import CombineExpertsAllReduce, ReducedExperts
+from ditron_inductor.task.nodes import GroupedMatmulAllReduce, ReducedExperts
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
 LEAST_TOKENS = 512
+OPERANDS = ("self", "mat2", "offs")
+"""The parameters of a grouped matmul that are operands of the node."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Match:
     steps: tuple[fx.Node, ...]
 
 
-def find_combine_experts_all_reduce(node: fx.Node) -> Match | Refused:
+def find_grouped_matmul_all_reduce(node: fx.Node) -> Match | Refused:
     """Proves that the all-reduce `node` reduces what experts return as drawn above, or says why not."""
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
@@ -64,9 +70,23 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     static = all(isinstance(size, int) for size in (tokens, *proofs.fake(collective.wait).shape))
     if not static or tokens < LEAST_TOKENS:
         return ReasonCode.GROUPED_MATMUL.at(source)
+    if not _takes(sums.terms.grouped, sums.steps[0]):
+        return ReasonCode.GROUPED_MATMUL.at(sums.terms.grouped)
     behind = (*views, *between)
     other = proofs.other_user((source, *behind), {*behind, collective.node})
     return Match(collective, sums, behind) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
+
+
+def _takes(grouped: fx.Node, reader: fx.Node) -> bool:
+    """Returns whether the node can compute the products of a grouped matmul, which nothing but `reader` may read."""
+    bound = proofs.arguments(grouped)
+    x, weight, ends = (bound[name] for name in OPERANDS)
+    if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
+        return False
+    rows, matrices = proofs.fake(x), proofs.fake(weight)
+    dims = rows.ndim == 2 and matrices.ndim == 3 and proofs.fake(ends).dtype == torch.int32
+    lies = dims and rows.stride(1) == 1 and 1 in matrices.stride()[1:] and rows.dtype in OPERAND_DTYPES
+    return lies and set(grouped.users) == {reader} and written([x, weight, ends]) is None
 
 
 def _sums(source: fx.Node) -> Iterator[combine_experts.Match]:
@@ -90,7 +110,7 @@ def _candidates(source: fx.Node) -> Iterator[fx.Node]:
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    return replaced(graph, match, CombineExpertsAllReduce(**fields_of(match, options)))
+    return replaced(graph, match, GroupedMatmulAllReduce(**fields_of(match, options)))
 
 
 def fields_of(match: Match, options: Options) -> dict[str, Any]:
@@ -106,6 +126,8 @@ def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
     wanted = proofs.fake(collective.wait)
     with graph.inserting_before(collective.node):
         operands, total = combine_experts.operands_of(graph, sums)
+        grouped = proofs.arguments(operands.pop("products"))
+        operands |= dict(zip(("x", "weight", "ends"), (grouped[name] for name in OPERANDS), strict=True))
         shape = (wanted.numel() // total.shape[1], total.shape[1])
         made = rewriting.fake_like(total, shape, rewriting.contiguous_strides(shape))
         call = rewriting.call_task(graph, task, operands, collective.node, (made, rewriting.new_token(made)))
@@ -113,11 +135,11 @@ def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
         if not proofs.same_shape(tuple(wanted.shape), shape):
             result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted.shape]), collective.wait)
     collective.wait.replace_all_uses_with(result)
-    rewriting.erase_unused(graph, [collective.wait, collective.node, *match.steps, *sums.steps])
+    rewriting.erase_unused(graph, [collective.wait, collective.node, *match.steps, *sums.steps, sums.terms.grouped])
     return call
 
 
-combine_experts_all_reduce = Fusion(
-    CombineExpertsAllReduce, (ALL_REDUCE,), find_combine_experts_all_reduce, rewrite, leave_unless_known
+grouped_matmul_all_reduce = Fusion(
+    GroupedMatmulAllReduce, (ALL_REDUCE,), find_grouped_matmul_all_reduce, rewrite, leave_unless_known
 )
 """Fuses every all-reduce of what experts return. The others keep the reason of the fusion of sums."""

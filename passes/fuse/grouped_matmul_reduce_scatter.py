@@ -1,13 +1,14 @@
-"""What a mixture's experts return -> weighted sum for each token -> reduce_scatter becomes one node.
+"""The second matmul of a mixture's experts -> weighted sum for each token -> reduce_scatter becomes one node.
 
-    the sum of combine_experts.py, in either form [T, N] -> views -> (split, cat) -> reduce_scatter -> wait
-    =>  products, places, scale, [added] -> ditron.combine_experts_reduce_scatter -> getitem 0 [T / W, N] -> views
+    _grouped_mm(x, weight, ends) -> the sum of combine_experts.py, in either form [T, N] -> views -> (split, cat)
+    -> reduce_scatter -> wait
+    =>  x, weight, ends, places, scale, [added] -> ditron.grouped_matmul_reduce_scatter -> getitem 0 [T / W, N] -> views
 
 It is matched as matmul_reduce_scatter.py matches a product: split and cat scatter an inner dimension, such as that of
 the sequences of a batch. So a rank's tokens are `outer` runs, which is the product of the dimensions in front.
 
 It must not fire when
-* combine_experts_all_reduce.py would not fire on the sum, for the same reasons;
+* grouped_matmul_all_reduce.py would not fire on the sum, for the same reasons;
 * the last dimension is scattered, or the tokens do not divide over the ranks;
 * the chunks are not all of the W equal chunks of the scattered dimension, once, in order.
 """
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.fuse import combine_experts_all_reduce as whole
+from ditron_inductor.passes.fuse import grouped_matmul_all_reduce as whole
 from ditron_inductor.passes.fuse.matmul_reduce_scatter import scattered_chunks
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known, refused
-from ditron_inductor.task.nodes import CombineExpertsReduceScatter, ReducedExperts
+from ditron_inductor.task.nodes import GroupedMatmulReduceScatter, ReducedExperts
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ScatteredSums:
     outer: int
 
 
-def find_combine_experts_reduce_scatter(node: fx.Node) -> ScatteredSums | Refused:
+def find_grouped_matmul_reduce_scatter(node: fx.Node) -> ScatteredSums | Refused:
     """Proves that the reduce-scatter `node` reduces what experts return as drawn above, or says why not."""
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
@@ -64,14 +65,14 @@ def find_combine_experts_reduce_scatter(node: fx.Node) -> ScatteredSums | Refuse
 
 def rewrite(graph: fx.Graph, match: ScatteredSums, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    task: ReducedExperts = CombineExpertsReduceScatter(outer=match.outer, **whole.fields_of(match.sums, options))
+    task: ReducedExperts = GroupedMatmulReduceScatter(outer=match.outer, **whole.fields_of(match.sums, options))
     return whole.replaced(graph, match.sums, task)
 
 
-combine_experts_reduce_scatter = Fusion(
-    CombineExpertsReduceScatter,
+grouped_matmul_reduce_scatter = Fusion(
+    GroupedMatmulReduceScatter,
     (REDUCE_SCATTER,),
-    find_combine_experts_reduce_scatter,
+    find_grouped_matmul_reduce_scatter,
     rewrite,
     leave_unless_known,
 )

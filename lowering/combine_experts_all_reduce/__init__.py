@@ -1,1 +1,0 @@
-"""combine_experts_all_reduce: the all-reduce of what the experts of a mixture return. Each strategy has a module."""

@@ -1,1 +1,0 @@
-"""combine_experts_reduce_scatter: the reduce-scatter of what the experts of a mixture return, by strategy."""

@@ -1,0 +1,95 @@
+"""The kernel of reductions behind experts, for every GPU family: waits, barriers and releases, registers, loads."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from triton.compiler import ASTSource
+
+from ditron_inductor.core.matmul import Tiles
+from ditron_inductor.lowering.config import FP32, LARGE, Config
+from ditron_inductor.lowering.expert_sums.reduced_kernel import BLOCK, LOADS, SLOTS, How, Sizes, reduced_experts_kernel
+from tests.lowering.assembly import Listing, dialect_of, resources
+from tests.lowering.cross_compile import FAMILIES, POINTERS, TARGETS, all_aligned, compile_for
+
+SIZES = Sizes(*("i32",) * 5, "i32", *("i32",) * 5)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel of 4 ranks for `target`, with 8 of 128 experts for each token."""
+
+    target: str
+    gathers: bool
+    descriptors: bool
+    k_major: bool = True
+    dtype: str = "bf16"
+    config: Config = LARGE
+    trace: int = 0
+
+
+@functools.cache
+def compiled(form: Form) -> str:
+    """The GPU's assembly, specialised as on aligned operands."""
+    fits = form.config.for_arch(form.target)
+    threads = fits.num_warps * TARGETS[form.target].warp_size
+    tile = Tiles(
+        BLOCK_M=fits.block_m, BLOCK_N=fits.block_n, BLOCK_K=fits.block_k, GROUP_M=1, DESCRIPTORS=form.descriptors,
+        K_MAJOR=int(form.k_major), EVEN_K=True, PRECISION="ieee", UPCAST=False, THREADS=threads, PIECE=4 * threads,
+    )  # fmt: skip
+    how = How(4, tile, 128, form.gathers, True, 8, True, LOADS // 8, BLOCK, SLOTS // 8)
+    constants: dict[str, Any] = {"HOW": how, "TRACE": form.trace}
+    signature: dict[str, Any] = {}
+    known: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    given: dict[str, Any] = {"pointers": POINTERS, "sizes": SIZES, "routing": ("*i32", "*i64", "*fp32"), "rank": "i32"}
+    for place, argument in enumerate(reduced_experts_kernel.arg_names):
+        if argument in constants:
+            signature[argument], known[place,] = "constexpr", constants[argument]
+            continue
+        signature[argument] = given.get(argument, f"*{form.dtype}")
+        if argument == "sizes" and form.k_major:
+            # The stride of contiguous elements is known.
+            index = SIZES._fields.index("stride_bk")
+            signature[argument] = SIZES._replace(stride_bk="constexpr")
+            known[place, index] = 1
+        if argument != "rank":
+            attributes |= all_aligned(place, signature[argument])
+    source = ASTSource(reduced_experts_kernel, signature, known, attributes)
+    binary = compile_for(form.target, source, fits.options)
+    text: str = binary.asm["ptx" if form.target.startswith("sm_") else "amdgcn"]
+    return text
+
+
+FORMS = [(gathers, descriptors) for gathers in (False, True) for descriptors in (False, True)]
+
+
+@pytest.mark.parametrize("target", FAMILIES)
+@pytest.mark.parametrize(("gathers", "descriptors"), FORMS)
+def test_waits_and_releases_are_there(target: str, gathers: bool, descriptors: bool) -> None:
+    if descriptors and not target.startswith("sm_"):
+        pytest.skip("no copy unit")
+    listing, dialect = Listing(compiled(Form(target, gathers, descriptors))), dialect_of(target)
+    # The products, the peers' sums, the credits and, where all want all, the results: each read twice.
+    assert len(listing.places(dialect.acquire)) >= 2 * (4 if gathers else 3)
+    releases = listing.places(dialect.release)
+    assert len(releases) >= (3 if gathers else 2)
+    for place in releases:
+        assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("k_major", [False, True])
+def test_a_tile_fits_into_registers(gathers: bool, k_major: bool) -> None:
+    text = compiled(Form("sm_90", gathers, True, k_major))
+    used = resources(text)
+    assert used.spilled_bytes == 0, used
+    assert "wgmma" in text and "cp.async.bulk.tensor" in text
+
+
+def test_fp32_by_pointers() -> None:
+    assert re.search(dialect_of("sm_90").dot, compiled(Form("sm_90", False, False, False, "fp32", FP32)))
