@@ -121,6 +121,24 @@ DELETED = (
         "the same as a whole",
         "the sum alone is a node, [combine_experts](kernels/combine_experts.md)",
     ),
+    Verdict(
+        "the sum of experts for each token and its all-reduce, in runs of tokens, behind a whole matmul",
+        MOE,
+        "combine_experts_all_reduce",
+        ("ditron:library",),
+        ("ditron:chunked",),
+        "one after the other",
+        "matmul, sum and reduction in one launch: [grouped_matmul_all_reduce](kernels/grouped_matmul_all_reduce.md)",
+    ),
+    Verdict(
+        "the same with a reduce-scatter",
+        MOE,
+        "combine_experts_reduce_scatter",
+        ("ditron:library",),
+        ("ditron:chunked",),
+        "one after the other",
+        "too little for kernels of its own",
+    ),
 )
 
 KEPT = (

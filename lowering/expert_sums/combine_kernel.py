@@ -78,7 +78,7 @@ def summed_slots(slots, tokens, columns, HOW: tl.constexpr):
     places = ()
     products = ()
     factors = ()
-    # All loads of a kind are issued before the first of them is waited for.
+    # All loads are issued before the first product is waited for.
     for i in tl.static_range(NUM * TOP_K):
         place = tl.load(slots.places + tokens[i // TOP_K].to(tl.int64) * TOP_K + i % TOP_K)
         places = places + (tl.where(place < 0, place + S, place),)  # type: ignore[assignment]
@@ -86,16 +86,14 @@ def summed_slots(slots, tokens, columns, HOW: tl.constexpr):
         # What lies outside is not read, and its sum is no number.
         there = (places[i] >= 0) & (places[i] < S)
         product = tl.load(slots.products + places[i] * slots.pitch + columns, mask=inside & there, other=0.0)
+        factor = tl.load(slots.scale + places[i], mask=there, other=float("nan"))
         products = products + (product,)  # type: ignore[assignment]
-    for i in tl.static_range(NUM * TOP_K):
-        there = (places[i] >= 0) & (places[i] < S)
-        factor = tl.load(slots.scale + places[i], mask=there, other=float("nan")).to(tl.float32)
         factors = factors + (factor,)  # type: ignore[assignment]
     sums = ()
     for t in tl.static_range(NUM):
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for j in tl.static_range(TOP_K):
-            total += products[t * TOP_K + j].to(tl.float32) * factors[t * TOP_K + j]
+            total += products[t * TOP_K + j].to(tl.float32) * factors[t * TOP_K + j].to(tl.float32)
         if HOW.HAS_ADDED:
             row = slots.added + tokens[t].to(tl.int64) * slots.added_pitch
             total += tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)

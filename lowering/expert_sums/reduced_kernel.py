@@ -110,7 +110,7 @@ class Done(NamedTuple):
     total: Any
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Tokens of an owner, by their numbers `first`, .., `end` - 1 among its tokens, and columns."""
 
     owner: Any
@@ -180,7 +180,7 @@ def work_of(stages, stage, position, first):
 
 @triton.jit
 def token_of(block, place, sizes, WORLD: tl.constexpr):
-    """Returns (the number of a token of a Block among those of its owner, the token). Behind the last one it is the
+    """Returns (the number of a token of a TokenBlock among those of its owner, the token). Behind the last one it is the
     last one, which is computed more than once.
     """
     inner = tl.minimum(place, block.end - 1)
@@ -198,7 +198,7 @@ def row_of(data, source, inner, sizes):
 
 @triton.jit
 def copy_results(use, out, block, good, sizes, HOW: tl.constexpr):
-    """Copies the results of a Block, which its owner has sent, to the output; NaN if not `good`."""
+    """Copies the results of a TokenBlock, which its owner has sent, to the output; NaN if not `good`."""
     ROWS: tl.constexpr = HOW.ROWS
     WORLD: tl.constexpr = HOW.WORLD
     columns = block.columns
@@ -218,7 +218,7 @@ def copy_results(use, out, block, good, sizes, HOW: tl.constexpr):
 
 @triton.jit
 def sum_block(use, slots, out, kind, block, sends, good, sizes, HOW: tl.constexpr):
-    """Sums the Slots of a Block. Of kind SEND, the sums go to the slot of the owner if `sends`. Of kind SUM, they and
+    """Sums the Slots of a TokenBlock. Of kind SEND, the sums go to the slot of the owner if `sends`. Of kind SUM, they and
     those that the peers have sent are added in rank order, each of them rounded; the results go to the output, NaN if
     not `good`, and, if all ranks want them, to the slots of the peers if `sends`.
     """
@@ -358,7 +358,7 @@ def reduced_experts_kernel(
             owner = tl.where(kind == SUM, rank, (rank + 1 + number // blocks) % WORLD)
             first = number % blocks * TOKENS
             end = tl.minimum(first + TOKENS, tl.minimum(sizes.owned, sizes.T - owner * sizes.run))
-            block = Block(owner, first, end, chunk * BLOCK + tl.arange(0, BLOCK))
+            block = TokenBlock(owner, first, end, chunk * BLOCK + tl.arange(0, BLOCK))
             if kind == COPY:
                 # Acquire: the owner's results of the chunk are visible.
                 good = alive & timed_wait(use, chunks + chunk, owner, TRACE)

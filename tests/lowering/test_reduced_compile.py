@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,4 +91,5 @@ def test_a_tile_fits_into_registers(gathers: bool, k_major: bool) -> None:
 
 
 def test_fp32_by_pointers() -> None:
-    assert re.search(dialect_of("sm_90").dot, compiled(Form("sm_90", False, False, False, "fp32", FP32)))
+    used = resources(compiled(Form("sm_90", False, False, False, "fp32", FP32)))
+    assert used.spilled_bytes == 0, used

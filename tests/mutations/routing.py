@@ -9,6 +9,7 @@ FINDER = "passes/fuse/expert_projections.py"
 MEETINGS = "ditron_inductor/device/meetings.py"
 FOUND = "tests/passes/test_expert_projections.py"
 COMBINE = "lowering/expert_sums/combine_kernel.py"
+KERNEL = "lowering/expert_sums/reduced_kernel.py"
 SUMMED = "tests/lowering/test_combine_experts.py"
 REDUCED = "tests/lowering/test_reduced_experts.py"
 COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_in_the_interpreter"
@@ -67,15 +68,15 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "slots are scaled by their place",
         COMBINE,
-        "tl.load(scale + place, mask",
-        "tl.load(scale + tokens * TOP_K + j, mask",
+        "tl.load(slots.scale + places[i], mask",
+        "tl.load(slots.scale + tokens[i // TOP_K] * TOP_K + i % TOP_K, mask",
         f"{SUMMED}::test_near_the_reference_in_the_interpreter",
     ),
     Mutation(
         "places beyond the products are read",
         COMBINE,
-        "there = (place >= 0) & (place < S)",
-        "there = place >= 0",
+        "there = (places[i] >= 0) & (places[i] < S)",
+        "there = places[i] >= 0",
         f"{SUMMED}::test_places_count_from_the_end_and_never_leave_the_products",
     ),
     Mutation(
@@ -107,18 +108,25 @@ ROUTING: tuple[Mutation, ...] = (
         "tests/passes/test_combine_experts.py::test_it_must_not_fire[to_some_columns]",
     ),
     Mutation(
-        "a run of tokens begins at the first one",
-        COMBINE,
-        "tokens = sizes.first + rows // ",
-        "tokens = rows // ",
+        "the first tile of an expert is the last one of another",
+        KERNEL,
+        "tl.where(tiles_up_to <= tile, tiles_up_to",
+        "tl.where(tiles_up_to < tile, tiles_up_to",
         f"{REDUCED}::test_near_the_reference",
     ),
     Mutation(
-        "the runs of tokens are in another order",
-        "lowering/expert_sums/runs.py",
-        "zip(lengths, accumulate(lengths), strict=True)",
-        "zip(lengths[::-1], accumulate(lengths[::-1]), strict=True)",
-        f"{REDUCED}::test_near_the_reference",
+        "products are summed before they are made",
+        KERNEL,
+        "made = alive & timed_wait(use, chunk, rank, TRACE)",
+        "made = alive",
+        "tests/lowering/test_reduced_compile.py::test_waits_and_releases_are_there",
+    ),
+    Mutation(
+        "the sums of peers are added before they come",
+        KERNEL,
+        "whole = alive & timed_wait_all(use, chunk, WORLD, TRACE)",
+        "whole = alive",
+        f"{REDUCED}::test_a_late_rank_and_calls_back_to_back",
     ),
     Mutation(
         "a sum that is read elsewhere is reduced with it",
@@ -129,9 +137,16 @@ ROUTING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the sequences of a batch are one run of tokens",
-        COMBINE,
-        "rows // sizes.run * sizes.jump + rows % sizes.run",
-        "rows",
+        KERNEL,
+        "inner // sizes.run * (sizes.run * WORLD) + block.owner * sizes.run + inner % sizes.run",
+        "block.owner * sizes.owned + inner",
         f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "products that are read elsewhere are not made",
+        "passes/fuse/grouped_matmul_all_reduce.py",
+        "set(grouped.users) == {reader}",
+        "reader in grouped.users",
+        "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire[products_read_elsewhere]",
     ),
 )

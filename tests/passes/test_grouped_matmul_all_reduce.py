@@ -32,15 +32,18 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_TOKENS", T)
 
 
-def sorted_slots(
-    scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The scaled products of all slots, the slot at each place)."""
+def sorted_rows(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(The rows of all slots, the ends of the experts, the weights of the slots, the slot at each place)."""
     weights, chosen = scores.topk(K)
     ids, order = chosen.reshape(-1).sort()
     ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
-    rows = torch._grouped_mm(x[order // K], up.mT, offs=ends)
-    return torch._grouped_mm(rows, down.mT, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1), order
+    return torch._grouped_mm(x[order // K], up.mT, offs=ends), ends, weights, order
+
+
+def sorted_slots(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The scaled products of all slots, the slot at each place)."""
+    rows, ends, weights, order = sorted_rows(*operands)
+    return torch._grouped_mm(rows, operands[3].mT, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1), order
 
 
 def routed(*operands: torch.Tensor) -> torch.Tensor:
@@ -146,7 +149,15 @@ def scaled_behind(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(routed(*operands).sum(1).bfloat16() * 0.5)
 
 
-REFUSED = (used_elsewhere, viewed_elsewhere, sums_over_tokens, summed_in_fp32, scaled_behind)
+def products_read_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the backward of training does, for the gradients of the router."""
+    rows, ends, weights, order = sorted_rows(*operands)
+    products = torch._grouped_mm(rows, operands[3].mT, offs=ends)
+    terms = products * weights.reshape(-1)[order].unsqueeze(-1)
+    return all_reduce(terms[order.argsort()].view(-1, K, D).sum(1).bfloat16()), products.sin()
+
+
+REFUSED = (used_elsewhere, products_read_elsewhere, viewed_elsewhere, sums_over_tokens, summed_in_fp32, scaled_behind)
 
 
 @pytest.mark.parametrize("fn", REFUSED)
