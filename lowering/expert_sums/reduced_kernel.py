@@ -180,8 +180,8 @@ def work_of(stages, stage, position, first):
 
 @triton.jit
 def token_of(block, place, sizes, WORLD: tl.constexpr):
-    """Returns (the number of a token of a TokenBlock among those of its owner, the token). Behind the last one it is the
-    last one, which is computed more than once.
+    """Returns (the number of a token of a TokenBlock among those of its owner, the token). Behind the last one it is
+    the last one, which is computed more than once.
     """
     inner = tl.minimum(place, block.end - 1)
     return inner, inner // sizes.run * (sizes.run * WORLD) + block.owner * sizes.run + inner % sizes.run
@@ -218,9 +218,9 @@ def copy_results(use, out, block, good, sizes, HOW: tl.constexpr):
 
 @triton.jit
 def sum_block(use, slots, out, kind, block, sends, good, sizes, HOW: tl.constexpr):
-    """Sums the Slots of a TokenBlock. Of kind SEND, the sums go to the slot of the owner if `sends`. Of kind SUM, they and
-    those that the peers have sent are added in rank order, each of them rounded; the results go to the output, NaN if
-    not `good`, and, if all ranks want them, to the slots of the peers if `sends`.
+    """Sums the Slots of a TokenBlock. Of kind SEND, the sums go to the slot of the owner if `sends`. Of kind SUM, they
+    and those that the peers have sent are added in rank order, each of them rounded; the results go to the output, NaN
+    if not `good`, and, if all ranks want them, to the slots of the peers if `sends`.
     """
     ROWS: tl.constexpr = HOW.ROWS
     WORLD: tl.constexpr = HOW.WORLD
