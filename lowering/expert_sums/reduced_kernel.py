@@ -53,7 +53,7 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.timed import first_credits, timed_wait, timed_wait_all
 from ditron_inductor.core.trace import COPY, SEND, SUM, TILE, event, now
 from ditron_inductor.lowering.config import Config, select_grouped_config
-from ditron_inductor.lowering.expert_sums.combine_kernel import Slots, lie_in_rows, summed_slots
+from ditron_inductor.lowering.expert_sums.combine_kernel import lie_in_rows
 from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedExperts
@@ -85,7 +85,8 @@ class Sizes(NamedTuple):
 
 class How(NamedTuple):
     """What is known at compile time: WORLD, see `matmul.Tiles`, a power of two of at least E, whether all ranks want
-    all tokens, whether the mean is taken; and what `combine_kernel.How` has.
+    all tokens, whether the mean is taken, the experts of a token, and whether something is added. ROWS tokens are
+    summed at once, a chunk has BLOCK columns, and a ticket has TOKENS tokens.
     """
 
     WORLD: Any
@@ -98,6 +99,21 @@ class How(NamedTuple):
     ROWS: Any
     BLOCK: Any
     TOKENS: Any
+
+
+class Slots(NamedTuple):
+    """The slots of all tokens: pointers to the products [S, N], to `places` and `scale` [S], and to what is added, [T,
+    N]; T, N, and the elements from row to row of the products and of what is added.
+    """
+
+    products: Any
+    places: Any
+    scale: Any
+    added: Any
+    T: Any
+    N: Any
+    pitch: Any
+    added_pitch: Any
 
 
 class Done(NamedTuple):
@@ -194,6 +210,42 @@ def row_of(data, source, inner, sizes):
     WORLD and more are owners with their results.
     """
     return data + (source * sizes.owned + inner).to(tl.int64) * sizes.N
+
+
+@triton.jit
+def summed_slots(slots, tokens, columns, HOW: tl.constexpr):
+    """Returns a tuple with the sum [BLOCK] of the Slots of each of `tokens`, a tuple of numbers, in fp32. The numbers
+    of a token and of its slots are the same for all threads, so no thread waits for another one.
+    """
+    TOP_K: tl.constexpr = HOW.TOP_K
+    BLOCK: tl.constexpr = HOW.BLOCK
+    NUM: tl.constexpr = len(tokens)
+    inside = columns < slots.N
+    S = slots.T * TOP_K
+    places = ()
+    products = ()
+    factors = ()
+    # All loads are issued before the first product is waited for.
+    for i in tl.static_range(NUM * TOP_K):
+        place = tl.load(slots.places + tokens[i // TOP_K].to(tl.int64) * TOP_K + i % TOP_K)
+        places = places + (tl.where(place < 0, place + S, place),)  # type: ignore[assignment]
+    for i in tl.static_range(NUM * TOP_K):
+        # What lies outside is not read, and its sum is no number.
+        there = (places[i] >= 0) & (places[i] < S)
+        product = tl.load(slots.products + places[i] * slots.pitch + columns, mask=inside & there, other=0.0)
+        factor = tl.load(slots.scale + places[i], mask=there, other=float("nan"))
+        products = products + (product,)  # type: ignore[assignment]
+        factors = factors + (factor,)  # type: ignore[assignment]
+    sums = ()
+    for t in tl.static_range(NUM):
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for j in tl.static_range(TOP_K):
+            total += products[t * TOP_K + j].to(tl.float32) * factors[t * TOP_K + j].to(tl.float32)
+        if HOW.HAS_ADDED:
+            row = slots.added + tokens[t].to(tl.int64) * slots.added_pitch
+            total += tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+        sums = sums + (total,)  # type: ignore[assignment]
+    return sums
 
 
 @triton.jit

@@ -68,15 +68,15 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "slots are scaled by their place",
         COMBINE,
-        "tl.load(slots.scale + places[i], mask",
-        "tl.load(slots.scale + tokens[i // TOP_K] * TOP_K + i % TOP_K, mask",
+        "tl.load(scale + place, mask",
+        "tl.load(scale + tokens * TOP_K + j, mask",
         f"{SUMMED}::test_near_the_reference_in_the_interpreter",
     ),
     Mutation(
         "places beyond the products are read",
         COMBINE,
-        "there = (places[i] >= 0) & (places[i] < S)",
-        "there = places[i] >= 0",
+        "there = (place >= 0) & (place < S)",
+        "there = place >= 0",
         f"{SUMMED}::test_places_count_from_the_end_and_never_leave_the_products",
     ),
     Mutation(
