@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from tests.models.plain import PlainConfig, PlainModel
 from tests.rank_process import RankContext
 
-FORMS = ("hf", "tp", "sp")
+FORMS = ("hf", "tp", "sp", "ep")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Architecture:
 
     def has(self, form: str) -> bool:
         """Whether the model can be cut in this form."""
-        return self.own_plan if form == "hf" else bool(self.columns)
+        return {"hf": self.own_plan, "ep": self.chooses}.get(form, bool(self.columns))
 
     def make(self, num_layers: int, sizes: Sizes, device: torch.device) -> Any:
         """The model with random weights, the same on all ranks, its biases and norm weights random too."""
@@ -113,9 +113,9 @@ class Architecture:
         )
 
     def cut(self, model: Any, ctx: RankContext, form: str) -> Any:
-        """`model` in the form `hf`, `tp` or `sp`, cut in place over all ranks."""
-        if form == "hf":
-            return _own_plan(model, ctx)
+        """`model` in one of FORMS, cut in place over all ranks. ep: each rank has some of the experts as a whole."""
+        if form in ("hf", "ep"):
+            return _own_plan(model, ctx, form)
         mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
         plan = self._layer_plan(form == "sp")
         base = model.get_submodule(self.base)
@@ -172,15 +172,17 @@ class Architecture:
         return plan
 
 
-def _own_plan(model: Any, ctx: RankContext) -> Any:
+def _own_plan(model: Any, ctx: RankContext, form: str) -> Any:
     """What `from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))` does between making the model and
     loading its weights; here the weights are there already.
     """
     from transformers.distributed import DistributedConfig
 
-    if "transformers mesh" not in ctx.shared:
-        ctx.shared["transformers mesh"] = model.prepare_distribute_model(DistributedConfig(tp_size=ctx.world_size))
-    config, _, mesh = ctx.shared["transformers mesh"]
+    mesh_of = f"transformers mesh of {form}"
+    if mesh_of not in ctx.shared:
+        wanted = {"tp_size": ctx.world_size} | ({"ep_size": ctx.world_size} if form == "ep" else {})
+        ctx.shared[mesh_of] = model.prepare_distribute_model(DistributedConfig(**wanted))
+    config, _, mesh = ctx.shared[mesh_of]
     # The plan names both ends of a tied weight; they are tied again once both are cut.
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     model = model.maybe_distribute_model(model, config, mesh)
@@ -220,10 +222,10 @@ def _plain(columns: tuple[str, ...], norms: tuple[str, ...] = LLAMA_NORMS, **con
     )
 
 
-def _experts(model_type: str, **config: Any) -> Architecture:
-    """A mixture of experts, of which a token takes two; by its own plan only."""
+def _experts(model_type: str, own_plan: bool = True, **config: Any) -> Architecture:
+    """A mixture of experts, of which a token takes two; by its own plans only."""
     config = {"num_experts_per_tok": 2, "pad_token_id": 0} | config
-    return Architecture(model_type, (), (), LLAMA_NORMS, (), config=config, chooses=True)
+    return Architecture(model_type, (), (), LLAMA_NORMS, (), config=config, chooses=True, own_plan=own_plan)
 
 
 ALL_TOKENS = {
@@ -305,6 +307,8 @@ ARCHITECTURES = {
         v_head_dim=16,
         num_key_value_heads=4,
     ),
+    # Its experts have biases, and it has a plan for expert parallelism only.
+    "gpt_oss": _experts("gpt_oss", own_plan=False, num_local_experts=4, head_dim=16),
     "plain_llama": _plain(LLAMA_COLUMNS),
     "plain_neox": _plain(
         ("self_attn.qkv_proj", "mlp.up_proj"), activation="gelu", bias=True, gated=False, packed=True, parallel=True

@@ -30,7 +30,8 @@ def cases(num_layers: int) -> list[Setup]:
         for name, architecture in ARCHITECTURES.items()
         for form in FORMS
         if architecture.has(form)
-        for train in (False, True)
+        # In training, expert parallelism reads sizes on the host, which breaks the graph.
+        for train in ((False,) if form == "ep" else (False, True))
     ]
 
 

@@ -29,7 +29,7 @@ than the tolerance. A ReLU that rounding turns on or off changes gradients by se
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, its form (`hf`, `tp`, `sp`), whether it trains, and how it is compiled.
+    """A model, its form (one of FORMS), whether it trains, and how it is compiled.
 
     dynamic: its batch and length are symbols, and change between the calls. inductor: through the real backend to
     the end, else without code generation.

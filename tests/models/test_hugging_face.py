@@ -32,6 +32,7 @@ CHOSEN = [
             Setup("olmo2", "hf"),
             Setup("granite", "hf"),
             Setup("glm4_moe", "hf"),
+            Setup("gpt_oss", "ep"),
         )
     ),
 ]
