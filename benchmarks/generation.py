@@ -166,7 +166,8 @@ def measure(session: Session, options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=[name for name, one in MODELS.items() if one.theta], default="llama3-8b")
+    models = [name for name, one in MODELS.items() if one.theta and not one.experts]
+    parser.add_argument("--model", choices=models, default="llama3-8b")
     parser.add_argument("--layers", type=int, default=0, help="layers; all of the model by default")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--tokens", type=int, default=256, help="of each sequence, which is the size of the cache")

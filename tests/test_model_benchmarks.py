@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -320,14 +321,48 @@ def test_the_limit_is_that_of_a_rank_s_share(rank_pools: RankPools) -> None:
         assert among == alone and wanted == found
 
 
+def _experts(ctx: RankContext) -> None:
+    """A mixture's feed-forward, by each of its ways and cut over the ranks, is what it is as a whole."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.models.experts import FEW_TOKENS, Experts
+
+    arch, group = MODELS["qwen3-30b-a3b"].like(TINY), dist.group.WORLD
+    assert group is not None
+    for dtype, tokens in ((torch.float32, 8), (torch.bfloat16, FEW_TOKENS), (torch.bfloat16, FEW_TOKENS + 2)):
+        for scatters in (False, True):
+            torch.manual_seed(0)
+            part = Experts(arch).to(dtype)
+            whole = copy.deepcopy(part).double()
+            whole.plain = True
+            part.cut(ctx.rank, group, scatters)
+            x = torch.randn(1, tokens, arch.hidden).to(dtype)
+            with torch.no_grad():
+                wanted, got = whole(x.double()), part(x)
+            if scatters:
+                wanted = wanted.chunk(ctx.world_size, 1)[ctx.rank]
+            error = float((got - wanted).norm() / wanted.norm())
+            assert error < (1e-5 if dtype == torch.float32 else 2e-2), (dtype, tokens, scatters, error)
+
+
+def test_experts_are_cut_over_the_ranks(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_experts)
+
+
 HUGGING_FACE = {
     "llama": {},
     "qwen3": {"head_dim": 16},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "layer_types": ["full_attention"]},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
 }
 RENAMED = {
     "self_attn.out_proj": "self_attn.o_proj",
+    "mlp.gate": "mlp.router",
     "fc1": "mlp.up_proj",
     "fc2": "mlp.down_proj",
     "self_attn_layer_norm": "input_layernorm",
@@ -367,8 +402,11 @@ def test_layers_compute_what_those_of_transformers_do(kind: str) -> None:
             name = re.sub(r"^final_layer_norm", "norm", name)
         for old, new in names.items():
             name = re.sub(rf"(?<=\.){re.escape(old)}(?=\.)", new, name)
-        weights[name] = value
+        weights[name.replace(".experts.", ".")] = value
     ours.load_state_dict(weights)
+    for layer in ours.layers:
+        # Here the router chooses.
+        layer.mlp.scores = None
     x = torch.randn(2, 8, 64)
     with torch.no_grad():
         if kind == "opt":

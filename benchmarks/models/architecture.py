@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.models.experts import Experts
 from ditron_inductor.tools.demo_model import rotate
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -27,6 +28,8 @@ NORMS = ("rms", "gemma", "layer")
 @dataclass(frozen=True)
 class Architecture:
     """Sizes and forms of a decoder's layers; depth: of the whole model, of which the benchmark builds some.
+
+    experts: how many each feed-forward has, of width `inner`, of which a token takes `top_k`; 0 for a dense one.
 
     gated: down(activation(gate(x)) * up(x)), else down(activation(up(x))). norm: `rms`, `gemma` (which scales by
     1 + weight), or `layer`. bias: of every linear layer. qk_norm: a norm of each head's query and key. sandwich: norms
@@ -50,6 +53,8 @@ class Architecture:
     theta: float = 500000.0
     scale: float | None = None
     eps: float = 1e-5
+    experts: int = 0
+    top_k: int = 0
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -64,12 +69,13 @@ class Architecture:
         """Returns these forms of layers in the sizes of another architecture."""
         kv_heads = sizes.heads if self.heads == self.kv_heads else sizes.kv_heads
         small = replace(self, hidden=sizes.hidden, heads=sizes.heads, kv_heads=kv_heads, inner=sizes.inner)
+        small = replace(small, experts=min(self.experts, 4), top_k=min(self.top_k, 2))
         return replace(small, depth=sizes.depth, head_dim=sizes.head_dim)
 
     def layer_weights(self) -> tuple[int, int]:
         """Elements of the weights of (attention, feed-forward) of a layer."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return attention, self.hidden * self.inner * (3 if self.gated else 2)
+        return attention, self.hidden * self.inner * (3 if self.gated else 2) * max(self.experts, 1)
 
     def make_norm(self, width: int) -> nn.Module:
         if self.norm == "layer":
@@ -207,7 +213,7 @@ class Layer(nn.Module):
         self.self_attn = Attention(arch, core)
         self.attention_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
         self.feedforward_innorm = arch.make_norm(arch.hidden)
-        self.mlp = FeedForward(arch)
+        self.mlp = Experts(arch) if arch.experts else FeedForward(arch)
         self.feedforward_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
 
     def forward(

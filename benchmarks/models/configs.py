@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.models.architecture import Architecture
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-LIKE_LLAMA = ("llama", "mistral", "qwen3", "gemma3_text")
+LIKE_LLAMA = ("llama", "mistral", "qwen3", "gemma3_text", "mixtral", "qwen3_moe")
 DENSE = "a dense approximation: one feed-forward as wide as the experts that a token takes, without a router"
 
 
@@ -46,24 +46,29 @@ def of_config(config: Any) -> Architecture:
     if kind not in (*LIKE_LLAMA, "gpt_oss"):
         known = ", ".join((*LIKE_LLAMA, "gpt_oss", "opt"))
         raise ValueError(f"models of type '{kind}' are not built here, but {known} are")
-    gemma, experts = kind == "gemma3_text", getattr(config, "num_experts_per_tok", 1)
+    gemma, routed = kind == "gemma3_text", kind in ("mixtral", "qwen3_moe")
+    taken = getattr(config, "num_experts_per_tok", 1)
+    if kind == "qwen3_moe" and (config.mlp_only_layers or config.decoder_sparse_step != 1 or not config.norm_topk_prob):
+        raise ValueError("Qwen3 MoE with dense layers, or with weights of experts that are not normalised")
     activation = config.hidden_activation if gemma else config.hidden_act
     return Architecture(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        inner=config.intermediate_size * experts,
+        inner=getattr(config, "moe_intermediate_size", config.intermediate_size) * (1 if routed else taken),
         depth=config.num_hidden_layers,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         activation=ACTIVATIONS[activation],
         norm="gemma" if gemma else "rms",
         bias=bool(getattr(config, "attention_bias", False)),
-        qk_norm=kind in ("qwen3", "gemma3_text"),
+        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         sandwich=gemma,
         theta=_theta(config),
         scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
         eps=config.rms_norm_eps,
-        note=DENSE if experts > 1 else "",
+        experts=config.num_local_experts if routed else 0,
+        top_k=taken if routed else 0,
+        note=DENSE if taken > 1 and not routed else "",
     )
 
 

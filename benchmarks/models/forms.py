@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.models.architecture import Architecture, AttentionCore, Decoder, GemmaNorm, plain_attention
+from benchmarks.models.experts import Experts
 from benchmarks.models.zoo import Cell
 from ditron_inductor.ops import all_gather_attention
 from ditron_inductor.tools.demo_model import rotary_table
@@ -206,6 +207,8 @@ def cut(model: Decoder, form: str, mesh: DeviceMesh) -> Decoder:
         parts = {name: style for name, style in plan.items() if _has(layer, name)}
         if parts:
             parallelize_module(layer, mesh, parts)
+        if isinstance(layer.mlp, Experts) and form != "cp":
+            layer.mlp.cut(mesh.get_rank(), mesh.get_group(), form == "sp")
     if form == "sp":
         parallelize_module(model, mesh, {"norm": SequenceParallel(use_local_output=True)})
     return model
@@ -251,7 +254,7 @@ def _peak(model: Decoder, arch: Architecture) -> None:
 
 def _has(layer: nn.Module, name: str) -> bool:
     owner, _, last = name.rpartition(".")
-    return getattr(layer.get_submodule(owner), last) is not None
+    return getattr(layer.get_submodule(owner), last, None) is not None
 
 
 def _plan(form: str) -> dict[str, ParallelStyle]:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.models.architecture import AttentionCore, Decoder
 from benchmarks.models.contestants import Step, whole
+from benchmarks.models.experts import Experts
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 LEEWAY = 4.0
@@ -98,7 +99,7 @@ def copied(wide: Decoder, model: nn.Module) -> Decoder:
         ):
             _local(mine).copy_(_local(given))
     for part in wide.modules():
-        if isinstance(part, AttentionCore):
+        if isinstance(part, AttentionCore | Experts):
             part.plain = True
     return wide
 

@@ -23,6 +23,7 @@ from benchmarks.rivals.registered import IN_GRAPHS
 PHASES = ("prefill", "decode", "training")
 FORMS = ("ar", "sp", "cp", "kv")
 
+ROUTED = "experts are chosen by drawn scores, uniformly, so that no rounding changes them"
 MODELS: dict[str, Architecture] = {
     "llama3-8b": Architecture(hidden=4096, heads=32, kv_heads=8, inner=14336, depth=32),
     "llama3-70b": Architecture(hidden=8192, heads=64, kv_heads=8, inner=28672, depth=80),
@@ -55,6 +56,43 @@ MODELS: dict[str, Architecture] = {
         theta=150000.0,
         note="a dense approximation: one feed-forward as wide as the four experts that a token takes, without router, "
         "sinks and sliding windows, SwiGLU unclamped",
+    ),
+    "mixtral-8x7b": Architecture(
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        inner=14336,
+        depth=32,
+        theta=1e6,
+        experts=8,
+        top_k=2,
+        note=ROUTED,
+    ),
+    "qwen3-30b-a3b": Architecture(
+        hidden=2048,
+        heads=32,
+        kv_heads=4,
+        inner=768,
+        depth=48,
+        qk_norm=True,
+        theta=1e6,
+        eps=1e-6,
+        experts=128,
+        top_k=8,
+        note=ROUTED,
+    ),
+    "qwen3-235b-a22b": Architecture(
+        hidden=4096,
+        heads=64,
+        kv_heads=4,
+        inner=1536,
+        depth=94,
+        qk_norm=True,
+        theta=1e6,
+        eps=1e-6,
+        experts=128,
+        top_k=8,
+        note=ROUTED,
     ),
     "opt-30b": Architecture(
         hidden=7168,

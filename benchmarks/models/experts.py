@@ -1,0 +1,116 @@
+"""The feed-forward of a mixture of experts as `transformers` writes it, with routing that no rounding changes.
+
+A token is computed by its `top_k` experts, and the results are weighted by the router and added up. Few tokens are
+multiplied with copies of their experts' weights (`batched_mm`), many by torch's grouped matmul over slots that are
+sorted by expert (`grouped_mm`). A slot is a token's use of one expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from benchmarks.models.architecture import Architecture
+
+FEW_TOKENS = 64
+"""Up to so many tokens the weights are copied, as `generate` does where it decodes."""
+DRAWN = 1 << 20
+"""The drawn scores, which are used again for further tokens."""
+NEGLIGIBLE = 1e-6
+
+
+class Experts(nn.Module):
+    """The experts of all tokens, on the part of each expert's width that this rank holds.
+
+    scores: drawn scores that choose the experts, to which the router's own are added, made negligible. So a model in a
+    wider dtype chooses the same experts. The router is multiplied all the same. None: the router chooses. group_name:
+    of the ranks over which results are added up, empty if there are none. scatters: whether a rank gets its own part
+    of the sequence. plain: every expert in a plain matmul, as in the model that all results are compared with.
+    """
+
+    scores: torch.Tensor | None
+
+    def __init__(self, arch: Architecture, draws: bool = True) -> None:
+        super().__init__()
+        self.top_k = arch.top_k
+        self.router = nn.Linear(arch.hidden, arch.experts, bias=False)
+        # The gates of all columns, then what they open.
+        self.gate_up_proj = nn.Parameter(torch.empty(arch.experts, 2 * arch.inner, arch.hidden))
+        self.down_proj = nn.Parameter(torch.empty(arch.experts, arch.hidden, arch.inner))
+        for weight in (self.gate_up_proj, self.down_proj):
+            nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+        scores = torch.empty(DRAWN // arch.experts, arch.experts, dtype=torch.float32).normal_() if draws else None
+        self.register_buffer("scores", scores, persistent=False)
+        self.group_name = ""
+        self.scatters = False
+        self.plain = False
+
+    def cut(self, rank: int, group: dist.ProcessGroup, scatters: bool) -> None:
+        """Keeps this rank's part of the width of each expert."""
+        world_size = group.size()
+        gate_up = self.gate_up_proj.detach().unflatten(1, (2, world_size, -1))[:, :, rank].flatten(1, 2)
+        self.gate_up_proj = nn.Parameter(gate_up.clone())
+        self.down_proj = nn.Parameter(self.down_proj.detach().chunk(world_size, 2)[rank].clone())
+        self.group_name, self.scatters = group.group_name, scatters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.to_local() if isinstance(x, DTensor) else x
+        rows = whole.flatten(0, 1)
+        logits = self.router(rows).float()
+        if self.scores is not None:
+            drawn = self.scores.repeat(-(-rows.shape[0] // self.scores.shape[0]), 1)[: rows.shape[0]]
+            logits = logits * NEGLIGIBLE + drawn
+        weights, chosen = torch.softmax(logits, -1).topk(self.top_k)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(rows.dtype)
+        if self.plain:
+            total = self._by_expert(rows, weights, chosen)
+        elif rows.shape[0] <= FEW_TOKENS or rows.dtype != torch.bfloat16:
+            total = self._with_copies(rows, weights, chosen)
+        else:
+            total = self._sorted(rows, weights, chosen)
+        total = total.view(whole.shape)
+        if not self.group_name:
+            return total
+        if self.scatters:
+            return funcol.reduce_scatter_tensor(total, "sum", 1, self.group_name)
+        return funcol.all_reduce(total, "sum", self.group_name)
+
+    def _activated(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def _with_copies(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        ids = chosen.flatten()
+        repeated = rows.unsqueeze(1).expand(-1, self.top_k, -1).reshape(-1, rows.shape[1])
+        both = torch.bmm(self.gate_up_proj[ids], repeated.unsqueeze(-1)).squeeze(-1)
+        found = torch.bmm(self.down_proj[ids], self._activated(both).unsqueeze(-1)).squeeze(-1)
+        scaled = found * weights.reshape(-1, 1)
+        return scaled.view(-1, self.top_k, rows.shape[1]).sum(1).to(rows.dtype)
+
+    def _sorted(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        ids, order = chosen.flatten().sort()
+        # A histogram on the CPU takes floating-point numbers only.
+        counted, last = ids.float() if ids.device.type == "cpu" else ids.int(), self.router.out_features - 1
+        ends = torch.histc(counted, bins=last + 1, min=0, max=last).cumsum(0, dtype=torch.int32)
+        both = torch._grouped_mm(rows[order // self.top_k], self.gate_up_proj.mT, offs=ends)
+        found = torch._grouped_mm(self._activated(both), self.down_proj.mT, offs=ends)
+        scaled = found * weights.flatten()[order].unsqueeze(-1)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return scaled[places].view(-1, self.top_k, rows.shape[1]).sum(1).to(rows.dtype)
+
+    def _by_expert(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(rows)
+        for expert in range(self.router.out_features):
+            tokens, place = (chosen == expert).nonzero(as_tuple=True)
+            both = rows[tokens] @ self.gate_up_proj[expert].mT
+            found = self._activated(both) @ self.down_proj[expert].mT
+            total = total.index_add(0, tokens, found * weights[tokens, place].unsqueeze(-1))
+        return total
