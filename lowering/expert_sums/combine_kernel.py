@@ -78,12 +78,6 @@ def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr
     tl.store(out + tokens[:, None] * sizes.N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-def lie_in_rows(places: torch.Tensor, scale: torch.Tensor, *rows: torch.Tensor | None) -> bool:
-    """Returns whether kernels can read operands of these forms: rows have contiguous columns."""
-    lies = all(one.stride(1) == 1 for one in rows if one is not None)
-    return lies and places.is_contiguous() and scale.is_contiguous()
-
-
 def prepare(
     node: CombineExperts,
     products: torch.Tensor,
@@ -97,12 +91,13 @@ def prepare(
     """
     if products.device.type == "cpu" and strategy != "tile":
         return by_library(node)
-    lies = lie_in_rows(places, scale, products, added)
+    rows = [products] if added is None else [products, added]
+    lies = all(one.stride(1) == 1 for one in rows) and places.is_contiguous() and scale.is_contiguous()
     if not lies or products.numel() == 0 or facts_of(products.device).tile_problem:
         return by_library(node)
     N = products.shape[1]
     T = places.shape[0] // node.top_k
-    sizes = Sizes(T, N, products.stride(0), (products if added is None else added).stride(0))
+    sizes = Sizes(T, N, products.stride(0), rows[-1].stride(0))
     how = How(node.top_k, node.has_added, ROWS, min(BLOCK, triton.next_power_of_2(N)))
     arguments = Arguments(ceil_div(T, ROWS) * ceil_div(N, how.BLOCK), {"sizes": sizes, "HOW": how, "num_warps": WARPS})
     launcher = local_launcher(combine_kernel, products.device)

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_WORLD, TILE_TICKET
+from ditron_inductor.core.layout import MAX_CHUNKS, MAX_WORLD, TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     Tiles,
@@ -53,8 +53,7 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.timed import first_credits, timed_wait, timed_wait_all
 from ditron_inductor.core.trace import COPY, SEND, SUM, TILE, event, now
 from ditron_inductor.lowering.config import Config, select_grouped_config
-from ditron_inductor.lowering.expert_sums.combine_kernel import lie_in_rows
-from ditron_inductor.lowering.host.launch import Launch, ceil_div
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedExperts
 
@@ -445,15 +444,21 @@ def reduced_experts_kernel(
 
 class Geometry(NamedTuple):
     """The layout of a call, from sizes that all ranks share: the tokens T and columns N, the tokens that a rank owns,
-    and the bytes of the slot; and this rank's tile.
+    the columns of a chunk, and the bytes of the slot; and this rank's tile.
     """
 
     T: int
     N: int
     owned: int
     gathers: bool
+    block: int
     nbytes: int
     config: Config
+
+
+def sizes_of(launch: Launch) -> tuple[int, int, int]:
+    """Returns BLOCK, LOADS and SLOTS."""
+    return INTERPRETED if launch.interpreted else (BLOCK, LOADS, SLOTS)
 
 
 def geometry(node: ReducedExperts, launch: Launch, x: torch.Tensor, columns: int) -> Geometry:
@@ -461,8 +466,12 @@ def geometry(node: ReducedExperts, launch: Launch, x: torch.Tensor, columns: int
     T, world = x.shape[0] // node.top_k, node.world_size
     owned, gathers = ceil_div(T, world), not node.scatters
     config = select_grouped_config(dtype=x.dtype, interpreted=launch.interpreted)
+    block, _, _ = sizes_of(launch)
+    # Each chunk has a flag row for its sums, and one for its results.
+    while (1 + gathers) * ceil_div(columns, block) > MAX_CHUNKS.value:
+        block *= 2
     nbytes = (1 + gathers) * world * owned * columns * x.element_size()
-    return Geometry(T, columns, owned, gathers, nbytes, config.for_arch(launch.workspace.capabilities.arch))
+    return Geometry(T, columns, owned, gathers, block, nbytes, config.for_arch(launch.workspace.capabilities.arch))
 
 
 def reduced_experts(
@@ -477,23 +486,20 @@ def reduced_experts(
     added: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Returns the output; see the node for the operands."""
-    T, N, owned, gathers, nbytes, config = sizes
+    T, N, owned, gathers, block, nbytes, config = sizes
     E, K, _ = weight.shape
-    if not lie_in_rows(places, scale, x, added) or 1 not in weight.stride()[1:]:
-        x, weight, places, scale = x.contiguous(), weight.contiguous(), places.contiguous(), scale.contiguous()
-        added = None if added is None else added.contiguous()
-    rest = x if added is None else added
+    x, rest = rows_of(x), x if added is None else rows_of(added)
+    weight = weight if 1 in weight.stride()[1:] else weight.contiguous()
     out = x.new_empty(T if gathers else owned, N)
     products = x.new_empty(x.shape[0], N)
 
     def arguments() -> Arguments:
-        # One matrix after the other.
-        flat = weight.mT.flatten(0, 1).mT if weight.stride(1) == 1 else weight.flatten(0, 1)
-        together = weight.stride(0) == N * K
         tile: Tiles = launch.tile(config, x, [weight[0]])
-        whole = tile.K_MAJOR == 1 or tile.EVEN_K
-        descriptors = tile.DESCRIPTORS and together and whole and N * E < 2**31 and flat.data_ptr() % 16 == 0
-        block, loads, slots = INTERPRETED if launch.interpreted else (BLOCK, LOADS, SLOTS)
+        stride_be, stride_bk, stride_bn = weight.stride()
+        # One matrix after the other. A step beyond K must not be one of the next matrix.
+        together = stride_be == (N * stride_bn if tile.K_MAJOR else K * stride_bk)
+        descriptors = tile.DESCRIPTORS and together and (tile.K_MAJOR == 1 or tile.EVEN_K) and E * max(N, K) < 2**31
+        _, loads, slots = sizes_of(launch)
         how = How(
             WORLD=node.world_size,
             TILES=tile._replace(DESCRIPTORS=descriptors),
@@ -506,7 +512,6 @@ def reduced_experts(
             BLOCK=block,
             TOKENS=max(1, slots // node.top_k),
         )
-        stride_be, stride_bk, stride_bn = weight.stride()
         pitches = x.stride(0), rest.stride(0)
         numbers = Sizes(T, N, K, E, owned, owned // node.runs, stride_be, stride_bk, stride_bn, *pitches)
         programs = launch.programs(ceil_div(x.shape[0], config.block_m) * ceil_div(N, config.block_n), config)
@@ -515,7 +520,7 @@ def reduced_experts(
     tensors: dict[str, Any] = {
         "x": x,
         "weight": weight,
-        "routing": (ends, places, scale),
+        "routing": (ends.contiguous(), places.contiguous(), scale.contiguous()),
         "added": rest,
         "products": products,
         "out": out,

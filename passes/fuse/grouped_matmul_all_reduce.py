@@ -11,6 +11,7 @@ products and for the sum of a rank, before it is sent.
 It must not fire when
 * combine_experts.py could not make a node of the sum, except that any number of experts and tokens is taken here;
 * the sum, or a view of it in front of the collective, is used elsewhere, or the products are, as in training;
+* a view has rows of another length;
 * the grouped matmul has a bias or another dtype than its operands, or strides of which the kernel would need a copy;
 * a size is dynamic, or there are fewer than LEAST_TOKENS tokens: the reduction of a few rows goes with its norm (see
   all_reduce_rms_norm.py), which takes longer than what could be overlapped here.
@@ -67,8 +68,10 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     if sums is None:
         return ReasonCode.NO_MATMUL.at(source)
     tokens = proofs.fake(sums.index).shape[0] // sums.top_k
+    whole, N = proofs.fake(operand).shape, proofs.fake(sums.terms.grouped).shape[1]
     static = all(isinstance(size, int) for size in (tokens, *proofs.fake(collective.wait).shape))
-    if not static or tokens < LEAST_TOKENS:
+    # Rows of another length would be those of another site to a rank that reduces them without experts.
+    if not static or tokens < LEAST_TOKENS or not whole or not proofs.known_equal(whole[-1], N):
         return ReasonCode.GROUPED_MATMUL.at(source)
     if not _takes(sums.terms.grouped, sums.steps[0]):
         return ReasonCode.GROUPED_MATMUL.at(sums.terms.grouped)

@@ -54,10 +54,10 @@ def find_grouped_matmul_reduce_scatter(node: fx.Node) -> ScatteredSums | Refused
     found = whole.find_sums(collective, full, between)
     if refused(found):
         return found
-    shape, N = proofs.fake(full).shape, proofs.fake(found.sums.terms.grouped).shape[1]
+    shape = proofs.fake(full).shape
     outer = math.prod(shape[:scatter_dim])
     tokens = math.prod(shape[:-1])
-    if scatter_dim == len(shape) - 1 or not isinstance(outer, int) or not proofs.known_equal(shape[-1], N):
+    if scatter_dim == len(shape) - 1 or not isinstance(outer, int):
         return ReasonCode.GROUPED_MATMUL.at(full)
     divides = isinstance(tokens, int) and tokens % (outer * collective.world_size) == 0
     return ScatteredSums(found, outer) if divides else ReasonCode.SHAPE_UNPROVEN.at(full)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch.distributed as dist
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor import reset
+from ditron_inductor.core.layout import MAX_CHUNKS
 from ditron_inductor.errors import DitronTimeout
-from ditron_inductor.task.nodes import GroupedMatmulAllReduce, GroupedMatmulReduceScatter, ReducedExperts
+from ditron_inductor.lowering.expert_sums.reduced_kernel import geometry
+from ditron_inductor.task.nodes import GroupedMatmulAllReduce, GroupedMatmulReduceScatter, Policy, ReducedExperts
 from tests.lowering.calls import Site
 from tests.lowering.test_combine_experts import Case, wanted
 from tests.rank_process import RankContext
@@ -155,11 +159,12 @@ def test_near_the_reference(pool: RankPool, kind: Kind, index: int, strategy: st
 
 
 def other_layouts(ctx: RankContext, kind: Kind) -> None:
-    """One rank has products of which the kernel cannot read the rows. It takes part all the same."""
+    """One rank has operands that the kernel cannot read as they lie. It takes part all the same."""
     case = CASES[kind][ctx.device.type][1]
     given = given_to(ctx, case)
     if ctx.rank == 1:
         given["x"] = given["x"].mT.contiguous().mT
+        given["ends"] = given["ends"].repeat_interleave(2)[::2]
     out = call(ctx, kind, case, "tile", given, name=" across")
     assert_near(out, reduced(ctx, kind, case, given), num_partials=ctx.world_size)
 
@@ -236,3 +241,16 @@ def captured(ctx: RankContext, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", [WHOLE, SCATTERED], ids=lambda kind: kind.kind)
 def test_a_replay_takes_other_routing(gpu_pool: RankPool, kind: Kind) -> None:
     gpu_pool.run(captured, kind)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [(WHOLE, 2), (SCATTERED, 1)])
+def test_chunks_have_flags(kind: Kind, rows: int) -> None:
+    """Of wide sums the chunks are wider."""
+    made: Any = kind
+    node = made("sum", 1, 2, "", "", Policy("tile"))
+    launch: Any = SimpleNamespace(
+        interpreted=True, workspace=SimpleNamespace(capabilities=SimpleNamespace(arch="interpreter"))
+    )
+    for columns, block in ((1, 64), (64 * 512, 64), (64 * 512 * 4, 128 * rows), (64 * 512 * 4 + 1, 256 * rows)):
+        found = geometry(node, launch, torch.empty(4, 8), columns)
+        assert found.block == block and rows * -(-columns // found.block) <= MAX_CHUNKS.value

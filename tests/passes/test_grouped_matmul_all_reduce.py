@@ -157,7 +157,15 @@ def products_read_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torc
     return all_reduce(terms[order.argsort()].view(-1, K, D).sum(1).bfloat16()), products.sin()
 
 
-REFUSED = (used_elsewhere, products_read_elsewhere, viewed_elsewhere, sums_over_tokens, summed_in_fp32, scaled_behind)
+def of_other_rows(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).sum(1).bfloat16().view(-1, 2 * D))
+
+
+def of_no_rows(*operands: torch.Tensor) -> torch.Tensor:
+    return all_reduce(routed(*operands).sum(1).bfloat16().view(-1))
+
+
+REFUSED = (of_other_rows, of_no_rows, used_elsewhere, products_read_elsewhere, viewed_elsewhere, sums_over_tokens, summed_in_fp32, scaled_behind)
 
 
 @pytest.mark.parametrize("fn", REFUSED)
