@@ -85,7 +85,7 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
 
 
 @pytest.mark.timeout(220)
-@pytest.mark.parametrize("strategy", ["tile", pytest.param("library", marks=pytest.mark.all_cases)])
+@pytest.mark.parametrize("strategy", ["library", pytest.param("tile", marks=pytest.mark.all_cases)])
 def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, strategy: str) -> None:
     setup = Setup("qwen3_moe", "hf", sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
     assert rank_pools.get("cpu", 2).run(_reduced, setup, timeout=200) == [setup.num_layers] * 2

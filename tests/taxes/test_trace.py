@@ -58,6 +58,7 @@ TRACED = {
     "transfers.publish_pieces",
     "transfers.reduce_partials",
     "transfers.stage",
+    "expert_sums.reduced_kernel.reduced_experts_kernel",
 }
 """All kernels that have a slot, by where they are in `lowering`."""
 PARAMETER = re.compile(r"\.param ")
