@@ -29,8 +29,6 @@ CHOSEN = [
             Setup("qwen3", "hf", train=True),
             Setup("gpt_neox", "tp"),
             Setup("opt", "sp"),
-            Setup("olmo2", "hf"),
-            Setup("granite", "hf"),
             Setup("glm4_moe", "hf"),
             Setup("gpt_oss", "ep"),
         )
