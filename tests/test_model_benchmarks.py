@@ -333,7 +333,7 @@ def _experts(ctx: RankContext) -> None:
     for dtype, tokens in ((torch.float32, 8), (torch.bfloat16, FEW_TOKENS), (torch.bfloat16, FEW_TOKENS + 2)):
         for scatters in (False, True):
             torch.manual_seed(0)
-            part = Experts(arch).to(dtype)
+            part = Experts(arch.hidden, arch.inner, arch.experts, arch.top_k).to(dtype)
             whole = copy.deepcopy(part).double()
             whole.plain = True
             part.cut(ctx.rank, group, scatters)

@@ -29,12 +29,11 @@ NORMS = ("rms", "gemma", "layer")
 class Architecture:
     """Sizes and forms of a decoder's layers; depth: of the whole model, of which the benchmark builds some.
 
-    experts: how many each feed-forward has, of width `inner`, of which a token takes `top_k`; 0 for a dense one.
-
     gated: down(activation(gate(x)) * up(x)), else down(activation(up(x))). norm: `rms`, `gemma` (which scales by
     1 + weight), or `layer`. bias: of every linear layer. qk_norm: a norm of each head's query and key. sandwich: norms
     behind attention and feed-forward too. theta: of rotary positions, 0 without. scale: of the scores, by default
-    1 / sqrt(head_dim). note: how it differs from the model that it is named after.
+    1 / sqrt(head_dim). experts: how many a feed-forward has, each of width `inner`, of which a token takes `top_k`; 0
+    for a dense one. note: how it differs from the model that it is named after.
     Raises ValueError for sizes that do not fit each other.
     """
 
@@ -69,8 +68,8 @@ class Architecture:
         """Returns these forms of layers in the sizes of another architecture."""
         kv_heads = sizes.heads if self.heads == self.kv_heads else sizes.kv_heads
         small = replace(self, hidden=sizes.hidden, heads=sizes.heads, kv_heads=kv_heads, inner=sizes.inner)
-        small = replace(small, experts=min(self.experts, 4), top_k=min(self.top_k, 2))
-        return replace(small, depth=sizes.depth, head_dim=sizes.head_dim)
+        experts, top_k = min(self.experts, 4), min(self.top_k, 2)
+        return replace(small, depth=sizes.depth, head_dim=sizes.head_dim, experts=experts, top_k=top_k)
 
     def layer_weights(self) -> tuple[int, int]:
         """Elements of the weights of (attention, feed-forward) of a layer."""
@@ -213,7 +212,8 @@ class Layer(nn.Module):
         self.self_attn = Attention(arch, core)
         self.attention_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
         self.feedforward_innorm = arch.make_norm(arch.hidden)
-        self.mlp = Experts(arch) if arch.experts else FeedForward(arch)
+        routed = arch.hidden, arch.inner, arch.experts, arch.top_k
+        self.mlp = Experts(*routed) if arch.experts else FeedForward(arch)
         self.feedforward_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
 
     def forward(

@@ -49,7 +49,7 @@ def of_config(config: Any) -> Architecture:
     gemma, routed = kind == "gemma3_text", kind in ("mixtral", "qwen3_moe")
     taken = getattr(config, "num_experts_per_tok", 1)
     if kind == "qwen3_moe" and (config.mlp_only_layers or config.decoder_sparse_step != 1 or not config.norm_topk_prob):
-        raise ValueError("Qwen3 MoE with dense layers, or with weights of experts that are not normalised")
+        raise ValueError("Qwen3 MoE with dense layers or weights of experts that are not normalised is not built here")
     activation = config.hidden_activation if gemma else config.hidden_act
     return Architecture(
         hidden=config.hidden_size,

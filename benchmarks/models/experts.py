@@ -7,17 +7,12 @@ sorted by expert (`grouped_mm`). A slot is a token's use of one expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    from benchmarks.models.architecture import Architecture
 
 FEW_TOKENS = 64
 """Up to so many tokens the weights are copied, as `generate` does where it decodes."""
@@ -37,16 +32,16 @@ class Experts(nn.Module):
 
     scores: torch.Tensor | None
 
-    def __init__(self, arch: Architecture, draws: bool = True) -> None:
+    def __init__(self, hidden: int, inner: int, experts: int, top_k: int) -> None:
         super().__init__()
-        self.top_k = arch.top_k
-        self.router = nn.Linear(arch.hidden, arch.experts, bias=False)
+        self.top_k = top_k
+        self.router = nn.Linear(hidden, experts, bias=False)
         # The gates of all columns, then what they open.
-        self.gate_up_proj = nn.Parameter(torch.empty(arch.experts, 2 * arch.inner, arch.hidden))
-        self.down_proj = nn.Parameter(torch.empty(arch.experts, arch.hidden, arch.inner))
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
-        scores = torch.empty(DRAWN // arch.experts, arch.experts, dtype=torch.float32).normal_() if draws else None
+        scores = torch.empty(DRAWN // experts, experts, dtype=torch.float32).normal_()
         self.register_buffer("scores", scores, persistent=False)
         self.group_name = ""
         self.scatters = False

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ditron_inductor.lowering.expert_sums.combine_kernel import prepare
+from ditron_inductor.lowering.combine_experts.op import combine_experts
 from ditron_inductor.task.nodes import ReducedExperts
 
 
-def by_library(
-    node: ReducedExperts, operands: Sequence[torch.Tensor], reduce: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[..., Any]:
+def by_library(node: ReducedExperts, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """Returns a function of node.split(operands). reduce: reduces the sums [T, N] by the library."""
-    x, weight, _, places, scale, added = node.split(operands)
-    combine = prepare(node.sums, x.new_empty(x.shape[0], weight.shape[2]), places, scale, added, "library")
+    sums = node.sums
 
-    def call(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        ends: torch.Tensor,
-        places: torch.Tensor,
-        scale: torch.Tensor,
-        added: torch.Tensor | None,
-    ) -> torch.Tensor:
-        (total,) = combine(torch._grouped_mm(x, weight, offs=ends), places, scale, added)
+    def call(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *slots: torch.Tensor | None) -> torch.Tensor:
+        products = torch._grouped_mm(x, weight, offs=ends)
+        (total,) = combine_experts(sums, [products, *(one for one in slots if one is not None)])
         return reduce(total)
 
     return call

@@ -102,7 +102,7 @@ class How(NamedTuple):
 
 class Slots(NamedTuple):
     """The slots of all tokens: pointers to the products [S, N], to `places` and `scale` [S], and to what is added, [T,
-    N]; T, N, and the elements from row to row of the products and of what is added.
+    N]; T, N, and the elements from row to row of what is added.
     """
 
     products: Any
@@ -111,7 +111,6 @@ class Slots(NamedTuple):
     added: Any
     T: Any
     N: Any
-    pitch: Any
     added_pitch: Any
 
 
@@ -231,7 +230,7 @@ def summed_slots(slots, tokens, columns, HOW: tl.constexpr):
     for i in tl.static_range(NUM * TOP_K):
         # What lies outside is not read, and its sum is no number.
         there = (places[i] >= 0) & (places[i] < S)
-        product = tl.load(slots.products + places[i] * slots.pitch + columns, mask=inside & there, other=0.0)
+        product = tl.load(slots.products + places[i] * slots.N + columns, mask=inside & there, other=0.0)
         factor = tl.load(slots.scale + places[i], mask=there, other=float("nan"))
         products = products + (product,)  # type: ignore[assignment]
         factors = factors + (factor,)  # type: ignore[assignment]
@@ -342,7 +341,7 @@ def reduced_experts_kernel(
     N = sizes.N
     K = sizes.K
     S = sizes.T * HOW.TOP_K
-    slots = Slots(products, routing[1], routing[2], added, sizes.T, N, N, sizes.added_pitch)
+    slots = Slots(products, routing[1], routing[2], added, sizes.T, N, sizes.added_pitch)
     experts = tl.arange(0, EXPERTS)
     stops = tl.load(ends + experts, mask=experts < sizes.E, other=0)
     starts = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < sizes.E), other=0)

@@ -16,7 +16,7 @@ from ditron_inductor.task.nodes import GroupedMatmulAllReduce
 
 def library(node: GroupedMatmulAllReduce, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """Returns what runs such calls by the library; see `kind.Library`. On a GPU one kernel adds up the slots."""
-    return by_library(node, operands, bound(reference.all_reduce_, node))
+    return by_library(node, bound(reference.all_reduce_, node))
 
 
 LOWERING = Lowering(GroupedMatmulAllReduce, library, tile=Tile(geometry, reduced_experts))

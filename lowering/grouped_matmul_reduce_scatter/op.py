@@ -26,7 +26,7 @@ def library(node: GroupedMatmulReduceScatter, operands: Sequence[torch.Tensor]) 
             group_name=node.group_name,
         ).flatten(0, 1)
 
-    return by_library(node, operands, reduce)
+    return by_library(node, reduce)
 
 
 LOWERING = Lowering(GroupedMatmulReduceScatter, library, tile=Tile(geometry, reduced_experts))

@@ -146,17 +146,13 @@ def _operands(graph: fx.Graph, task: TaskNode, x: fx.Node) -> dict[str, Any]:
         return {"a": [a], "b": [b], "extras": [x]}
     if isinstance(task, ReducedExperts):
         rows, columns = x.meta["val"].shape
-        places = rewriting.zeros(graph, x, (rows,))
-        places.kwargs = {**places.kwargs, "dtype": torch.int64}
-        places.meta["val"] = rewriting.fake_like(x.meta["val"], (rows,), (1,), torch.int64)
-        ends = rewriting.call(graph, aten.full.default, ([1], rows), x, (1,))
-        ends.kwargs = {"dtype": torch.int32, "device": x.meta["val"].device}
-        ends.meta["val"] = rewriting.fake_like(x.meta["val"], (1,), (1,), torch.int32)
-        zeros = {
-            name: rewriting.zeros(graph, x, shape)
-            for name, shape in {"x": (rows, WIDTH), "weight": (1, WIDTH, columns), "scale": (rows,)}.items()
+        shapes = {"x": (rows, WIDTH), "weight": (1, WIDTH, columns), "scale": (rows,)}
+        return {
+            **{name: rewriting.zeros(graph, x, shape) for name, shape in shapes.items()},
+            "ends": rewriting.full(graph, x, (1,), rows, torch.int32),
+            "places": rewriting.full(graph, x, (rows,), 0, torch.int64),
+            "added": x,
         }
-        return {**zeros, "ends": ends, "places": places, "added": x}
     (name, _), *others = task.slots()
     return {name: x, **{weights: [rewriting.zeros(graph, x, (x.meta["val"].shape[-1], 1))] for weights, _ in others}}
 

@@ -131,9 +131,14 @@ def call(
 
 def zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
     """Inserts a row-major tensor of zeros with the dtype, device and metadata of `origin`."""
-    value: torch.Tensor = origin.meta["val"]
-    node = call(graph, aten.full.default, (list(shape), 0), origin, shape)
-    node.kwargs = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
+    return full(graph, origin, shape, 0, origin.meta["val"].dtype)
+
+
+def full(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any], value: int, dtype: torch.dtype) -> fx.Node:
+    """Inserts a row-major tensor of `value` with the device and metadata of `origin`."""
+    node = call(graph, aten.full.default, (list(shape), value), origin, shape, dtype=dtype)
+    device = origin.meta["val"].device
+    node.kwargs = {"dtype": dtype, "layout": torch.strided, "device": device, "pin_memory": False}
     return node
 
 

@@ -180,8 +180,9 @@ def _own_plan(model: Any, ctx: RankContext, form: str) -> Any:
 
     mesh_of = f"transformers mesh of {form}"
     if mesh_of not in ctx.shared:
-        wanted = {"tp_size": ctx.world_size} | ({"ep_size": ctx.world_size} if form == "ep" else {})
-        ctx.shared[mesh_of] = model.prepare_distribute_model(DistributedConfig(**wanted))
+        ep_size = ctx.world_size if form == "ep" else None
+        wanted = DistributedConfig(tp_size=ctx.world_size, ep_size=ep_size)
+        ctx.shared[mesh_of] = model.prepare_distribute_model(wanted)
     config, _, mesh = ctx.shared[mesh_of]
     # The plan names both ends of a tied weight; they are tied again once both are cut.
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())

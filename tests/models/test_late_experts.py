@@ -56,7 +56,7 @@ def differs_later(ctx: RankContext, kind: str, statistic: bool) -> int:
     counters.clear()
     drawn = torch.Generator().manual_seed(ctx.rank)
     fuse = importlib.import_module("ditron_inductor.passes.fuse.grouped_matmul_all_reduce")
-    options = {"ditron.fusions": FUSIONS, "ditron.strategy": "chunked", "ditron.meeting_s": 2.0}
+    options = {"ditron.fusions": FUSIONS, "ditron.strategy": "tile", "ditron.meeting_s": 2.0}
     with mock.patch.object(fuse, "LEAST_TOKENS", T), torch.no_grad():
         compiled = torch.compile(step, backend="ditron", options=options)
         for call in range(4):
