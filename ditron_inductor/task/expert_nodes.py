@@ -108,7 +108,6 @@ class ReducedExperts(TaskNode):
 
     # No table has times of it.
     computes: ClassVar[str] = "experts"
-    by_default: ClassVar[bool] = False
     host_us: ClassVar[Mapping[str, float]] = {"library": 120.0, "tile": 40.0}
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
     num_outputs: ClassVar[int] = 1

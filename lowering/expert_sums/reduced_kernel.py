@@ -57,7 +57,7 @@ from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedExperts
 
-BLOCK, LOADS, SLOTS = 2048, 16, 128
+BLOCK, LOADS, SLOTS = 2048, 16, 64
 """The columns of a chunk, the rows of products that a program has under way, and the slots that one ticket sums."""
 INTERPRETED = 64, 8, 32
 """The same for the interpreter."""

@@ -88,7 +88,7 @@ def given_to(ctx: RankContext, case: Layer, seed: int = 0) -> dict[str, torch.Te
     weights, chosen = (scores[:1].expand_as(scores) if case.routing == "one" else scores).topk(case.top_k)
     order = chosen.reshape(-1).argsort()
     shape = (case.experts, case.n, case.k) if case.columns else (case.experts, case.k, case.n)
-    weight = (torch.randn(shape, generator=generator) / 4).to(ctx.device, case.dtype)
+    weight = (torch.randn(shape, generator=generator) / case.k**0.5).to(ctx.device, case.dtype)
     return {
         "x": draw(case.tokens * case.top_k, case.k),
         "weight": weight.mT if case.columns else weight,
