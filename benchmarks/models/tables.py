@@ -16,6 +16,8 @@ from benchmarks.models.zoo import position
 from benchmarks.records import Row, by_cell, newest
 
 RIVALS = ("inductor", "async_tp")
+SAME_COMPILER = (OURS, ("inductor", "registered"))
+"""Contestants that are compiled in the same way: Ditron's, and Inductor's."""
 """What speed-ups are over: eager is shown, but nobody has to be faster than that alone."""
 
 
@@ -269,11 +271,15 @@ def targets(rows: Sequence[Row], facts: Sequence[Fact]) -> list[Target]:
 
 
 def compile_ratios(facts: Sequence[Fact]) -> list[float]:
-    """In every cell in which both were compiled, the time of Ditron's first call over Inductor's."""
+    """In every cell in which both were compiled, the time of Ditron's first call over Inductor's. Contestants of one
+    compiler share what the first of them has compiled, so the longest of their first calls counts.
+    """
     ratios = []
     for found in by_cell(facts):
-        seconds = {fact.contestant: fact.compile_s for fact in found if not fact.why}
-        ours, theirs = seconds.get("ditron"), seconds.get("inductor")
+        seconds = {fact.contestant: fact.compile_s for fact in found if not fact.why and fact.compile_s}
+        ours, theirs = (
+            max((seconds[name] for name in names if name in seconds), default=None) for names in SAME_COMPILER
+        )
         if ours and theirs:
             ratios.append(ours / theirs)
     return ratios
