@@ -350,6 +350,38 @@ def test_experts_are_cut_over_the_ranks(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 2).run(_experts)
 
 
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-32b"])
+def test_layers_of_engines_compute_the_same(name: str) -> None:
+    import torch
+
+    from benchmarks.models.architecture import Decoder, EngineDecoder
+    from ditron_inductor.tools.demo_model import rotary_table
+
+    arch = MODELS[name].like(TINY)
+    torch.manual_seed(0)
+    plain, engine = Decoder(arch, 2), EngineDecoder(replace(arch, engine=True), 2)
+    weights = plain.state_dict()
+    for packed, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.packed_proj", ("gate", "up"))):
+        owner = packed.rpartition(".")[0]
+        for layer in ("layers.0", "layers.1"):
+            rows = [weights.pop(f"{layer}.{owner}.{part}_proj.weight") for part in parts]
+            weights[f"{layer}.{packed}.weight"] = torch.cat(rows)
+    engine.load_state_dict(weights)
+    given = torch.randn(2, 8, arch.hidden), *rotary_table(8, arch.head_dim, arch.theta)
+    seen: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    with torch.no_grad():
+        out, wanted = (model(*given, seen=each) for model, each in zip((engine, plain), seen, strict=True))
+    torch.testing.assert_close([out, *seen[0]], [wanted, *seen[1]], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="vLLM"):
+        replace(MODELS["gemma3-27b"], engine=True)
+
+
+def test_engines_are_measured_in_forwards_with_all_reduces() -> None:
+    for batched in (False, True):
+        cells = Selection(models=("qwen3-32b-vllm",), full=True, batched=batched).cells()
+        assert cells and {cell.form for cell in cells} == {"ar"} and "training" not in {cell.phase for cell in cells}
+
+
 HUGGING_FACE = {
     "llama": {},
     "qwen3": {"head_dim": 16},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ class Architecture:
     1 + weight), or `layer`. bias: of every linear layer. qk_norm: a norm of each head's query and key. sandwich: norms
     behind attention and feed-forward too. theta: of rotary positions, 0 without. scale: of the scores, by default
     1 / sqrt(head_dim). experts: how many a feed-forward has, each of width `inner`, of which a token takes `top_k`; 0
-    for a dense one. note: how it differs from the model that it is named after.
+    for a dense one. engine: layers as vLLM writes them, see `EngineDecoder`, with one projection of queries, keys and
+    values, and one of gate and up. note: how it differs from the model that it is named after.
     Raises ValueError for sizes that do not fit each other.
     """
 
@@ -54,6 +56,7 @@ class Architecture:
     eps: float = 1e-5
     experts: int = 0
     top_k: int = 0
+    engine: bool = False
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -63,6 +66,8 @@ class Architecture:
             raise ValueError(f"activation '{self.activation}' is none of {', '.join(ACTIVATIONS)}")
         if self.norm not in NORMS:
             raise ValueError(f"norm '{self.norm}' is none of {', '.join(NORMS)}")
+        if self.engine and (self.norm != "rms" or self.sandwich):
+            raise ValueError("layers as vLLM writes them have an RMS norm right behind each sum here")
 
     def like(self, sizes: Architecture) -> Architecture:
         """Returns these forms of layers in the sizes of another architecture."""
@@ -160,9 +165,14 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = arch.head_dim
         queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-        self.q_proj = arch.linear(arch.hidden, queries)
-        self.k_proj = arch.linear(arch.hidden, keys)
-        self.v_proj = arch.linear(arch.hidden, keys)
+        if arch.engine:
+            self.qkv_proj = arch.linear(arch.hidden, queries + 2 * keys)
+        else:
+            self.q_proj = arch.linear(arch.hidden, queries)
+            self.k_proj = arch.linear(arch.hidden, keys)
+            self.v_proj = arch.linear(arch.hidden, keys)
+        self.groups = arch.heads // arch.kv_heads
+        self.engine = arch.engine
         self.o_proj = arch.linear(queries, arch.hidden)
         self.q_norm = arch.make_norm(arch.head_dim) if arch.qk_norm else None
         self.k_norm = arch.make_norm(arch.head_dim) if arch.qk_norm else None
@@ -171,7 +181,7 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, seen: Seen | None = None
     ) -> torch.Tensor:
-        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in self._projected(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -182,9 +192,27 @@ class Attention(nn.Module):
             seen.append(found)
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, heads * head_dim] -> [batch, sequence, heads, head_dim]."""
-        return x.unflatten(-1, (-1, self.head_dim))
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of this rank's heads, [batch, sequence, heads * head_dim]."""
+        if not self.engine:
+            return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        both = self.qkv_proj(x)
+        keys = both.shape[-1] // (self.groups + 2)
+        return both.split((self.groups * keys, keys, keys), -1)
+
+    @torch.no_grad()
+    def sharpen(self, factor: float) -> None:
+        """Multiplies the scores of fresh weights by a factor."""
+        if self.q_norm is not None:
+            # What a Gemma norm multiplies by is 1 + weight.
+            shift = 1.0 if isinstance(self.q_norm, GemmaNorm) else 0.0
+            for parameter in self.q_norm.parameters():
+                parameter.add_(shift).mul_(factor).sub_(shift)
+            return
+        # Keys, and values with them, where they are rows of the same weight.
+        projection, each = (self.qkv_proj, factor**0.5) if self.engine else (self.q_proj, factor)
+        for parameter in projection.parameters():
+            parameter.mul_(each)
 
 
 class FeedForward(nn.Module):
@@ -193,11 +221,18 @@ class FeedForward(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[arch.activation]
-        self.gate_proj = arch.linear(arch.hidden, arch.inner) if arch.gated else None
-        self.up_proj = arch.linear(arch.hidden, arch.inner)
+        self.packed = arch.engine and arch.gated
+        if self.packed:
+            self.packed_proj = arch.linear(arch.hidden, 2 * arch.inner)
+        else:
+            self.gate_proj = arch.linear(arch.hidden, arch.inner) if arch.gated else None
+            self.up_proj = arch.linear(arch.hidden, arch.inner)
         self.down_proj = arch.linear(arch.inner, arch.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            gate, up = self.packed_proj(x).chunk(2, -1)
+            return self.down_proj(self.activation(gate) * up)
         if self.gate_proj is None:
             return self.down_proj(self.activation(self.up_proj(x)))
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
@@ -250,3 +285,43 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, seen=seen)
         return self.norm(x)
+
+
+Added = Callable[[torch.Tensor, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tensor]]
+"""(what a half of a layer returns, the residual, the norm behind it) -> (the norm of their sum, the sum)."""
+
+
+def chained(
+    model: nn.Module,
+    x: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    seen: Seen | None,
+    added: Added,
+) -> torch.Tensor:
+    """A decoder's forward in which every sum is made together with the norm that reads it."""
+    layers: list[Any] = list(model.layers)  # type: ignore[arg-type]
+    norms = [*(layer.input_layernorm for layer in layers[1:]), model.norm]
+    normed, total = layers[0].input_layernorm(x), x
+    for layer, following in zip(layers, norms, strict=True):
+        normed, middle = added(layer.self_attn(normed, cos, sin, seen=seen), total, layer.feedforward_innorm)
+        normed, total = added(layer.mlp(normed), middle, following)
+        if seen is not None:
+            seen += (middle, total)
+    return normed
+
+
+def added_in_fp32(branch: torch.Tensor, residual: torch.Tensor, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """The RMS norm of the sum before it is rounded, as vLLM computes it in torch."""
+    wide = branch.float() + residual.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return scaled.to(branch.dtype) * norm.weight, wide.to(residual.dtype)
+
+
+class EngineDecoder(Decoder):
+    """The layers as vLLM writes them: RMS norms of sums in fp32, which are rounded for the residual only."""
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, seen: Seen | None = None
+    ) -> torch.Tensor:
+        return chained(self, x, cos, sin, seen, added_in_fp32)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.models.architecture import Architecture, Decoder, Seen
+from benchmarks.models.architecture import Architecture, Decoder, Seen, chained
 from benchmarks.models.experts import Experts
 from benchmarks.rivals.one_shot_norm import OneShotNorm, of_world
 
@@ -60,15 +60,7 @@ class ByHand(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, seen: Seen | None = None
     ) -> torch.Tensor:
-        norms = [*(layer.input_layernorm for layer in list(self.layers)[1:]), self.norm]
-        normed, total = self.layers[0].input_layernorm(x), x
-        for layer, following in zip(self.layers, norms, strict=True):
-            partial = layer.self_attn(normed, cos, sin, seen=seen)
-            normed, middle = _reduced(partial, total, layer.feedforward_innorm)
-            normed, total = _reduced(layer.mlp(normed), middle, following)
-            if seen is not None:
-                seen += (middle, total)
-        return normed
+        return chained(self, x, cos, sin, seen, _reduced)
 
 
 def _reduced(partial: torch.Tensor, residual: torch.Tensor, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

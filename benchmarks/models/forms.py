@@ -26,13 +26,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.models.architecture import Architecture, AttentionCore, Decoder, GemmaNorm, plain_attention
+from benchmarks.models.architecture import Architecture, AttentionCore, Decoder, EngineDecoder, plain_attention
 from benchmarks.models.experts import Experts
 from benchmarks.models.zoo import Cell
 from ditron_inductor.ops import all_gather_attention
 from ditron_inductor.tools.demo_model import rotary_table
 
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj")
+COLUMNS = (*PROJECTIONS, "mlp.gate_proj", "mlp.up_proj", "mlp.packed_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "attention_outnorm", "feedforward_innorm", "feedforward_outnorm")
 
@@ -177,7 +178,7 @@ def decoder(
     if cell.form == "kv":
         make_core = functools.partial(cached, arch, cell.batch, cell.cache // world_size, rank == 0)
     torch.manual_seed(1)
-    model = Decoder(arch, cell.layers, make_core)
+    model = (EngineDecoder if arch.engine else Decoder)(arch, cell.layers, make_core)
     _peak(model, arch)
     own = torch.Generator(torch.get_default_device()).manual_seed(100 + rank)
     for part in model.modules():
@@ -243,13 +244,8 @@ def _peak(model: Decoder, arch: Architecture) -> None:
     """
     scale = arch.scale if arch.scale is not None else arch.head_dim**-0.5
     factor = PEAK / (scale * arch.head_dim**0.5 * (1.0 if arch.qk_norm else PROJECTED**2))
-    with torch.no_grad():
-        for layer in model.layers:
-            part = layer.self_attn.q_norm if arch.qk_norm else layer.self_attn.q_proj
-            for parameter in part.parameters():
-                # What a Gemma norm multiplies by is 1 + weight.
-                shift = 1.0 if isinstance(part, GemmaNorm) else 0.0
-                parameter.add_(shift).mul_(factor).sub_(shift)
+    for layer in model.layers:
+        layer.self_attn.sharpen(factor)
 
 
 def _has(layer: nn.Module, name: str) -> bool:

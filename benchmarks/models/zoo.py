@@ -108,6 +108,15 @@ MODELS: dict[str, Architecture] = {
     ),
 }
 """By name. Sizes are those of the published configurations; `benchmarks.models.configs` reads others."""
+OF_ENGINES = ("llama3-8b", "qwen3-32b", "qwen3-30b-a3b")
+AS_VLLM = (
+    "layers as vLLM writes them: a norm reads the sum of residual and branch before it is rounded, queries, keys and "
+    "values are one projection, gate and up another"
+)
+MODELS |= {
+    f"{name}-vllm": replace(MODELS[name], engine=True, note="; ".join(filter(None, (AS_VLLM, MODELS[name].note))))
+    for name in OF_ENGINES
+}
 
 
 def position(model: str) -> int:
@@ -221,8 +230,10 @@ class Selection:
 
     def _of(self, model: str) -> Iterable[tuple[int, Cell]]:
         layers = self.layers or (2 if self.batched else LAYERS.get(model, 2))
+        engine = model in MODELS and MODELS[model].engine
+        forms = tuple(form for form in self.forms if form == "ar" or not engine)
         if self.batched:
-            sized = [(form, *size) for form, sizes in BATCHED.items() if form in self.forms for size in sizes]
+            sized = [(form, *size) for form, sizes in BATCHED.items() if form in forms for size in sizes]
             for number, (form, batch, tokens) in enumerate(sized):
                 if self._wants(batch, tokens):
                     yield number, Cell(model, layers, form, "prefill", batch, tokens)
@@ -238,7 +249,7 @@ class Selection:
             lists["prefill", "cp"] = [(*size, 0) for size in CONTEXTS]
             lists["decode", "kv"] = [(batch, 1, cache) for batch, cache in CACHES]
         for (phase, form), sizes in lists.items():
-            if phase not in self.phases or form not in self.forms:
+            if phase not in self.phases or form not in forms or (engine and phase == "training"):
                 continue
             asked = [size for size in sizes if self._wants(size[0], size[1])]
             narrowed = self.batches or self.tokens
