@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.errors import InvalidOperands
+from ditron_inductor.expert_parallel import experts as experts
 from ditron_inductor.lowering.all_gather_attention.function import all_gather_attention as all_gather_attention
 from ditron_inductor.lowering.register import register
 from ditron_inductor.options import Options
@@ -21,7 +22,7 @@ from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task.nodes import FlashDecode, Policy
 from ditron_inductor.task.schema import overload
 
-__all__ = ["all_gather_attention", "flash_decode"]
+__all__ = ["all_gather_attention", "experts", "flash_decode"]
 
 register()
 _FLASH_DECODE = overload(task.OP)

@@ -43,6 +43,7 @@ LAYERS = (
     "pipeline",
     "recompilations",
     "backend",
+    "expert_parallel",
     "ops",
     "graph_meeting",
     "report",

@@ -181,7 +181,9 @@ def _own_plan(model: Any, ctx: RankContext, form: str) -> Any:
     mesh_of = f"transformers mesh of {form}"
     if mesh_of not in ctx.shared:
         ep_size = ctx.world_size if form == "ep" else None
-        wanted = DistributedConfig(tp_size=ctx.world_size, ep_size=ep_size)
+        # Otherwise training exchanges tokens, whose numbers it asks the device for.
+        reduced = {"ep_implementation": "all_reduce"} if form == "ep" else {}
+        wanted = DistributedConfig(tp_size=ctx.world_size, ep_size=ep_size, **reduced)
         ctx.shared[mesh_of] = model.prepare_distribute_model(wanted)
     config, _, mesh = ctx.shared[mesh_of]
     # The plan names both ends of a tied weight; they are tied again once both are cut.

@@ -30,8 +30,7 @@ def cases(num_layers: int) -> list[Setup]:
         for name, architecture in ARCHITECTURES.items()
         for form in FORMS
         if architecture.has(form)
-        # In training, expert parallelism reads sizes on the host, which breaks the graph.
-        for train in ((False,) if form == "ep" else (False, True))
+        for train in (False, True)
     ]
 
 

@@ -1,0 +1,126 @@
+"""Expert parallelism in operations of static shapes, so that training and CUDA graphs need no sizes from the device.
+
+Each rank has some of the experts as a whole, and its own tokens. An all-to-all sends every token to the ranks of its
+experts, and how many these are is known on the device alone: a program that asks for the numbers is cut into pieces by
+`torch.compile`, and cannot be captured. Here all ranks gather all tokens, each computes what its experts contribute,
+and the contributions are added up and scattered. Within one host this moves about as many bytes as an all-to-all does
+if a token has at least as many experts as there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+
+from ditron_inductor.errors import InvalidOperands
+
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The experts of this rank: (rows [M, D], local numbers of experts [M, K], weights [M, K]) -> weighted sums [M, D]."""
+
+
+def experts(
+    compute: Compute,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    num_local: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The weighted sum of what its experts return for each of this rank's tokens. It is differentiable.
+
+    compute: called once, with the tokens of all ranks: rows [W * T, D], the numbers of experts among those of this
+        rank, int64 [W * T, K], and weights [W * T, K]. The experts of other ranks have the number `num_local` and the
+        weight 0: it computes nothing for them, or something finite. Returns [W * T, D].
+    x: [T, D], as many tokens on every rank; gradients reach it and the weights from the experts of all ranks.
+    ids: int64 [T, K], numbers among the experts of all ranks. Rank r has those from r * num_local.
+    weights: [T, K].
+    num_local: the number of experts of a rank, the same on all ranks.
+    group: the ranks among which the experts are divided; None is the default group.
+
+    Returns [T, D], in the dtype of what `compute` returns. Raises InvalidOperands (ValueError) naming the tensor.
+    """
+    _check(x, ids, weights)
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("experts: no group is given, and torch.distributed is not initialised")
+    rows, chosen, factors = (_gathered(one, found) for one in (x, ids, weights))
+    local = chosen - dist.get_rank(found) * num_local
+    absent = (local < 0) | (local >= num_local)
+    partial = compute(rows, torch.where(absent, num_local, local), factors.masked_fill(absent, 0.0))
+    return _summed_part(partial, found)
+
+
+def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Raises InvalidOperands for tensors that do not fit each other."""
+    if x.ndim != 2:
+        raise InvalidOperands(op="experts", tensor="x", found=f"{x.ndim} dimensions", expected="[tokens, width]")
+    for name, one in (("ids", ids), ("weights", weights)):
+        if one.ndim != 2 or one.shape[0] != x.shape[0] or one.shape != ids.shape:
+            expected = f"[{x.shape[0]} tokens, experts of each], ids and weights alike"
+            raise InvalidOperands(op="experts", tensor=name, found=str(tuple(one.shape)), expected=expected)
+    if ids.dtype != torch.int64:
+        raise InvalidOperands(op="experts", tensor="ids", found=str(ids.dtype), expected="int64")
+
+
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[n, ..] of each rank as [W * n, ..]; gradients are added up over the ranks."""
+    # Torch 2.13 has new names for both collectives.
+    gather: Any = getattr(funcol, "all_gather_single_autograd", funcol.all_gather_tensor_autograd)
+    return gather(x.contiguous(), 0, group)
+
+
+def _summed_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[W * n, ..] of each rank, added up, as the [n, ..] of this rank."""
+    scatter: Any = getattr(funcol, "reduce_scatter_single_autograd", funcol.reduce_scatter_tensor_autograd)
+    return scatter(x.contiguous(), "sum", 0, group)
+
+
+def register_with_transformers(name: str = "ditron") -> None:
+    """Makes `experts` a way for `transformers` to reach the experts of other ranks. A model takes it by
+    ``DistributedConfig(ep_size=.., ep_implementation=name)``. Ranks that hold the same tokens (`ep_size == tp_size`)
+    reduce what their experts return, as the `all_reduce` of `transformers` does. Needs transformers 5.23 or later.
+    """
+    from transformers.distributed.expert_parallel import AllReduceEP, EPImplementation, EPImplementationInterface
+
+    class StaticEP(EPImplementation):  # type: ignore[misc]
+        """The experts of an `ep_dispatch_experts` module, by operations of static shapes."""
+
+        def __init__(self, module: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+            super().__init__(module, ep_mesh, tp_mesh)
+            self.num_local: int = module.num_experts
+            self.reduced = AllReduceEP(module, ep_mesh, tp_mesh) if self.shares_batch else None
+
+        def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            if self.reduced is not None:
+                return self.reduced(x, ids, weights)
+            # The ranks of a tensor parallel group hold the same tokens: each takes its part of them.
+            parts = [_part_of(one, self.tp_mesh) for one in (x, ids, weights)]
+            found = experts(self.experts_forward, *parts, num_local=self.num_local, group=self.ep_mesh.get_group())
+            return found if self.tp_mesh.size() == 1 else _whole(found, self.tp_mesh)
+
+    EPImplementationInterface.register(name, StaticEP)
+
+
+def _part_of(x: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """This rank's rows of what all ranks of a mesh hold."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if mesh.size() == 1:
+        return x
+    if x.shape[0] % mesh.size():
+        found, expected = f"{x.shape[0]} tokens", f"a multiple of the {mesh.size()} ranks of tensor parallelism"
+        raise InvalidOperands(op="experts", tensor="hidden_states", found=found, expected=expected)
+    shared = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return shared.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def _whole(x: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """The rows of all ranks of a mesh, of which each holds equal parts."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(x, mesh, [Shard(0)], run_check=False).full_tensor()

@@ -1,0 +1,143 @@
+"""Expert parallelism in operations of static shapes: values and gradients of two ranks, in one graph."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_inductor import ops
+from ditron_inductor.errors import InvalidOperands
+from ditron_inductor.expert_parallel import register_with_transformers
+from ditron_inductor.task.site_records import collect_sites
+from tests.models.interpreted import interpreted
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+
+T, D, K, LOCAL = 6, 16, 2, 3
+TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+
+
+def one_by_one(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Every expert for all rows, as a mask chooses."""
+
+    def compute(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(rows)
+        for expert in range(weight.shape[0]):
+            factor = (weights * (ids == expert)).sum(-1, keepdim=True)
+            found = found + torch.tanh(rows @ weight[expert]) * factor
+        return found
+
+    return compute
+
+
+def operands(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tokens of a rank, the experts that they take, and weights."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(T, D, generator=generator, dtype=torch.float64)
+    scores = torch.rand(T, LOCAL * world_size, generator=generator, dtype=torch.float64)
+    weights, ids = scores.topk(K)
+    return x, ids, weights
+
+
+def gradients(call: Callable[..., torch.Tensor], *given: torch.Tensor) -> list[torch.Tensor]:
+    """The result, and the gradients of a sum of its squares, of operands that have any."""
+    leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in given]
+    out = call(*leaves)
+    out.square().sum().backward()
+    return [out.detach(), *(one.grad for one in leaves if one.grad is not None)]
+
+
+def divided(ctx: RankContext) -> int:
+    """Eager and compiled, against all experts here. Returns the graphs that were compiled."""
+    weight = torch.randn(LOCAL * ctx.world_size, D, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    mine = weight.chunk(ctx.world_size)[ctx.rank]
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ops.experts(one_by_one(weight), x, ids, weights, num_local=LOCAL)
+
+    wanted = gradients(
+        lambda x, ids, weights, weight: one_by_one(weight)(x, ids, weights), *operands(ctx.rank, ctx.world_size), weight
+    )
+    # The gradients of an expert come from the tokens of all ranks.
+    dist.all_reduce(wanted[-1])
+    wanted[-1] = wanted[-1].chunk(ctx.world_size)[ctx.rank]
+    with collect_sites() as sink:
+        compiled = torch.compile(layer, backend=interpreted({}), fullgraph=True)
+        for call in (layer, compiled):
+            got = gradients(call, *operands(ctx.rank, ctx.world_size), mine)
+            torch.testing.assert_close(got, wanted)
+    return len(sink.graphs)
+
+
+def test_values_and_gradients(rank_pools: RankPools) -> None:
+    assert rank_pools.get("cpu", 2).run(divided) == [2, 2], "forward and backward"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"x": torch.zeros(2, T, D)}, "x"),
+        ({"ids": torch.zeros(T, K, dtype=torch.int32)}, "ids"),
+        ({"ids": torch.zeros(T + 1, K, dtype=torch.int64)}, "ids"),
+        ({"weights": torch.zeros(T, K + 1)}, "weights"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(change: dict[str, torch.Tensor], name: str) -> None:
+    x, ids, weights = operands(0, 1)
+    given: dict[str, Any] = {"x": x, "ids": ids, "weights": weights} | change
+    with pytest.raises(InvalidOperands, match=f"experts: {name} "):
+        ops.experts(one_by_one(x), num_local=LOCAL, **given)
+
+
+def of_transformers(ctx: RankContext) -> list[int]:
+    """A layer of Mixtral's experts with a batch of its own on each rank, through the registry of `transformers`, in
+    training, against the whole layer.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import MixtralConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig(
+        hidden_size=D, intermediate_size=32, num_local_experts=LOCAL * ctx.world_size, num_experts_per_tok=K
+    )
+    config._experts_implementation = "grouped_mm"
+    whole, part = (MixtralExperts(config) for _ in range(2))
+    for one in (whole, part):
+        torch.manual_seed(0)
+        for parameter in one.parameters():
+            torch.nn.init.normal_(parameter, std=D**-0.5)
+    register_with_transformers()
+    mesh = init_device_mesh("cpu", (ctx.world_size, 1), mesh_dim_names=("ep", "tp"))
+    plan = {"gate_up_proj": "grouped_gemm", "down_proj": "grouped_gemm", "": "ep_dispatch_experts"}
+    apply_expert_parallelism(part, mesh["ep"], mesh["tp"], plan, "ditron")
+    x, ids, weights = (one.float() if one.is_floating_point() else one for one in operands(ctx.rank, ctx.world_size))
+
+    def wanted_of(module: Any, call: Any) -> list[torch.Tensor]:
+        found = gradients(call, x, ids, weights)
+        for parameter in module.parameters():
+            grad = parameter.grad
+            found.append(grad.to_local() if hasattr(grad, "to_local") else grad)
+            parameter.grad = None
+        return found
+
+    wanted = wanted_of(whole, whole)
+    for index in (-1, -2):
+        dist.all_reduce(wanted[index])
+        wanted[index] = wanted[index].chunk(ctx.world_size)[ctx.rank]
+    with collect_sites() as sink:
+        compiled = torch.compile(part, backend=interpreted({}), fullgraph=True)
+        for call in (part, compiled):
+            torch.testing.assert_close(wanted_of(part, call), wanted, rtol=1e-4, atol=1e-5)
+    return [len(graph.sites) for graph in sink.graphs]
+
+
+@pytest.mark.skipif(not TRANSFORMERS, reason="needs transformers: pip install 'ditron-inductor[models]'")
+def test_transformers_trains_in_one_graph(rank_pools: RankPools) -> None:
+    one, other = rank_pools.get("cpu", 2).run(of_transformers)
+    assert one == other and len(one) == 2 and all(one), "collectives in the forward and in the backward"
