@@ -117,8 +117,8 @@ def contestants(
         wanted = wanted.chunk(session.world_size)[session.rank]
 
     def checked(name: str) -> Callable[[int], object]:
-        # A trial has ended before anything is timed.
-        for _ in range(trial.ALL_CALLS):
+        # A trial has ended before anything is timed; the other contestants have none.
+        for _ in range(trial.ALL_CALLS if name == "ditron" else 1):
             got = layers[name](*given[0])
         error = relative_error(got, wanted)
         if not error <= TOLERANCE:
