@@ -111,7 +111,7 @@ def contestants(
     }
     layers |= {name: ours(session, kind, strategy, top_k, f"{cell}:{strategy}") for name, strategy in OURS.items()}
     x, weight, ends, places, scale = given[0]
-    wanted = reference.combined(torch._grouped_mm(x, weight, offs=ends).float(), places, scale, None, top_k)
+    wanted = reference.combined(top_k, torch._grouped_mm(x, weight, offs=ends).float(), places, scale, None, None)
     torch.distributed.all_reduce(wanted)
     if scatters:
         wanted = wanted.chunk(session.world_size)[session.rank]

@@ -65,25 +65,28 @@ class CombineExperts(Node):
     no site.
 
     products [S, N] is what the experts return, sorted in any way. places is int64 [S], token by token; a negative place
-    counts from the end. scale is a floating-point [S]. added [T, N], if there is one, is what an expert returns that
-    all tokens use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
+    counts from the end. scale is a floating-point [S]. absent, a bool [S] if there is one, marks slots whose products
+    count as 0: under expert parallelism those of other ranks' experts. added [T, N], if there is one, is what an expert
+    returns that all tokens use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
     """
 
     kind: ClassVar[str] = "combine_experts"
     top_k: int
     has_added: bool = False
+    has_absent: bool = False
     strategy: str = "auto"
 
     @property
     def pattern(self) -> str:
-        return f"weighted sum of {self.top_k} experts" + " + all tokens' expert" * self.has_added
+        of_ranks = "of a rank's" if self.has_absent else "of"
+        return f"weighted sum {of_ranks} {self.top_k} experts" + " + all tokens' expert" * self.has_added
 
     def verify(self) -> None:
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
     def slots(self) -> Slots:
-        return single(("products", "places", "scale", *("added",) * self.has_added))
+        return single(("products", *summed_slots(self)))
 
     def sizes(self, shapes: Shapes) -> Sizes:
         return Sizes(*self._summed(shapes), self.top_k, "n", shapes["products"])
@@ -92,12 +95,27 @@ class CombineExperts(Node):
         return [Output(self._summed(shapes))]
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (products, places, scale, added or None)."""
-        return (*operands, None)[:4]
+        """Returns (products, places, scale, absent or None, added or None)."""
+        return parted(self, operands, ("products", *SUMMED))
 
     def _summed(self, shapes: Shapes) -> tuple[Any, Any]:
         """Returns (T, N), the shape of the sum."""
         return shapes["places"][0] // self.top_k, shapes["products"][1]
+
+
+SUMMED = ("places", "scale", "absent", "added")
+"""The operands of a sum of slots, beside the products."""
+
+
+def summed_slots(node: CombineExperts | ReducedExperts) -> tuple[str, ...]:
+    """Returns the names of those of SUMMED that a node has."""
+    return ("places", "scale", *("absent",) * node.has_absent, *("added",) * node.has_added)
+
+
+def parted(node: Node, operands: Sequence[T], names: Sequence[str]) -> tuple[T | None, ...]:
+    """Returns the operands of a node by these names of slots, None for those that it does not have."""
+    given = dict(zip((name for name, _ in node.slots()), operands, strict=True))
+    return tuple(given.get(name) for name in names)
 
 
 class ReducedExperts(TaskNode):
@@ -114,6 +132,7 @@ class ReducedExperts(TaskNode):
     reduce_op: str
     top_k: int
     has_added: bool
+    has_absent: bool
 
     @property
     def scatters(self) -> bool:
@@ -128,7 +147,7 @@ class ReducedExperts(TaskNode):
     @property
     def sums(self) -> CombineExperts:
         """The sum of the products as a node of its own."""
-        return CombineExperts(self.top_k, self.has_added)
+        return CombineExperts(self.top_k, self.has_added, self.has_absent)
 
     @property
     def grouped_pattern(self) -> str:
@@ -141,7 +160,7 @@ class ReducedExperts(TaskNode):
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def slots(self) -> Slots:
-        return single(("x", "weight", "ends", "places", "scale", *("added",) * self.has_added))
+        return single(("x", "weight", "ends", *summed_slots(self)))
 
     def summed(self, shapes: Shapes) -> tuple[Any, Any]:
         """Returns (T, N), the shape of the sum."""
@@ -155,8 +174,8 @@ class ReducedExperts(TaskNode):
         return Sizes(*self.summed(shapes), self.top_k * shapes["x"][1], "k", self.contributed(shapes))
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (x, weight, ends, places, scale, added or None)."""
-        return (*operands, None)[:6]
+        """Returns (x, weight, ends, places, scale, absent or None, added or None)."""
+        return parted(self, operands, ("x", "weight", "ends", *SUMMED))
 
 
 @dataclass(frozen=True)
@@ -172,6 +191,7 @@ class GroupedMatmulAllReduce(ReducedExperts):
     site: str
     policy: Policy = field(metadata=INLINED)
     has_added: bool = False
+    has_absent: bool = False
 
     @property
     def pattern(self) -> str:
@@ -196,6 +216,7 @@ class GroupedMatmulReduceScatter(ReducedExperts):
     site: str
     policy: Policy = field(metadata=INLINED)
     has_added: bool = False
+    has_absent: bool = False
     outer: int = 1
 
     @property

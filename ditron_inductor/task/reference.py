@@ -138,10 +138,18 @@ def all_reduce_(x: torch.Tensor, *, reduce_op: str, world_size: int, group_name:
 
 
 def combined(
-    products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: torch.Tensor | None, top_k: int
+    top_k: int,
+    products: torch.Tensor,
+    places: torch.Tensor,
+    scale: torch.Tensor,
+    absent: torch.Tensor | None,
+    added: torch.Tensor | None,
 ) -> torch.Tensor:
     """Returns [T, N], the scaled sum of the slots of each token, with `added`; see `nodes.CombineExperts`."""
-    terms = wide(products)[places] * wide(scale).view(-1)[places].unsqueeze(1)
+    terms = wide(products)[places]
+    if absent is not None:
+        terms = terms.masked_fill(absent[places].unsqueeze(1), 0.0)
+    terms = terms * wide(scale).view(-1)[places].unsqueeze(1)
     total = terms.view(-1, top_k, terms.shape[1]).sum(1)
     return (total if added is None else total + added).to(products.dtype)
 

@@ -163,6 +163,10 @@ def _slots_summed(top_k: int, given: Given, shape: Sequence[Any], dtype: torch.d
     yield places.shape[0] == shape[0], "has rows that do not fit the slots"
     yield scale.dtype in ACTIVATION_DTYPES, f"has a scale of {scale.dtype}"
     yield scale.numel() == shape[0], "has a scale that does not fit the slots"
+    if "absent" in given:
+        absent = given["absent"]
+        yield absent.dtype == torch.bool and absent.ndim == 1, "has marks of absent slots that are no bool vector"
+        yield absent.shape[0] == shape[0], "has marks of absent slots that do not fit the slots"
     if "added" in given:
         yield given["added"].dtype == dtype, "has operands of different dtypes"
         for size, other in zip(given["added"].shape, (places.shape[0] // top_k, shape[1]), strict=True):

@@ -26,8 +26,10 @@ from ditron_inductor.task.nodes import CombineExperts
 
 ROWS, BLOCK, WARPS = 4, 512, 4
 """The tokens and columns of a program's block, and the warps of a program."""
-Runner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], list[torch.Tensor]]
-"""A function of (products, places, scale, added or None)."""
+Runner = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], list[torch.Tensor]
+]
+"""A function of (products, places, scale, absent or None, added or None)."""
 
 
 class Sizes(NamedTuple):
@@ -40,17 +42,20 @@ class Sizes(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is known at compile time: the experts of a token, whether something is added, and the block."""
+    """What is known at compile time: the experts of a token, whether something is added, whether slots are absent, and
+    the block.
+    """
 
     TOP_K: Any
     HAS_ADDED: Any
+    HAS_ABSENT: Any
     ROWS: Any
     BLOCK: Any
 
 
 @triton.jit
-def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr):
-    """See the module and the node. products: [S, N]. places, scale: [S]. added, out: [T, N]."""
+def combine_kernel(products, places, scale, absent, added, out, sizes, HOW: tl.constexpr):
+    """See the module and the node. products: [S, N]. places, scale, absent: [S]. added, out: [T, N]."""
     TOP_K: tl.constexpr = HOW.TOP_K
     ROWS: tl.constexpr = HOW.ROWS
     BLOCK: tl.constexpr = HOW.BLOCK
@@ -68,6 +73,9 @@ def combine_kernel(products, places, scale, added, out, sizes, HOW: tl.constexpr
         # What lies outside is not read, and its sum is no number.
         there = (place >= 0) & (place < S)
         factor = tl.load(scale + place, mask=exists & there, other=float("nan")).to(tl.float32)
+        if HOW.HAS_ABSENT:
+            # Nor is the product of an absent slot, which counts as 0.
+            there = there & (tl.load(absent + place, mask=exists & there, other=0) == 0)
         product = tl.load(
             products + place[:, None] * sizes.pitch + columns[None, :], mask=inside & there[:, None], other=0.0
         )
@@ -83,6 +91,7 @@ def prepare(
     products: torch.Tensor,
     places: torch.Tensor,
     scale: torch.Tensor,
+    absent: torch.Tensor | None,
     added: torch.Tensor | None,
     strategy: str,
 ) -> Runner:
@@ -92,22 +101,28 @@ def prepare(
     if products.device.type == "cpu" and strategy != "tile":
         return by_library(node)
     rows = [products] if added is None else [products, added]
-    lies = all(one.stride(1) == 1 for one in rows) and places.is_contiguous() and scale.is_contiguous()
+    vectors = [places, scale] if absent is None else [places, scale, absent]
+    lies = all(one.stride(1) == 1 for one in rows) and all(one.is_contiguous() for one in vectors)
     if not lies or products.numel() == 0 or facts_of(products.device).tile_problem:
         return by_library(node)
     N = products.shape[1]
     T = places.shape[0] // node.top_k
     sizes = Sizes(T, N, products.stride(0), rows[-1].stride(0))
-    how = How(node.top_k, node.has_added, ROWS, min(BLOCK, triton.next_power_of_2(N)))
+    how = How(node.top_k, node.has_added, node.has_absent, ROWS, min(BLOCK, triton.next_power_of_2(N)))
     arguments = Arguments(ceil_div(T, ROWS) * ceil_div(N, how.BLOCK), {"sizes": sizes, "HOW": how, "num_warps": WARPS})
     launcher = local_launcher(combine_kernel, products.device)
 
     def run(
-        products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: torch.Tensor | None
+        products: torch.Tensor,
+        places: torch.Tensor,
+        scale: torch.Tensor,
+        absent: torch.Tensor | None,
+        added: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         out = products.new_empty(T, N)
         rest = products if added is None else added
-        tensors = {"products": products, "places": places, "scale": scale, "added": rest, "out": out}
+        marks = places if absent is None else absent.view(torch.uint8)
+        tensors = {"products": products, "places": places, "scale": scale, "absent": marks, "added": rest, "out": out}
         launcher(handle_for(products), lambda: arguments, (), (), tensors)
         return [out]
 
@@ -116,4 +131,4 @@ def prepare(
 
 def by_library(node: CombineExperts) -> Runner:
     """Returns what indexes the products and adds them up."""
-    return lambda products, places, scale, added: [reference.combined(products, places, scale, added, node.top_k)]
+    return lambda *operands: [reference.combined(node.top_k, *operands)]

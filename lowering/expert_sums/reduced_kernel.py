@@ -84,8 +84,8 @@ class Sizes(NamedTuple):
 
 class How(NamedTuple):
     """What is known at compile time: WORLD, see `matmul.Tiles`, a power of two of at least E, whether all ranks want
-    all tokens, whether the mean is taken, the experts of a token, and whether something is added. ROWS tokens are
-    summed at once, a chunk has BLOCK columns, and a ticket has TOKENS tokens.
+    all tokens, whether the mean is taken, the experts of a token, whether something is added, and whether slots are
+    absent. ROWS tokens are summed at once, a chunk has BLOCK columns, and a ticket has TOKENS tokens.
     """
 
     WORLD: Any
@@ -95,19 +95,21 @@ class How(NamedTuple):
     AVERAGE: Any
     TOP_K: Any
     HAS_ADDED: Any
+    HAS_ABSENT: Any
     ROWS: Any
     BLOCK: Any
     TOKENS: Any
 
 
 class Slots(NamedTuple):
-    """The slots of all tokens: pointers to the products [S, N], to `places` and `scale` [S], and to what is added, [T,
-    N]; T, N, and the elements from row to row of what is added.
+    """The slots of all tokens: pointers to the products [S, N], to `places`, `scale` and `absent` [S], and to what is
+    added, [T, N]; T, N, and the elements from row to row of what is added.
     """
 
     products: Any
     places: Any
     scale: Any
+    absent: Any
     added: Any
     T: Any
     N: Any
@@ -230,8 +232,11 @@ def summed_slots(slots, tokens, columns, HOW: tl.constexpr):
     for i in tl.static_range(NUM * TOP_K):
         # What lies outside is not read, and its sum is no number.
         there = (places[i] >= 0) & (places[i] < S)
-        product = tl.load(slots.products + places[i] * slots.N + columns, mask=inside & there, other=0.0)
         factor = tl.load(slots.scale + places[i], mask=there, other=float("nan"))
+        if HOW.HAS_ABSENT:
+            # Nor is the product of an absent slot, which counts as 0.
+            there = there & (tl.load(slots.absent + places[i], mask=there, other=0) == 0)
+        product = tl.load(slots.products + places[i] * slots.N + columns, mask=inside & there, other=0.0)
         products = products + (product,)  # type: ignore[assignment]
         factors = factors + (factor,)  # type: ignore[assignment]
     sums = ()
@@ -322,8 +327,9 @@ def sum_block(use, slots, out, kind, block, sends, good, sizes, HOW: tl.constexp
 def reduced_experts_kernel(
     x, weight, routing, added, products, out, pointers, rank, sizes, HOW: tl.constexpr, TRACE: tl.constexpr = 0
 ):
-    """See the module. x: [S, K], contiguous K. weight: [E, K, N]. routing: the ends [E], the places [S] and the scale
-    [S]. added: [T, N], or anything. products: [S, N], for this launch alone. out: [owned, N], or [T, N] if GATHERS.
+    """See the module. x: [S, K], contiguous K. weight: [E, K, N]. routing: the ends [E], the places [S], the scale [S],
+    and the marks of absent slots [S], or anything. added: [T, N], or anything. products: [S, N], for this launch alone.
+    out: [owned, N], or [T, N] if GATHERS.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
@@ -341,7 +347,7 @@ def reduced_experts_kernel(
     N = sizes.N
     K = sizes.K
     S = sizes.T * HOW.TOP_K
-    slots = Slots(products, routing[1], routing[2], added, sizes.T, N, sizes.added_pitch)
+    slots = Slots(products, routing[1], routing[2], routing[3], added, sizes.T, N, sizes.added_pitch)
     experts = tl.arange(0, EXPERTS)
     stops = tl.load(ends + experts, mask=experts < sizes.E, other=0)
     starts = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < sizes.E), other=0)
@@ -482,6 +488,7 @@ def reduced_experts(
     ends: torch.Tensor,
     places: torch.Tensor,
     scale: torch.Tensor,
+    absent: torch.Tensor | None,
     added: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Returns the output; see the node for the operands."""
@@ -491,6 +498,7 @@ def reduced_experts(
     weight = weight if 1 in weight.stride()[1:] else weight.contiguous()
     out = x.new_empty(T if gathers else owned, N)
     products = x.new_empty(x.shape[0], N)
+    marks = places if absent is None else absent.view(torch.uint8)
 
     def arguments() -> Arguments:
         tile: Tiles = launch.tile(config, x, [weight[0]])
@@ -507,6 +515,7 @@ def reduced_experts(
             AVERAGE=node.reduce_op == "avg",
             TOP_K=node.top_k,
             HAS_ADDED=node.has_added,
+            HAS_ABSENT=node.has_absent,
             ROWS=max(1, loads // node.top_k),
             BLOCK=block,
             TOKENS=max(1, slots // node.top_k),
@@ -519,7 +528,7 @@ def reduced_experts(
     tensors: dict[str, Any] = {
         "x": x,
         "weight": weight,
-        "routing": (ends.contiguous(), places.contiguous(), scale.contiguous()),
+        "routing": tuple(one.contiguous() for one in (ends, places, scale, marks)),
         "added": rest,
         "products": products,
         "out": out,

@@ -2,17 +2,17 @@
 
 Before, with T tokens that take k experts each, in S = T * k slots sorted by expert, as `transformers` writes it:
 
-    _grouped_mm(..) [S, N] -> mul(.., unsqueeze(scale [S], -1)) -> index(.., [places [S]]) -> reshape [T, k, N]
-    -> sum over k -> [cast] -> [add(.., added)]
+    _grouped_mm(..) [S, N] -> [where(absent [S, 1], 0, ..)] -> mul(.., unsqueeze(scale [S], -1))
+    -> index(.., [places [S]]) -> reshape [T, k, N] -> sum over k -> [cast] -> [add(.., added)]
 
 and as TorchTitan writes it, also with `index_add` and `index_put`:
 
-    _grouped_mm(..) [S, N] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
+    _grouped_mm(..) [S, N] -> [where] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
     -> scatter_add(added or zeros [T, N], 0, expand(order [S] // k), ..)             order: the indices of a sort
 
 After:
 
-    _grouped_mm(..), places, reshape(scale) [S], [added] -> ditron.combine_experts -> getitem 0 [T, N]
+    _grouped_mm(..), places, reshape(scale) [S], [absent], [added] -> ditron.combine_experts -> getitem 0 [T, N]
 
 In the first form Inductor writes the scaled terms of all slots, in fp32 where the scale is in fp32, before it reads
 them by their places. Only sums of few terms are unrolled, which makes one kernel of all of it, as fast as the node's.
@@ -62,10 +62,13 @@ SORTS = (aten.sort.default, aten.sort.stable)
 
 @dataclass(frozen=True)
 class ScaledProducts:
-    """The scaled products of all slots. scale: [S, 1]. steps: the nodes from behind the matmul to the terms."""
+    """The scaled products of all slots. scale: [S, 1]. absent: bool [S, 1], the slots that count as 0, or None. steps:
+    the nodes from behind the matmul to the terms.
+    """
 
     grouped: fx.Node
     scale: fx.Node
+    absent: fx.Node | None
     steps: tuple[fx.Node, ...]
 
 
@@ -149,17 +152,35 @@ def _scattered(total: fx.Node, least: int) -> Match | None:
 
 
 def _terms(node: fx.Node) -> ScaledProducts | None:
-    """Reads `node` as products of a grouped matmul with factors, which may be cast before and behind that."""
+    """Reads `node` as products of a grouped matmul with factors, which may be cast before and behind that, and set to 0
+    before it in the rows of a mask.
+    """
     scaled = proofs.operand(node) if _casts(node) else node
     factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
     if scaled.target is not aten.mul.Tensor or len(factors) != 2:
         return None
     for factor, scale in (factors, factors[::-1]):
-        grouped = proofs.operand(factor) if _casts(factor) else factor
+        kept = proofs.operand(factor) if _casts(factor) else factor
+        absent, grouped = _unmasked(kept)
         if grouped.target is GROUPED:
-            behind = (factor, scaled, node)
-            return ScaledProducts(grouped, scale, behind if factor is not grouped else behind[1:])
+            behind = tuple(dict.fromkeys((kept, factor, scaled, node)))
+            return ScaledProducts(grouped, scale, absent, tuple(step for step in behind if step is not grouped))
     return None
+
+
+def _unmasked(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+    """Returns (a mask of rows [S, 1], what `node` has in the other rows) if `node` is 0 in the rows of a mask, or
+    (None, `node`).
+    """
+    if node.target is not aten.where.self:
+        return None, node
+    mask, zero, kept = node.args
+    value = proofs.tensor(mask)
+    if value is None or not isinstance(kept, fx.Node) or not proofs.is_full(zero, 0) or not proofs.alike(node, kept):
+        return None, node
+    of_rows = value.ndim == 2 and proofs.known_equal(value.shape[1], 1) and value.dtype == torch.bool
+    same = of_rows and proofs.fake(node).dtype == proofs.fake(kept).dtype
+    return (mask, kept) if same and isinstance(mask, fx.Node) else (None, node)
 
 
 def _casts(node: fx.Node) -> bool:
@@ -189,7 +210,8 @@ def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any) -> 
     place, factor, S = proofs.fake(slots), proofs.tensor(terms.scale), T * top_k
     if factor is None or place.dtype != torch.int64 or factor.dtype not in ACTIVATION_DTYPES:
         return False
-    expected = ((place, (S,)), (proofs.fake(terms.grouped), (S, N)), (factor, (S, 1)))
+    expected = [(place, (S,)), (proofs.fake(terms.grouped), (S, N)), (factor, (S, 1))]
+    expected += [] if terms.absent is None else [(proofs.fake(terms.absent), (S, 1))]
     return all(proofs.same_shape(tuple(value.shape), of_slots) for value, of_slots in expected)
 
 
@@ -197,10 +219,12 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
     """Returns the match if nothing else reads its steps, and its result is what the node returns. total: [T, N]."""
     *inner, last = found.steps
     value = proofs.fake(found.result)
-    operands = [found.terms.grouped, found.index, found.terms.scale, *([found.added] if found.added else ())]
+    terms = found.terms
+    optional = [one for one in (terms.absent, found.added) if one is not None]
+    operands = [terms.grouped, found.index, terms.scale, *optional]
     wrong = (
         proofs.other_user(inner, {*inner, last}) is not None
-        or proofs.fake(total).dtype != proofs.fake(found.terms.grouped).dtype
+        or proofs.fake(total).dtype != proofs.fake(terms.grouped).dtype
         or not proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape))
         or written(operands) is not None
         or sizes.in_graph(total.graph, found.result, proofs.fake(total).shape[1]) is None
@@ -250,6 +274,8 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
     scale = rewriting.call(graph, aten.reshape.default, (terms.scale, [-1]), terms.scale, (S,))
     places = _inverse(graph, match.index) if match.sorts else match.index
     operands = {"products": terms.grouped, "places": places, "scale": scale}
+    if terms.absent is not None:
+        operands["absent"] = rewriting.call(graph, aten.reshape.default, (terms.absent, [-1]), terms.absent, (S,))
     if match.added is not None:
         rows = (match.added, [-1, sizes.in_graph(graph, match.result, N)])
         operands["added"] = rewriting.call(graph, aten.reshape.default, rows, match.added, shape)
@@ -259,7 +285,7 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
     """Replaces a sum by one op call."""
     result = match.result
-    task = CombineExperts(match.top_k, match.added is not None, options.strategy)
+    task = CombineExperts(match.top_k, match.added is not None, match.terms.absent is not None, options.strategy)
     with graph.inserting_before(result):
         operands, made = operands_of(graph, match)
         call = rewriting.call_task(graph, task, operands, result, [made])

@@ -120,7 +120,8 @@ def fields_of(match: Match, options: Options) -> dict[str, Any]:
     """Returns the fields of the node that a reduction becomes, but for those of its own collective."""
     collective, sums = match.collective, match.sums
     site = rewriting.site_fields(collective.world_size, collective.group_name, options)
-    return {"reduce_op": collective.reduce_op, "top_k": sums.top_k, "has_added": sums.added is not None, **site}
+    optional = {"has_added": sums.added is not None, "has_absent": sums.terms.absent is not None}
+    return {"reduce_op": collective.reduce_op, "top_k": sums.top_k, **optional, **site}
 
 
 def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:

@@ -96,7 +96,9 @@ def operand(node: fx.Node) -> fx.Node:
 
 def is_full(node: object, number: Any) -> bool:
     """Returns whether a node is a tensor full of this number."""
-    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] in (number,)
+    if not isinstance(node, fx.Node) or node.target not in (aten.full.default, aten.scalar_tensor.default):
+        return False
+    return node.args[int(node.target is aten.full.default)] in (number,)
 
 
 def alike(node: object, other: object) -> bool:

@@ -18,7 +18,7 @@ from tests.ranks import RankPools
 @dataclass(frozen=True)
 class Case:
     """`tokens` that take `top_k` of `experts`, whose products have `n` columns. routing: `random`; or `one`, where all
-    tokens take the same experts.
+    tokens take the same experts. absent: there are as many experts elsewhere, whose slots count as 0.
     """
 
     tokens: int
@@ -29,10 +29,11 @@ class Case:
     added: bool = False
     dtype: torch.dtype = torch.bfloat16
     scale_dtype: torch.dtype = torch.float32
+    absent: bool = False
 
     def __str__(self) -> str:
         name = f"{self.tokens}x{self.top_k}of{self.experts}-{self.n}-{self.routing}-{str(self.dtype)[6:]}"
-        return f"{name}-{str(self.scale_dtype)[6:]}" + "-added" * self.added
+        return f"{name}-{str(self.scale_dtype)[6:]}" + "-added" * self.added + "-absent" * self.absent
 
 
 CASES = (
@@ -41,43 +42,57 @@ CASES = (
     Case(5, 2, 8, 40, routing="one", dtype=torch.float16),
     Case(1, 4, 4, 33, added=True, dtype=torch.float32),
     Case(7, 1, 3, 17),
+    Case(19, 3, 4, 72, absent=True),
 )
 LARGE_CASES = (
     Case(1000, 4, 32, 2880, added=True, scale_dtype=torch.bfloat16),
     Case(2048, 8, 128, 2048),
     Case(333, 2, 8, 4096, routing="one"),
     Case(4097, 2, 8, 1032, added=True),
+    Case(1500, 8, 64, 2048, added=True, absent=True),
 )
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def operands(case: Case, device: torch.device, seed: int = 0) -> Operands:
-    """(products, places, scale, added or None). The rows of the operands are longer than they show."""
+    """(products, places, scale, absent or None, added or None). The rows of the operands are longer than they show.
+    The products of absent slots are no numbers.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(rows: int) -> torch.Tensor:
         return (torch.randn(rows, case.n + 8, generator=generator) / 4).to(device, case.dtype)[:, : case.n]
 
-    scores = torch.rand(case.tokens, case.experts, generator=generator)
+    scores = torch.rand(case.tokens, case.experts * (1 + case.absent), generator=generator)
     weights, chosen = (scores[:1].expand_as(scores) if case.routing == "one" else scores).topk(case.top_k)
-    order = chosen.reshape(-1).argsort()
+    ids, order = chosen.reshape(-1).sort()
     scale = weights.reshape(-1)[order].to(device, case.scale_dtype)
     added = draw(case.tokens) if case.added else None
-    return draw(case.tokens * case.top_k), order.argsort().to(device), scale, added
+    absent = (ids >= case.experts).to(device) if case.absent else None
+    products = draw(case.tokens * case.top_k)
+    if absent is not None:
+        products[absent] = float("nan")
+    return products, order.argsort().to(device), scale, absent, added
 
 
 def node_of(case: Case) -> CombineExperts:
-    return CombineExperts(case.top_k, case.added)
+    return CombineExperts(case.top_k, case.added, case.absent)
 
 
 def wanted(
-    case: Case, products: torch.Tensor, places: torch.Tensor, scale: torch.Tensor, added: object
+    case: Case,
+    products: torch.Tensor,
+    places: torch.Tensor,
+    scale: torch.Tensor,
+    absent: torch.Tensor | None,
+    added: torch.Tensor | None,
 ) -> torch.Tensor:
     """The sums in fp64, slot by slot."""
     total = torch.zeros(case.tokens, case.n, dtype=torch.float64, device=products.device)
     for j in range(case.top_k):
         taken = places.view(case.tokens, case.top_k)[:, j]
-        total += products[taken].double() * scale[taken].double().unsqueeze(1)
+        term = products[taken].double() * scale[taken].double().unsqueeze(1)
+        total += term if absent is None else torch.where(absent[taken].unsqueeze(1), 0.0, term)
     return total if added is None else total + added
 
 
@@ -125,14 +140,14 @@ def test_in_a_graph_it_follows_its_operands() -> None:
 
 def _unusual_places(ctx: RankContext) -> None:
     case = Case(6, 2, 4, 40)
-    products, places, scale, added = operands(case, ctx.device)
-    run = lowering.prepare(node_of(case), products, places, scale, added, "tile")
+    products, places, scale, *rest = operands(case, ctx.device)
+    run = lowering.prepare(node_of(case), products, places, scale, *rest, "tile")
     from_the_end = torch.where(places % 2 == 0, places - len(places), places)
-    assert torch.equal(run(products, from_the_end, scale, added)[0], run(products, places, scale, added)[0])
+    assert torch.equal(run(products, from_the_end, scale, *rest)[0], run(products, places, scale, *rest)[0])
     for outside in (len(places), -len(places) - 1, 1 << 40):
         wrong = places.clone()
         wrong[5] = outside
-        (out,) = run(products, wrong, scale, added)
+        (out,) = run(products, wrong, scale, *rest)
         # Token 2 has slots 4 and 5.
         assert out.isnan().any(1).tolist() == [token == 2 for token in range(6)]
 
@@ -143,9 +158,9 @@ def test_places_count_from_the_end_and_never_leave_the_products(rank_pools: Rank
 
 def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
     case = Case(4, 2, 4, 16)
-    products, places, scale, _ = operands(case, torch.device("cpu"))
+    products, places, scale, *rest = operands(case, torch.device("cpu"))
     across = products.mT.contiguous().mT
-    (out,) = lowering.prepare(node_of(case), across, places, scale, None, "tile")(across, places, scale, None)
-    assert_near(out, wanted(case, products, places, scale, None))
-    nothing = products[:0], places[:0], scale[:0], None
+    (out,) = lowering.prepare(node_of(case), across, places, scale, *rest, "tile")(across, places, scale, *rest)
+    assert_near(out, wanted(case, products, places, scale, *rest))
+    nothing = products[:0], places[:0], scale[:0], *rest
     assert lowering.prepare(node_of(case), *nothing, "tile")(*nothing)[0].shape == (0, 16)

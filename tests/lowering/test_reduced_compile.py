@@ -29,6 +29,7 @@ class Form:
     dtype: str = "bf16"
     config: Config = LARGE
     trace: int = 0
+    absent: bool = False
 
 
 @functools.cache
@@ -40,12 +41,13 @@ def compiled(form: Form) -> str:
         BLOCK_M=fits.block_m, BLOCK_N=fits.block_n, BLOCK_K=fits.block_k, GROUP_M=1, DESCRIPTORS=form.descriptors,
         K_MAJOR=int(form.k_major), EVEN_K=True, PRECISION="ieee", UPCAST=False, THREADS=threads, PIECE=4 * threads,
     )  # fmt: skip
-    how = How(4, tile, 128, form.gathers, True, 8, True, LOADS // 8, BLOCK, SLOTS // 8)
+    how = How(4, tile, 128, form.gathers, True, 8, True, form.absent, LOADS // 8, BLOCK, SLOTS // 8)
     constants: dict[str, Any] = {"HOW": how, "TRACE": form.trace}
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    given: dict[str, Any] = {"pointers": POINTERS, "sizes": SIZES, "routing": ("*i32", "*i64", "*fp32"), "rank": "i32"}
+    routing = "*i32", "*i64", "*fp32", "*u8" if form.absent else "*i64"
+    given: dict[str, Any] = {"pointers": POINTERS, "sizes": SIZES, "routing": routing, "rank": "i32"}
     for place, argument in enumerate(reduced_experts_kernel.arg_names):
         if argument in constants:
             signature[argument], known[place,] = "constexpr", constants[argument]
@@ -86,7 +88,7 @@ def test_waits_and_releases_are_there(target: str, gathers: bool, descriptors: b
 @pytest.mark.parametrize("gathers", GATHERS)
 @pytest.mark.parametrize("k_major", [False, True])
 def test_a_tile_fits_into_registers(gathers: bool, k_major: bool) -> None:
-    text = compiled(Form("sm_90", gathers, True, k_major))
+    text = compiled(Form("sm_90", gathers, True, k_major, absent=not k_major))
     used = resources(text)
     assert used.spilled_bytes == 0, used
     assert "wgmma" in text and "cp.async.bulk.tensor" in text

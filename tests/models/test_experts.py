@@ -14,9 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from benchmarks.tolerances import MODEL_TOLERANCES
-from ditron_inductor import config
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.task.nodes import FUSIONS
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, step_of
 from tests.rank_process import RankContext
@@ -32,7 +30,7 @@ REDUCED = "grouped_matmul_all_reduce"
 
 def _reduced(ctx: RankContext, setup: Setup) -> int:
     """Does `_run` with the reductions behind the experts of a prompt; returns the number of their calls."""
-    with mock.patch.object(fuse, "LEAST_TOKENS", 64), config.patch(fusions=FUSIONS):
+    with mock.patch.object(fuse, "LEAST_TOKENS", 64):
         _run(ctx, setup, GROUPED)
     return counters["ditron"][REDUCED]
 
@@ -85,7 +83,14 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
 
 
 @pytest.mark.timeout(220)
-@pytest.mark.parametrize("strategy", ["library", pytest.param("tile", marks=pytest.mark.all_cases)])
-def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, strategy: str) -> None:
-    setup = Setup("qwen3_moe", "hf", sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
+@pytest.mark.parametrize(
+    ("form", "strategy"),
+    [
+        ("hf", "library"),
+        ("ep", "library"),
+        *(pytest.param(form, "tile", marks=pytest.mark.all_cases) for form in ("hf", "ep")),
+    ],
+)
+def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, form: str, strategy: str) -> None:
+    setup = Setup("qwen3_moe", form, sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
     assert rank_pools.get("cpu", 2).run(_reduced, setup, timeout=200) == [setup.num_layers] * 2

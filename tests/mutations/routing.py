@@ -45,6 +45,20 @@ ROUTING: tuple[Mutation, ...] = (
         COMPUTED,
     ),
     Mutation(
+        "products of absent slots are read",
+        COMBINE,
+        "            there = there & (tl.load(absent",
+        "            there = there | (tl.load(absent",
+        f"{SUMMED}::test_near_the_reference_in_the_interpreter",
+    ),
+    Mutation(
+        "a reduction reads products of absent slots",
+        KERNEL,
+        "            there = there & (tl.load(slots.absent",
+        "            there = there | (tl.load(slots.absent",
+        f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
         "a graph that was refused counts as running",
         "ditron_inductor/graph_meeting.py",
         "            meetings.stopped(self.facts)\n",

@@ -70,17 +70,17 @@ def _expert_projections(calls: list[Call]) -> list[Any]:
 
 
 def _combine_experts(calls: list[Call]) -> list[Any]:
-    given = ((call.products, call.places, call.scale, call.given.get("added"), call.node.top_k) for call in calls)
-    return [[reference.combined(*operands)] for operands in given]
+    return [[_summed(call, call.products)] for call in calls]
+
+
+def _summed(call: Call, products: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of the slots of each token."""
+    optional = (call.given.get(name) for name in ("absent", "added"))
+    return reference.combined(call.node.top_k, products, call.places, call.scale, *optional)
 
 
 def _summed_experts(calls: list[Call]) -> list[torch.Tensor]:
-    results = []
-    for call in calls:
-        products = torch._grouped_mm(call.x, call.weight, offs=call.ends)
-        operands = products, call.places, call.scale, call.given.get("added"), call.node.top_k
-        results.append(reference.combined(*operands))
-    return results
+    return [_summed(call, torch._grouped_mm(call.x, call.weight, offs=call.ends)) for call in calls]
 
 
 def _grouped_matmul_all_reduce(calls: list[Call]) -> list[Any]:

@@ -64,6 +64,21 @@ def with_another(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(total + operands[1].sin().view(2, -1, D))
 
 
+def masked(*operands: torch.Tensor) -> torch.Tensor:
+    """Products that are 0 in some rows, as under expert parallelism those of slots of other ranks' experts."""
+    up, x, scores, down = operands
+    x = all_reduce(x @ up[0].mT @ up[0])
+    weights, chosen = scores.topk(K)
+    ids, order = chosen.reshape(-1).sort()
+    ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+    rows = torch._grouped_mm(x[order // K], up.mT, offs=ends)
+    products = torch._grouped_mm(rows, down.mT, offs=ends).masked_fill((ids >= E // 2).unsqueeze(-1), 0.0)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    scaled = products * weights.reshape(-1)[order].unsqueeze(-1)
+    return all_reduce(scaled[places].view(-1, K, D).sum(1).bfloat16())
+
+
 def calls(module: fx.GraphModule, options: Options = DEFAULT) -> int:
     """Runs all passes; how many calls were made."""
     made = pipeline.run(module.graph, options)[KIND]
@@ -109,6 +124,11 @@ after__default = ditron.after_(getitem_5, getitem_6)
 all_reduce_1 [20, 16] = _c10d_functional.all_reduce(getitem_5, 'sum', '0')
 wait_tensor_1 [20, 16] = _c10d_functional.wait_tensor(all_reduce_1)
 return (wait_tensor_1,)""")
+
+
+def test_masked_rows_are_marked() -> None:
+    call = "ditron.combine_experts([_grouped_mm_1, index_put, reshape_default, reshape_default_1], 'top_k=8 has_absent'"
+    assert call in from_products(same_results(masked, made=1))
 
 
 def sorted_slots(

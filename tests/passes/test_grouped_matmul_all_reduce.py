@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import expecttest
@@ -19,7 +18,7 @@ from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, o
 pytestmark = pytest.mark.usefixtures("group", "few_tokens")
 module = importlib.import_module("ditron_inductor.passes.fuse.grouped_matmul_all_reduce")
 KIND = "grouped_matmul_all_reduce"
-NAMED = replace(Options(), fusions=(*Options().fusions, KIND))
+DEFAULT = Options()
 T, D, F, E, K = 22, 16, 8, 6, 2
 OPERANDS = (
     torch.empty(T, E), torch.empty(T, D).bfloat16(), torch.empty(E, F, D).bfloat16(), torch.empty(E, D, F).bfloat16(),
@@ -72,9 +71,38 @@ def scattered(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(total.view(2, -1, D))
 
 
+def masked(
+    scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, fill: float = 0.0
+) -> torch.Tensor:
+    """Under expert parallelism: the second half of the experts is elsewhere."""
+    here = E // 2
+    weights, chosen = scores.topk(K)
+    ids, order = chosen.reshape(-1).sort()
+    ends = torch.histc(ids.float(), here, 0, here - 1).cumsum(0, dtype=torch.int32)
+    elsewhere = (ids >= here).unsqueeze(-1)
+    rows = torch._grouped_mm(x[order // K], up[:here].mT, offs=ends).masked_fill(elsewhere, 0.0)
+    products = torch._grouped_mm(rows, down[:here].mT, offs=ends).masked_fill(elsewhere, fill)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    slots = (products * weights.reshape(-1)[order].unsqueeze(-1))[places].view(-1, K, D)
+    return all_reduce(slots.sum(1).bfloat16())
+
+
+def masked_by_ones(*operands: torch.Tensor) -> torch.Tensor:
+    return masked(*operands, fill=1.0)
+
+
+def masked_by_columns(*operands: torch.Tensor) -> torch.Tensor:
+    products, order = sorted_slots(*operands)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    even = torch.arange(D, device=order.device) % 2 == 0
+    return all_reduce(products.masked_fill(even, 0.0)[places].view(-1, K, D).sum(1).bfloat16())
+
+
 def fused(
     fn: Callable[..., Any],
-    options: Options = NAMED,
+    options: Options = DEFAULT,
     given: tuple[torch.Tensor, ...] = OPERANDS,
     tolerance: float = 1e-2,
 ) -> fx.GraphModule:
@@ -99,7 +127,9 @@ def made(module: fx.GraphModule) -> int:
 def test_golden_experts_of_a_prompt() -> None:
     after = fused(experts)
     _, begin, rest = text(after.graph).partition("_grouped_mm [")
-    expecttest.assert_expected_inline(begin + rest, """\
+    expecttest.assert_expected_inline(
+        begin + rest,
+        """\
 _grouped_mm [44, 8] = aten._grouped_mm(index, permute, cumsum)
 permute_1 [6, 8, 16] = aten.permute(arg3_1, [0, 2, 1])
 view_1 [44] = aten.reshape(getitem, [-1])
@@ -112,7 +142,8 @@ reshape_default [44] = aten.reshape(unsqueeze, [-1])
 grouped_matmul_all_reduce = ditron.grouped_matmul_all_reduce([_grouped_mm, permute_1, cumsum, index_put, reshape_default], "reduce_op=sum top_k=2 world_size=4 group_name=0 site='' trials", None)
 getitem_4 [22, 16] = grouped_matmul_all_reduce[0]
 return (getitem_4,)
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize(("fn", "added"), [(experts, False), (with_another, True), (scattered, False)])
@@ -122,8 +153,14 @@ def test_sums_in_any_form_are_reduced_by_one_node(fn: Callable[..., Any], added:
     assert operands["x"].startswith("_grouped_mm") and operands["weight"].startswith("permute")
 
 
-def test_it_is_made_by_default() -> None:
-    assert made(fused(experts, Options())) == 1
+def test_slots_of_experts_elsewhere_count_as_nothing() -> None:
+    task, operands = only_task(fused(masked), KIND)
+    assert task.has_absent and operands["absent"].startswith("reshape") and operands["x"].startswith("where")
+
+
+@pytest.mark.parametrize("fn", [masked_by_ones, masked_by_columns])
+def test_other_masks_are_left_alone(fn: Callable[..., Any]) -> None:
+    assert made(fused(fn)) == 0
 
 
 def used_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +201,16 @@ def of_no_rows(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(routed(*operands).sum(1).bfloat16().view(-1))
 
 
-REFUSED = (of_other_rows, of_no_rows, used_elsewhere, products_read_elsewhere, viewed_elsewhere, sums_over_tokens, summed_in_fp32, scaled_behind)
+REFUSED = (
+    of_other_rows,
+    of_no_rows,
+    used_elsewhere,
+    products_read_elsewhere,
+    viewed_elsewhere,
+    sums_over_tokens,
+    summed_in_fp32,
+    scaled_behind,
+)
 
 
 @pytest.mark.parametrize("fn", REFUSED)
@@ -172,7 +218,7 @@ def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
     assert made(fused(fn)) == 0
 
 
-@pytest.mark.parametrize("options", [NAMED, Options()])
+@pytest.mark.parametrize("options", [DEFAULT, Options()])
 def test_other_additions_are_no_sums_of_experts(options: Options) -> None:
     def one_row(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         rows = torch.zeros(4, 8).scatter_add(0, index.expand(16, 8), x)
@@ -191,5 +237,5 @@ def test_few_tokens_are_left_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_dynamic_number_of_tokens_is_left_alone() -> None:
     (after,) = compiled_graphs(experts, *OPERANDS, dynamic=True)
-    fuse(after, NAMED)
+    fuse(after, DEFAULT)
     assert made(after) == 0
