@@ -61,6 +61,7 @@ from ditron_inductor.passes.fuse.expert_projections import expert_projections
 from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph.collectives import group_sizes
+from ditron_inductor.passes.normalize.mark_sorts import mark_sorts
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from ditron_inductor.passes.normalize.vllm_collectives import group_names
@@ -136,7 +137,7 @@ PASSES: tuple[Pass, ...] = (
 """The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
 MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
 """The passes that change which numbers are sent, or in which order. They are right only if all ranks do the same."""
-JOINT_PASSES: tuple[Pass, ...] = (recompute_masks,)
+JOINT_PASSES: tuple[Pass, ...] = (recompute_masks, mark_sorts)
 
 
 def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> dict[str, int]:

@@ -10,6 +10,8 @@ and as TorchTitan writes it, also with `index_add` and `index_put`:
     _grouped_mm(..) [S, N] -> [where] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
     -> scatter_add(added or zeros [T, N], 0, expand(order [S] // k), ..)             order: the indices of a sort
 
+The backward of `x[order // k]` is the second form without a scale.
+
 After:
 
     _grouped_mm(..), places, reshape(scale) [S], [absent], [added] -> ditron.combine_experts -> getitem 0 [T, N]
@@ -28,14 +30,15 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * Inductor unrolls the sum, in the first form, or there are few tokens, in the second one;
 * anything between the grouped matmul and the sum is used elsewhere;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
-* the places are those of no sort, in the second form: tokens may then have any number of slots;
+* the places are those of no sort, in the second form: tokens may then have any number of slots. In a backward they
+  are those of the forward's sort, see normalize/mark_sorts.py;
+* there is no scale, as in a backward, and the number of slots is dynamic;
 * the sum has another dtype than the products, or the result has other strides than row-major ones;
 * something writes into an operand, which the call would read later.
 """
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +50,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.passes.normalize.mark_sorts import sorted_slots
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
@@ -57,17 +61,16 @@ DETERMINISTIC = "torchtitan::deterministic_scatter_add"
 SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
 LEAST_SCATTERED = 512
 """The tokens from which on the node is faster than atomic additions, as it was measured (docs/kernels)."""
-SORTS = (aten.sort.default, aten.sort.stable)
 
 
 @dataclass(frozen=True)
 class ScaledProducts:
-    """The scaled products of all slots. scale: [S, 1]. absent: bool [S, 1], the slots that count as 0, or None. steps:
-    the nodes from behind the matmul to the terms.
+    """The scaled products of all slots. scale: [S, 1], or None if there is none. absent: bool [S, 1], the slots that
+    count as 0, or None. steps: the nodes from behind the matmul to the terms.
     """
 
     grouped: fx.Node
-    scale: fx.Node
+    scale: fx.Node | None
     absent: fx.Node | None
     steps: tuple[fx.Node, ...]
 
@@ -152,14 +155,13 @@ def _scattered(total: fx.Node, least: int) -> Match | None:
 
 
 def _terms(node: fx.Node) -> ScaledProducts | None:
-    """Reads `node` as products of a grouped matmul with factors, which may be cast before and behind that, and set to 0
-    before it in the rows of a mask.
+    """Reads `node` as products of a grouped matmul, perhaps with factors, which may be cast before and behind that, and
+    set to 0 before it in the rows of a mask.
     """
     scaled = proofs.operand(node) if _casts(node) else node
     factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
-    if scaled.target is not aten.mul.Tensor or len(factors) != 2:
-        return None
-    for factor, scale in (factors, factors[::-1]):
+    multiplied = scaled.target is aten.mul.Tensor and len(factors) == 2
+    for factor, scale in (factors, factors[::-1]) if multiplied else ((scaled, None),):
         kept = proofs.operand(factor) if _casts(factor) else factor
         absent, grouped = _unmasked(kept)
         if grouped.target is GROUPED:
@@ -194,23 +196,22 @@ def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
         rows = proofs.operand(rows)
         if proofs.fake(rows).ndim == 0 or not proofs.known_equal(proofs.fake(rows).shape[-1], 1):
             return None
-    rows = proofs.views_up(rows)[-1]
-    if rows.target not in (aten.div.Tensor_mode, aten.floor_divide.default) or len(rows.args) != 2:
-        return None
-    order, top_k = rows.args
-    if rows.kwargs.get("rounding_mode", "floor") is None or not isinstance(top_k, int) or top_k < 1:
-        return None
-    if not isinstance(order, fx.Node) or order.target is not operator.getitem or order.args[1] != 1:
-        return None
-    return (order, top_k) if proofs.operand(order).target in SORTS and proofs.fake(order).ndim == 1 else None
+    return sorted_slots(proofs.views_up(rows)[-1])
 
 
 def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any) -> bool:
     """Returns whether the operands of a sum of `top_k` terms for T tokens are those of their slots."""
-    place, factor, S = proofs.fake(slots), proofs.tensor(terms.scale), T * top_k
-    if factor is None or place.dtype != torch.int64 or factor.dtype not in ACTIVATION_DTYPES:
+    place, S = proofs.fake(slots), T * top_k
+    expected = [(place, (S,)), (proofs.fake(terms.grouped), (S, N))]
+    if terms.scale is None:
+        # A scale of ones is made of as many.
+        known = isinstance(S, int)
+    else:
+        factor = proofs.tensor(terms.scale)
+        known = factor is not None and factor.dtype in ACTIVATION_DTYPES
+        expected += [] if factor is None else [(factor, (S, 1))]
+    if not known or place.dtype != torch.int64:
         return False
-    expected = [(place, (S,)), (proofs.fake(terms.grouped), (S, N)), (factor, (S, 1))]
     expected += [] if terms.absent is None else [(proofs.fake(terms.absent), (S, 1))]
     return all(proofs.same_shape(tuple(value.shape), of_slots) for value, of_slots in expected)
 
@@ -220,8 +221,8 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
     *inner, last = found.steps
     value = proofs.fake(found.result)
     terms = found.terms
-    optional = [one for one in (terms.absent, found.added) if one is not None]
-    operands = [terms.grouped, found.index, terms.scale, *optional]
+    optional = [one for one in (terms.scale, terms.absent, found.added) if one is not None]
+    operands = [terms.grouped, found.index, *optional]
     wrong = (
         proofs.other_user(inner, {*inner, last}) is not None
         or proofs.fake(total).dtype != proofs.fake(terms.grouped).dtype
@@ -271,7 +272,10 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
     like = proofs.fake(terms.grouped)
     (S,), N = proofs.fake(match.index).shape, like.shape[1]
     shape = (S // match.top_k, N)
-    scale = rewriting.call(graph, aten.reshape.default, (terms.scale, [-1]), terms.scale, (S,))
+    if terms.scale is None:
+        scale = rewriting.full(graph, terms.grouped, (S,), 1.0, like.dtype)
+    else:
+        scale = rewriting.call(graph, aten.reshape.default, (terms.scale, [-1]), terms.scale, (S,))
     places = _inverse(graph, match.index) if match.sorts else match.index
     operands = {"products": terms.grouped, "places": places, "scale": scale}
     if terms.absent is not None:

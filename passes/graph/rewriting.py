@@ -134,7 +134,7 @@ def zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
     return full(graph, origin, shape, 0, origin.meta["val"].dtype)
 
 
-def full(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any], value: int, dtype: torch.dtype) -> fx.Node:
+def full(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any], value: float, dtype: torch.dtype) -> fx.Node:
     """Inserts a row-major tensor of `value` with the device and metadata of `origin`."""
     node = call(graph, aten.full.default, (list(shape), value), origin, shape, dtype=dtype)
     device = origin.meta["val"].device

@@ -16,7 +16,7 @@ from torch._inductor import config as inductor_config
 from benchmarks.tolerances import MODEL_TOLERANCES
 from ditron_inductor.report.explain import without_caches
 from tests.models.hugging_face import ARCHITECTURES, Sizes
-from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, step_of
+from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, run_model, step_of
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -33,6 +33,12 @@ def _reduced(ctx: RankContext, setup: Setup) -> int:
     with mock.patch.object(fuse, "LEAST_TOKENS", 64):
         _run(ctx, setup, GROUPED)
     return counters["ditron"][REDUCED]
+
+
+def _gradients(ctx: RankContext, setup: Setup) -> int:
+    """The reductions in the backward that became a node with the sum and the matmul in front of it."""
+    with mock.patch.object(fuse, "LEAST_TOKENS", 64):
+        return run_model(ctx, setup)["backward"][REDUCED]
 
 
 def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
@@ -94,3 +100,18 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
 def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, form: str, strategy: str) -> None:
     setup = Setup("qwen3_moe", form, sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
     assert rank_pools.get("cpu", 2).run(_reduced, setup, timeout=200) == [setup.num_layers] * 2
+
+
+TRAINED = (
+    Setup("mixtral", "hf", train=True, sizes=NARROW, strategy="library", batch=5, seq_len=15),
+    pytest.param(
+        Setup("qwen3_moe", "ep", train=True, sizes=NARROW, batch=5, seq_len=15),
+        marks=pytest.mark.all_cases,
+    ),
+)
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("setup", TRAINED, ids=str)
+def test_gradients_from_experts_are_reduced_in_a_call(rank_pools: RankPools, setup: Setup) -> None:
+    assert rank_pools.get("cpu", 2).run(_gradients, setup, timeout=200) == [setup.num_layers] * 2

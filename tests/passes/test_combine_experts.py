@@ -160,6 +160,22 @@ def put_rows(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(x.cos().index_put((rows,), terms, accumulate=True))
 
 
+def unscaled(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """As in a backward."""
+    x = all_reduce(x @ up[0].mT @ up[0])
+    ids, order = scores.topk(K).indices.view(-1).sort()
+    ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+    products = torch._grouped_mm(torch._grouped_mm(x[order // K], up.mT, offs=ends), down.mT, offs=ends)
+    return all_reduce(torch.zeros_like(x).index_put((order // K,), products, accumulate=True))
+
+
+def test_a_sum_without_a_scale_has_one_of_ones() -> None:
+    after = text(same_results(unscaled, made=1).graph)
+    assert "[160] = aten.full([160], 1.0, dtype=torch.bfloat16" in after
+    (module,) = compiled_graphs(unscaled, *OPERANDS, dynamic=True)
+    assert calls(module) == 0
+
+
 def test_golden_sums_by_scatter() -> None:
     expecttest.assert_expected_inline(from_products(same_results(scattered, made=1)), """\
 _grouped_mm_1 [160, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)

@@ -1,0 +1,65 @@
+"""Marks what sorts return in joint graphs, so that a backward knows what its inputs are.
+
+In a mixture of experts the forward sorts the slots of the tokens by their experts, and the backward adds the gradients
+of the slots to the rows of their tokens. It gets `order`, the indices of the sort, and perhaps `order // k` from the
+forward, as inputs of which its graph says nothing. But an input has the metadata of the node of the joint graph that it
+stands for. So `order` is marked by its name there, and each quotient by the name of its `order` and by k.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import cast
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs
+
+aten = torch.ops.aten
+SORTS = (aten.sort.default, aten.sort.stable)
+QUOTIENTS = (aten.div.Tensor_mode, aten.floor_divide.default)
+SORTED = "ditron_sorted"
+QUOTIENT = "ditron_quotient"
+
+
+def mark_sorts(graph: fx.Graph, *, options: Options) -> int:
+    """Marks the indices of all sorts of one dimension, and their quotients. Returns how many it marked."""
+    marked = 0
+    for node in graph.nodes:
+        if is_order(node):
+            node.meta[SORTED] = node.name
+            marked += 1
+        elif (parts := quotient(node)) is not None and is_order(parts[0]):
+            node.meta[QUOTIENT] = parts[0].name, parts[1]
+            marked += 1
+    return marked
+
+
+def is_order(node: fx.Node) -> bool:
+    """Returns whether a node is the indices of a sort of one dimension, so that it has each of 0 to S - 1 once."""
+    if node.op == "placeholder":
+        return SORTED in node.meta
+    from_sort = node.target is operator.getitem and node.args[1] == 1 and proofs.operand(node).target in SORTS
+    return bool(from_sort) and proofs.fake(node).ndim == 1
+
+
+def quotient(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """Returns (what is divided, k) if a node is that by a number k, rounded down or towards zero."""
+    if node.target not in QUOTIENTS or len(node.args) != 2:
+        return None
+    divided, k = node.args
+    rounded = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") is not None
+    return (divided, k) if rounded and isinstance(divided, fx.Node) and isinstance(k, int) and k >= 1 else None
+
+
+def sorted_slots(rows: fx.Node) -> tuple[fx.Node, int] | None:
+    """Returns (the indices of a sort, k) if `rows` has their quotients by k."""
+    if rows.op == "placeholder" and QUOTIENT in rows.meta:
+        name, k = cast("tuple[str, int]", rows.meta[QUOTIENT])
+        given = (one for one in rows.graph.find_nodes(op="placeholder") if one.meta.get(SORTED) == name)
+        order = next(given, None)
+        return None if order is None else (order, k)
+    parts = quotient(rows)
+    return parts if parts is not None and is_order(parts[0]) else None

@@ -1,0 +1,45 @@
+"""mark_sorts: what a backward knows of the indices that the forward sorted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.normalize.mark_sorts import QUOTIENT, SORTED, mark_sorts, sorted_slots
+from tests.passes.graphs import compiled_graphs
+from tests.passes.test_combine_experts import OPERANDS, scattered
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def test_inputs_are_known_by_their_marks() -> None:
+    graph = fx.Graph()
+    order, other, rows = (graph.placeholder(name) for name in ("order", "other", "rows"))
+    divided = graph.call_function(aten.div.Tensor_mode, (order, 4), {"rounding_mode": "floor"})
+    assert sorted_slots(rows) is None and sorted_slots(divided) is None
+    order.meta[SORTED], other.meta[SORTED] = "getitem_5", "getitem_9"
+    assert sorted_slots(divided) == (order, 4)
+    rows.meta[QUOTIENT] = "getitem_9", 2
+    assert sorted_slots(rows) == (other, 2)
+    rows.meta[QUOTIENT] = "getitem_1", 2
+    assert sorted_slots(rows) is None, "the indices are no input of this graph"
+
+
+@pytest.mark.parametrize(("mode", "k"), [("trunc", 4), ("floor", 0), (None, 4)])
+def test_other_quotients_are_not_of_slots(mode: str | None, k: int) -> None:
+    graph = fx.Graph()
+    order = graph.placeholder("order")
+    order.meta[SORTED] = "order"
+    found = sorted_slots(graph.call_function(aten.div.Tensor_mode, (order, k), {"rounding_mode": mode}))
+    assert found == ((order, k) if mode and k else None)
+
+
+def test_sorts_of_a_joint_graph_are_marked() -> None:
+    (module,) = compiled_graphs(scattered, *OPERANDS)
+    assert mark_sorts(module.graph, options=Options()) == 2
+    (order,) = [node for node in module.graph.nodes if SORTED in node.meta]
+    (rows,) = [node for node in module.graph.nodes if QUOTIENT in node.meta]
+    assert rows.meta[QUOTIENT] == (order.name, 8) and order.meta[SORTED] == order.name
