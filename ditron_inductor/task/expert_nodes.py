@@ -121,18 +121,19 @@ def parted(node: Node, operands: Sequence[T], names: Sequence[str]) -> tuple[T |
 class ReducedExperts(TaskNode):
     """The sum that `CombineExperts` describes, of products = x @ weight[expert of the slot], reduced over the ranks. x
     [S, K] is sorted by expert; weight is [E, K, N]. ends is int32 [E]: the slots of expert e end before slot ends[e]. A
-    rank has its own slice of K, and its routing may differ from that of its peers.
+    rank has its own slice of K, and its routing may differ from that of its peers. The products [S, N] are a second
+    output if `returns_products`, as a backward reads them.
     """
 
     # No table has times of it.
     computes: ClassVar[str] = "experts"
     host_us: ClassVar[Mapping[str, float]] = {"library": 120.0, "tile": 40.0}
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
-    num_outputs: ClassVar[int] = 1
     reduce_op: str
     top_k: int
     has_added: bool
     has_absent: bool
+    returns_products: bool
 
     @property
     def scatters(self) -> bool:
@@ -152,7 +153,8 @@ class ReducedExperts(TaskNode):
     @property
     def grouped_pattern(self) -> str:
         """The products and their sum as text."""
-        return f"grouped matmul -> {self.sums.pattern}"
+        used = ", products used" * self.returns_products
+        return f"grouped matmul{used} -> {self.sums.pattern}"
 
     def verify(self) -> None:
         self.sums.verify()
@@ -165,6 +167,10 @@ class ReducedExperts(TaskNode):
     def summed(self, shapes: Shapes) -> tuple[Any, Any]:
         """Returns (T, N), the shape of the sum."""
         return shapes["places"][0] // self.top_k, shapes["weight"][2]
+
+    def kept(self, shapes: Shapes) -> list[Output]:
+        """Returns the products as outputs."""
+        return [Output((shapes["x"][0], shapes["weight"][2]))] * self.returns_products
 
     def contributed(self, shapes: Shapes) -> tuple[Any, ...]:
         return self.summed(shapes)
@@ -192,13 +198,14 @@ class GroupedMatmulAllReduce(ReducedExperts):
     policy: Policy = field(metadata=INLINED)
     has_added: bool = False
     has_absent: bool = False
+    returns_products: bool = False
 
     @property
     def pattern(self) -> str:
         return f"{self.grouped_pattern} -> all_reduce({self.reduce_op})"
 
     def outputs(self, shapes: Shapes) -> list[Output]:
-        return [Output(self.summed(shapes))]
+        return [Output(self.summed(shapes)), *self.kept(shapes)]
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,7 @@ class GroupedMatmulReduceScatter(ReducedExperts):
     policy: Policy = field(metadata=INLINED)
     has_added: bool = False
     has_absent: bool = False
+    returns_products: bool = False
     outer: int = 1
 
     @property
@@ -240,4 +248,4 @@ class GroupedMatmulReduceScatter(ReducedExperts):
 
     def outputs(self, shapes: Shapes) -> list[Output]:
         T, N = self.summed(shapes)
-        return [Output((T // self.world_size, N))]
+        return [Output((T // self.world_size, N)), *self.kept(shapes)]

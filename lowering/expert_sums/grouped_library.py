@@ -15,9 +15,9 @@ def by_library(node: ReducedExperts, reduce: Callable[[torch.Tensor], torch.Tens
     """Returns a function of node.split(operands). reduce: reduces the sums [T, N] by the library."""
     sums = node.sums
 
-    def call(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *slots: torch.Tensor | None) -> torch.Tensor:
+    def call(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *slots: torch.Tensor | None) -> Any:
         products = torch._grouped_mm(x, weight, offs=ends)
         (total,) = combine_experts(sums, [products, *(one for one in slots if one is not None)])
-        return reduce(total)
+        return [reduce(total), *[products] * node.returns_products]
 
     return call

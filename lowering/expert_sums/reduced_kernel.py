@@ -491,7 +491,7 @@ def reduced_experts(
     absent: torch.Tensor | None,
     added: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Returns the output; see the node for the operands."""
+    """Returns the outputs; see the node for the operands."""
     T, N, owned, gathers, block, nbytes, config = sizes
     E, K, _ = weight.shape
     x, rest = rows_of(x), x if added is None else rows_of(added)
@@ -534,4 +534,4 @@ def reduced_experts(
         "out": out,
     }
     launch.run(reduced_experts_kernel, nbytes, arguments, tensors)
-    return [out]
+    return [out, *[products] * node.returns_products]

@@ -10,7 +10,8 @@ products and for the sum of a rank, before it is sent.
 
 It must not fire when
 * combine_experts.py could not make a node of the sum, except that any number of experts and tokens is taken here;
-* the sum, or a view of it in front of the collective, is used elsewhere, or the products are, as in training;
+* the sum, or a view of it in front of the collective, is used elsewhere, or the products are, except that a forward
+  may keep them for its backward: then they are a second output of the node;
 * a view has rows of another length;
 * the grouped matmul has a bias or another dtype than its operands, or strides of which the kernel would need a copy;
 * a size is dynamic, or there are fewer than LEAST_TOKENS tokens: the reduction of a few rows goes with its norm (see
@@ -81,7 +82,7 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
 
 
 def _takes(grouped: fx.Node, reader: fx.Node) -> bool:
-    """Returns whether the node can compute the products of a grouped matmul, which nothing but `reader` may read."""
+    """Returns whether the node can compute the products of a grouped matmul, which `reader` sums."""
     bound = proofs.arguments(grouped)
     x, weight, ends = (bound[name] for name in OPERANDS)
     if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
@@ -89,7 +90,14 @@ def _takes(grouped: fx.Node, reader: fx.Node) -> bool:
     rows, matrices = proofs.fake(x), proofs.fake(weight)
     dims = rows.ndim == 2 and matrices.ndim == 3 and proofs.fake(ends).dtype == torch.int32
     lies = dims and rows.stride(1) == 1 and 1 in matrices.stride()[1:] and rows.dtype in OPERAND_DTYPES
-    return lies and set(grouped.users) == {reader} and written([x, weight, ends]) is None
+    return lies and _keepers(grouped, reader) is not None and written([x, weight, ends]) is None
+
+
+def _keepers(grouped: fx.Node, reader: fx.Node) -> bool | None:
+    """Returns whether the graph returns the products, which `reader` sums; None if something else reads them too."""
+    others, value = set(grouped.users) - {reader}, proofs.fake(grouped)
+    row_major = proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape))
+    return None if others and (not row_major or any(other.op != "output" for other in others)) else bool(others)
 
 
 def _sums(source: fx.Node) -> Iterator[combine_experts.Match]:
@@ -120,22 +128,32 @@ def fields_of(match: Match, options: Options) -> dict[str, Any]:
     """Returns the fields of the node that a reduction becomes, but for those of its own collective."""
     collective, sums = match.collective, match.sums
     site = rewriting.site_fields(collective.world_size, collective.group_name, options)
-    optional = {"has_added": sums.added is not None, "has_absent": sums.terms.absent is not None}
+    kept = _keepers(sums.terms.grouped, sums.steps[0])
+    optional = {
+        "has_added": sums.added is not None,
+        "has_absent": sums.terms.absent is not None,
+        "returns_products": bool(kept),
+    }
     return {"reduce_op": collective.reduce_op, "top_k": sums.top_k, **optional, **site}
 
 
 def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
     """Replaces the match by one call of `task` and returns that call."""
     collective, sums = match.collective, match.sums
-    wanted = proofs.fake(collective.wait)
+    wanted, source = proofs.fake(collective.wait), sums.terms.grouped
     with graph.inserting_before(collective.node):
         operands, total = combine_experts.operands_of(graph, sums)
         grouped = proofs.arguments(operands.pop("products"))
         operands |= dict(zip(("x", "weight", "ends"), (grouped[name] for name in OPERANDS), strict=True))
         shape = (wanted.numel() // total.shape[1], total.shape[1])
         made = rewriting.fake_like(total, shape, rewriting.contiguous_strides(shape))
-        call = rewriting.call_task(graph, task, operands, collective.node, (made, rewriting.new_token(made)))
+        rows = (proofs.fake(sums.index).shape[0], total.shape[1])
+        kept = [rewriting.fake_like(total, rows, rewriting.contiguous_strides(rows))] * task.returns_products
+        call = rewriting.call_task(graph, task, operands, collective.node, (made, *kept, rewriting.new_token(made)))
         result = rewriting.output(graph, call, 0, collective.wait)
+        if task.returns_products:
+            products = rewriting.output(graph, call, 1, source)
+            source.replace_all_uses_with(products, delete_user_cb=lambda user: user.op == "output")
         if not proofs.same_shape(tuple(wanted.shape), shape):
             result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted.shape]), collective.wait)
     collective.wait.replace_all_uses_with(result)

@@ -165,6 +165,24 @@ def test_near_the_reference(pool: RankPool, kind: Kind, index: int, strategy: st
     pool.run(near_the_reference, kind, CASES[kind][pool.device_type][index], strategy)
 
 
+def with_products(ctx: RankContext, kind: Kind, strategy: str) -> None:
+    """The products are returned too, in calls that are repeated."""
+    case = CASES[kind][ctx.device.type][0]
+    fields = fields_of(kind, case) | {"returns_products": True}
+    site = Site(name=f"experts/{kind.kind}:{strategy} kept", strategy=strategy)
+    for seed in range(3):
+        given = given_to(ctx, case, seed)
+        out, products = site.call(ctx, kind, fields, **given)
+        assert_near(out, reduced(ctx, kind, case, given), num_partials=ctx.world_size)
+        assert_near(products, products_of(case, given).double())
+
+
+@pytest.mark.parametrize("strategy", ["tile", "library"])
+@pytest.mark.parametrize("kind", [WHOLE, SCATTERED], ids=lambda kind: kind.kind)
+def test_products_may_be_returned(pool: RankPool, kind: Kind, strategy: str) -> None:
+    pool.run(with_products, kind, strategy)
+
+
 def other_layouts(ctx: RankContext, kind: Kind) -> None:
     """One rank has operands that the kernel cannot read as they lie. It takes part all the same."""
     case = CASES[kind][ctx.device.type][1]

@@ -83,16 +83,20 @@ def _summed_experts(calls: list[Call]) -> list[torch.Tensor]:
     return [_summed(call, torch._grouped_mm(call.x, call.weight, offs=call.ends)) for call in calls]
 
 
+def _kept_products(call: Call) -> list[torch.Tensor]:
+    return [torch._grouped_mm(call.x, call.weight, offs=call.ends)] * call.node.returns_products
+
+
 def _grouped_matmul_all_reduce(calls: list[Call]) -> list[Any]:
     total = reduced(_summed_experts(calls), calls[0].node.reduce_op)
-    return [[total] for _ in calls]
+    return [[total, *_kept_products(call)] for call in calls]
 
 
 def _grouped_matmul_reduce_scatter(calls: list[Call]) -> list[Any]:
     node = calls[0].node
     total = reduced(_summed_experts(calls), node.reduce_op)
     chunks = total.unflatten(0, (node.outer, node.world_size, -1)).unbind(1)
-    return [[chunk.flatten(0, 1)] for chunk in chunks]
+    return [[chunk.flatten(0, 1), *_kept_products(call)] for chunk, call in zip(chunks, calls, strict=True)]
 
 
 def _after_epilogue(call: Call, products: list[torch.Tensor]) -> list[torch.Tensor]:

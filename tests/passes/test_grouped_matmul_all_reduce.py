@@ -153,6 +153,21 @@ def test_sums_in_any_form_are_reduced_by_one_node(fn: Callable[..., Any], added:
     assert operands["x"].startswith("_grouped_mm") and operands["weight"].startswith("permute")
 
 
+def kept(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the forward of training keeps the products for the backward."""
+    rows, ends, weights, order = sorted_rows(*operands)
+    products = torch._grouped_mm(rows, operands[3].mT, offs=ends)
+    slots = products * weights.reshape(-1)[order].unsqueeze(-1)
+    index = (order // K).reshape(-1, 1).expand(-1, D)
+    return all_reduce(torch.zeros_like(operands[1]).scatter_add(0, index, slots.bfloat16())), products
+
+
+def test_products_that_the_graph_returns_are_an_output() -> None:
+    after = fused(kept)
+    task, _ = only_task(after, KIND)
+    assert task.returns_products and "_grouped_mm_1" not in [node.name for node in after.graph.nodes]
+
+
 def test_slots_of_experts_elsewhere_count_as_nothing() -> None:
     task, operands = only_task(fused(masked), KIND)
     assert task.has_absent and operands["absent"].startswith("reshape") and operands["x"].startswith("where")
