@@ -42,7 +42,8 @@ def experts(
     num_local: the number of experts of a rank, the same on all ranks.
     group: the ranks among which the experts are divided; None is the default group.
 
-    Returns [T, D], in the dtype of what `compute` returns. Raises InvalidOperands (ValueError) naming the tensor.
+    Returns [T, D], in the dtype of what `compute` returns. Raises InvalidOperands (ValueError) naming the tensor; in a
+    function that is compiled as one graph it is torch's error that says so.
     """
     _check(x, ids, weights)
     found = dist.group.WORLD if group is None else group
@@ -52,6 +53,11 @@ def experts(
     local = chosen - dist.get_rank(found) * num_local
     absent = (local < 0) | (local >= num_local)
     partial = compute(rows, torch.where(absent, num_local, local), factors.masked_fill(absent, 0.0))
+    if partial.shape != rows.shape:
+        expected = f"{tuple(rows.shape)}, the shape of its rows"
+        raise InvalidOperands(
+            op="experts", tensor="what compute returns", found=str(tuple(partial.shape)), expected=expected
+        )
     return _summed_part(partial, found)
 
 
@@ -71,13 +77,18 @@ def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[n, ..] of each rank as [W * n, ..]; gradients are added up over the ranks."""
     # Torch 2.13 has new names for both collectives.
     gather: Any = getattr(funcol, "all_gather_single_autograd", funcol.all_gather_tensor_autograd)
-    return gather(x.contiguous(), 0, group)
+    return _waited(gather(x.contiguous(), 0, group))
 
 
 def _summed_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[W * n, ..] of each rank, added up, as the [n, ..] of this rank."""
     scatter: Any = getattr(funcol, "reduce_scatter_single_autograd", funcol.reduce_scatter_tensor_autograd)
-    return scatter(x.contiguous(), "sum", 0, group)
+    return _waited(scatter(x.contiguous(), "sum", 0, group))
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    """In eager mode a collective returns a wrapper that has no memory yet, and kernels beside torch's read memory."""
+    return x if torch.compiler.is_compiling() else funcol.wait_tensor(x)
 
 
 def register_with_transformers(name: str = "ditron") -> None:
@@ -101,20 +112,18 @@ def register_with_transformers(name: str = "ditron") -> None:
             # The ranks of a tensor parallel group hold the same tokens: each takes its part of them.
             parts = [_part_of(one, self.tp_mesh) for one in (x, ids, weights)]
             found = experts(self.experts_forward, *parts, num_local=self.num_local, group=self.ep_mesh.get_group())
-            return found if self.tp_mesh.size() == 1 else _whole(found, self.tp_mesh)
+            return found if self.tp_mesh.size() == 1 else _whole(found, self.tp_mesh)[: x.shape[0]]
 
     EPImplementationInterface.register(name, StaticEP)
 
 
 def _part_of(x: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """This rank's rows of what all ranks of a mesh hold."""
+    """This rank's rows of what all ranks of a mesh hold, and of zeros behind it, so that all have as many."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if mesh.size() == 1:
         return x
-    if x.shape[0] % mesh.size():
-        found, expected = f"{x.shape[0]} tokens", f"a multiple of the {mesh.size()} ranks of tensor parallelism"
-        raise InvalidOperands(op="experts", tensor="hidden_states", found=found, expected=expected)
+    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % mesh.size()))
     shared = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return shared.redistribute(mesh, [Shard(0)]).to_local()
 

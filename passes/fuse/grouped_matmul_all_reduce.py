@@ -2,7 +2,8 @@
 
     _grouped_mm(x [S, K], weight [E, K, N], ends [E]) -> the sum of combine_experts.py, in either form [T, N]
     -> views -> all_reduce -> wait
-    =>  x, weight, ends, places, scale, [added] -> ditron.grouped_matmul_all_reduce -> getitem 0 [T, N] -> views
+    =>  x, weight, ends, places, scale, [absent], [added] -> ditron.grouped_matmul_all_reduce -> getitem 0 [T, N]
+    -> views
 
 Order-keeping views may stand between the sum and the collective. The call stands where the collective stood, so the
 order of collectives does not change. What is rounded on the way to the sum is not rounded in the node, except for the

@@ -2,7 +2,8 @@
 
     _grouped_mm(x, weight, ends) -> the sum of combine_experts.py, in either form [T, N] -> views -> (split, cat)
     -> reduce_scatter -> wait
-    =>  x, weight, ends, places, scale, [added] -> ditron.grouped_matmul_reduce_scatter -> getitem 0 [T / W, N] -> views
+    =>  x, weight, ends, places, scale, [absent], [added] -> ditron.grouped_matmul_reduce_scatter
+    -> getitem 0 [T / W, N] -> views
 
 It is matched as matmul_reduce_scatter.py matches a product: split and cat scatter an inner dimension, such as that of
 the sequences of a batch. So a rank's tokens are `outer` runs, which is the product of the dimensions in front.

@@ -2,8 +2,10 @@
 
 In a mixture of experts the forward sorts the slots of the tokens by their experts, and the backward adds the gradients
 of the slots to the rows of their tokens. It gets `order`, the indices of the sort, and perhaps `order // k` from the
-forward, as inputs of which its graph says nothing. But an input has the metadata of the node of the joint graph that it
-stands for. So `order` is marked by its name there, and each quotient by the name of its `order` and by k.
+forward, as inputs of which its graph says nothing. But an input has the name and the metadata of the node of the joint
+graph that it stands for. So both say what it is. The metadata say it to the passes. The names are part of the code of
+the backward, by which Inductor finds compiled graphs in its cache: a backward that is alike, but whose input is no
+`order`, has other names.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ def mark_sorts(graph: fx.Graph, *, options: Options) -> int:
     marked = 0
     for node in graph.nodes:
         if is_order(node):
+            node._rename(f"{SORTED}_{node.name}")
             node.meta[SORTED] = node.name
             marked += 1
         elif (parts := quotient(node)) is not None and is_order(parts[0]):
-            node.meta[QUOTIENT] = parts[0].name, parts[1]
+            node._rename(f"{QUOTIENT}_{parts[1]}_of_{parts[0].name}_")
+            node.meta[QUOTIENT] = node.name, parts[0].name, parts[1]
             marked += 1
     return marked
 
@@ -40,7 +44,7 @@ def mark_sorts(graph: fx.Graph, *, options: Options) -> int:
 def is_order(node: fx.Node) -> bool:
     """Returns whether a node is the indices of a sort of one dimension, so that it has each of 0 to S - 1 once."""
     if node.op == "placeholder":
-        return SORTED in node.meta
+        return node.meta.get(SORTED) == node.name
     from_sort = node.target is operator.getitem and node.args[1] == 1 and proofs.operand(node).target in SORTS
     return bool(from_sort) and proofs.fake(node).ndim == 1
 
@@ -57,9 +61,9 @@ def quotient(node: fx.Node) -> tuple[fx.Node, int] | None:
 def sorted_slots(rows: fx.Node) -> tuple[fx.Node, int] | None:
     """Returns (the indices of a sort, k) if `rows` has their quotients by k."""
     if rows.op == "placeholder" and QUOTIENT in rows.meta:
-        name, k = cast("tuple[str, int]", rows.meta[QUOTIENT])
-        given = (one for one in rows.graph.find_nodes(op="placeholder") if one.meta.get(SORTED) == name)
-        order = next(given, None)
+        own, name, k = cast("tuple[str, str, int]", rows.meta[QUOTIENT])
+        given = (one for one in rows.graph.find_nodes(op="placeholder") if one.name == name and is_order(one))
+        order = next(given, None) if own == rows.name else None
         return None if order is None else (order, k)
     parts = quotient(rows)
     return parts if parts is not None and is_order(parts[0]) else None

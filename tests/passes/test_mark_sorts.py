@@ -20,12 +20,15 @@ def test_inputs_are_known_by_their_marks() -> None:
     order, other, rows = (graph.placeholder(name) for name in ("order", "other", "rows"))
     divided = graph.call_function(aten.div.Tensor_mode, (order, 4), {"rounding_mode": "floor"})
     assert sorted_slots(rows) is None and sorted_slots(divided) is None
-    order.meta[SORTED], other.meta[SORTED] = "getitem_5", "getitem_9"
+    order.meta[SORTED], other.meta[SORTED] = "order", "other"
     assert sorted_slots(divided) == (order, 4)
-    rows.meta[QUOTIENT] = "getitem_9", 2
+    rows.meta[QUOTIENT] = "rows", "other", 2
     assert sorted_slots(rows) == (other, 2)
-    rows.meta[QUOTIENT] = "getitem_1", 2
+    rows.meta[QUOTIENT] = "rows", "getitem_1", 2
     assert sorted_slots(rows) is None, "the indices are no input of this graph"
+    # Under another name it could be taken from Inductor's cache for an input that is no index of a sort.
+    rows.meta[QUOTIENT], order.meta[SORTED] = ("div", "other", 2), "getitem"
+    assert sorted_slots(rows) is None and sorted_slots(divided) is None
 
 
 @pytest.mark.parametrize(("mode", "k"), [("trunc", 4), ("floor", 0), (None, 4)])
@@ -42,4 +45,5 @@ def test_sorts_of_a_joint_graph_are_marked() -> None:
     assert mark_sorts(module.graph, options=Options()) == 2
     (order,) = [node for node in module.graph.nodes if SORTED in node.meta]
     (rows,) = [node for node in module.graph.nodes if QUOTIENT in node.meta]
-    assert rows.meta[QUOTIENT] == (order.name, 8) and order.meta[SORTED] == order.name
+    assert rows.meta[QUOTIENT] == (rows.name, order.name, 8) and order.meta[SORTED] == order.name
+    assert order.name.startswith("ditron_sorted_") and rows.name == f"ditron_quotient_8_of_{order.name}_"
