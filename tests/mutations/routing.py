@@ -59,6 +59,13 @@ ROUTING: tuple[Mutation, ...] = (
         f"{REDUCED}::test_near_the_reference",
     ),
     Mutation(
+        "an input of a backward is known by its metadata alone",
+        "passes/normalize/mark_sorts.py",
+        "return node.meta.get(SORTED) == node.name",
+        "return SORTED in node.meta",
+        "tests/passes/test_mark_sorts.py::test_inputs_are_known_by_their_marks",
+    ),
+    Mutation(
         "a graph that was refused counts as running",
         "ditron_inductor/graph_meeting.py",
         "            meetings.stopped(self.facts)\n",
