@@ -122,7 +122,6 @@ def _task(match: Match, options: Options) -> TaskNode:
         **{name: int(size) for name, size in match.leader.items() if name in (*DIMENSIONS, OUTER)},
         "top_k": 1,
         "has_added": True,
-        "has_absent": False,
         "reduce_op": collective.reduce_op,
         "norm": Norm(),
         "extras": (),

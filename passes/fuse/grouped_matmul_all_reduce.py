@@ -83,22 +83,19 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
 
 
 def _takes(grouped: fx.Node, reader: fx.Node) -> bool:
-    """Returns whether the node can compute the products of a grouped matmul, which `reader` sums."""
+    """Returns whether the node can compute the products of a grouped matmul, which `reader` sums. The graph may return
+    them too, in row-major order.
+    """
     bound = proofs.arguments(grouped)
     x, weight, ends = (bound[name] for name in OPERANDS)
     if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
         return False
-    rows, matrices = proofs.fake(x), proofs.fake(weight)
+    rows, matrices, made = proofs.fake(x), proofs.fake(weight), proofs.fake(grouped)
     dims = rows.ndim == 2 and matrices.ndim == 3 and proofs.fake(ends).dtype == torch.int32
     lies = dims and rows.stride(1) == 1 and 1 in matrices.stride()[1:] and rows.dtype in OPERAND_DTYPES
-    return lies and _keepers(grouped, reader) is not None and written([x, weight, ends]) is None
-
-
-def _keepers(grouped: fx.Node, reader: fx.Node) -> bool | None:
-    """Returns whether the graph returns the products, which `reader` sums; None if something else reads them too."""
-    others, value = set(grouped.users) - {reader}, proofs.fake(grouped)
-    row_major = proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape))
-    return None if others and (not row_major or any(other.op != "output" for other in others)) else bool(others)
+    row_major = proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
+    kept = all(user is reader or (user.op == "output" and row_major) for user in grouped.users)
+    return lies and kept and written([x, weight, ends]) is None
 
 
 def _sums(source: fx.Node) -> Iterator[combine_experts.Match]:
@@ -129,11 +126,11 @@ def fields_of(match: Match, options: Options) -> dict[str, Any]:
     """Returns the fields of the node that a reduction becomes, but for those of its own collective."""
     collective, sums = match.collective, match.sums
     site = rewriting.site_fields(collective.world_size, collective.group_name, options)
-    kept = _keepers(sums.terms.grouped, sums.steps[0])
     optional = {
         "has_added": sums.added is not None,
         "has_absent": sums.terms.absent is not None,
-        "returns_products": bool(kept),
+        # Beside the sum only the graph's result reads them.
+        "returns_products": len(sums.terms.grouped.users) > 1,
     }
     return {"reduce_op": collective.reduce_op, "top_k": sums.top_k, **optional, **site}
 

@@ -54,6 +54,14 @@ LARGE_CASES = (
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
+def routed(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the weight of each sorted slot, its expert, its place among the slots of all tokens)."""
+    scores = torch.rand(case.tokens, case.experts * (1 + case.absent), generator=generator)
+    weights, chosen = (scores[:1].expand_as(scores) if case.routing == "one" else scores).topk(case.top_k)
+    ids, order = chosen.reshape(-1).sort()
+    return weights.reshape(-1)[order], ids, order
+
+
 def operands(case: Case, device: torch.device, seed: int = 0) -> Operands:
     """(products, places, scale, absent or None, added or None). The rows of the operands are longer than they show.
     The products of absent slots are no numbers.
@@ -63,16 +71,13 @@ def operands(case: Case, device: torch.device, seed: int = 0) -> Operands:
     def draw(rows: int) -> torch.Tensor:
         return (torch.randn(rows, case.n + 8, generator=generator) / 4).to(device, case.dtype)[:, : case.n]
 
-    scores = torch.rand(case.tokens, case.experts * (1 + case.absent), generator=generator)
-    weights, chosen = (scores[:1].expand_as(scores) if case.routing == "one" else scores).topk(case.top_k)
-    ids, order = chosen.reshape(-1).sort()
-    scale = weights.reshape(-1)[order].to(device, case.scale_dtype)
+    scale, ids, order = routed(case, generator)
     added = draw(case.tokens) if case.added else None
     absent = (ids >= case.experts).to(device) if case.absent else None
     products = draw(case.tokens * case.top_k)
     if absent is not None:
         products[absent] = float("nan")
-    return products, order.argsort().to(device), scale, absent, added
+    return products, order.argsort().to(device), scale.to(device, case.scale_dtype), absent, added
 
 
 def node_of(case: Case) -> CombineExperts:

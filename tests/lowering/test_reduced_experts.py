@@ -18,7 +18,7 @@ from ditron_inductor.errors import DitronTimeout
 from ditron_inductor.lowering.expert_sums.reduced_kernel import geometry
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, GroupedMatmulReduceScatter, Policy, ReducedExperts
 from tests.lowering.calls import Site
-from tests.lowering.test_combine_experts import Case, wanted
+from tests.lowering.test_combine_experts import Case, routed, wanted
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
@@ -88,9 +88,7 @@ def given_to(ctx: RankContext, case: Layer, seed: int = 0) -> dict[str, torch.Te
         whole = torch.randn(*shape[:-1], shape[-1] + 8, generator=generator) / 4
         return whole.to(ctx.device, case.dtype)[..., : shape[-1]]
 
-    scores = torch.rand(case.tokens, case.experts * (1 + case.absent), generator=generator)
-    weights, chosen = (scores[:1].expand_as(scores) if case.routing == "one" else scores).topk(case.top_k)
-    ids, order = chosen.reshape(-1).sort()
+    scale, ids, order = routed(case, generator)
     shape = (case.experts, case.n, case.k) if case.columns else (case.experts, case.k, case.n)
     weight = (torch.randn(shape, generator=generator) / case.k**0.5).to(ctx.device, case.dtype)
     return {
@@ -98,7 +96,7 @@ def given_to(ctx: RankContext, case: Layer, seed: int = 0) -> dict[str, torch.Te
         "weight": weight.mT if case.columns else weight,
         "ends": ids.bincount(minlength=case.experts)[: case.experts].cumsum(0).int().to(ctx.device),
         "places": order.argsort().to(ctx.device),
-        "scale": weights.reshape(-1)[order].to(ctx.device, case.scale_dtype),
+        "scale": scale.to(ctx.device, case.scale_dtype),
         **({"absent": (ids >= case.experts).to(ctx.device)} if case.absent else {}),
         **({"added": draw(case.tokens, case.n)} if case.added else {}),
     }

@@ -37,21 +37,27 @@ def any_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "LEAST_SCATTERED", 0)
 
 
-def routed(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def routed(
+    up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor, here: int = E
+) -> torch.Tensor:
     """The products of all slots, scaled, with the places of the slots of each token: as `transformers` writes it."""
     # A reduction that is fused, without which nothing is.
-    return slots(up, all_reduce(x @ up[0].mT @ up[0]), scores, down)
+    return slots(up, all_reduce(x @ up[0].mT @ up[0]), scores, down, here)
 
 
-def slots(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def slots(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor, here: int = E) -> torch.Tensor:
+    """here: the products of the experts from this one on are set to 0."""
     weights, chosen = scores.topk(K)
     ids, order = chosen.reshape(-1).sort()
     ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
     rows = torch._grouped_mm(x[order // K], up.mT, offs=ends)
-    products = torch._grouped_mm(rows, down.mT, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+    products = torch._grouped_mm(rows, down.mT, offs=ends)
+    if here < E:
+        products = products.masked_fill((ids >= here).unsqueeze(-1), 0.0)
+    terms = products * weights.reshape(-1)[order].unsqueeze(-1)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    return products[places]
+    return terms[places]
 
 
 def experts(*operands: torch.Tensor) -> torch.Tensor:
@@ -66,17 +72,7 @@ def with_another(*operands: torch.Tensor) -> torch.Tensor:
 
 def masked(*operands: torch.Tensor) -> torch.Tensor:
     """Products that are 0 in some rows, as under expert parallelism those of slots of other ranks' experts."""
-    up, x, scores, down = operands
-    x = all_reduce(x @ up[0].mT @ up[0])
-    weights, chosen = scores.topk(K)
-    ids, order = chosen.reshape(-1).sort()
-    ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
-    rows = torch._grouped_mm(x[order // K], up.mT, offs=ends)
-    products = torch._grouped_mm(rows, down.mT, offs=ends).masked_fill((ids >= E // 2).unsqueeze(-1), 0.0)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    scaled = products * weights.reshape(-1)[order].unsqueeze(-1)
-    return all_reduce(scaled[places].view(-1, K, D).sum(1).bfloat16())
+    return all_reduce(routed(*operands, here=E // 2).view(-1, K, D).sum(1).bfloat16())
 
 
 def calls(module: fx.GraphModule, options: Options = DEFAULT) -> int:

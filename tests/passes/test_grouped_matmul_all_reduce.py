@@ -47,10 +47,14 @@ def sorted_slots(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def routed(*operands: torch.Tensor) -> torch.Tensor:
     """The slots of the tokens, side by side, as `transformers` writes it."""
-    products, order = sorted_slots(*operands)
+    return side_by_side(*sorted_slots(*operands))
+
+
+def side_by_side(terms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """[T, K, D]: the terms of sorted slots, token by token."""
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    return products[places].view(-1, K, D)
+    return terms[places].view(-1, K, D)
 
 
 def experts(*operands: torch.Tensor) -> torch.Tensor:
@@ -82,10 +86,8 @@ def masked(
     elsewhere = (ids >= here).unsqueeze(-1)
     rows = torch._grouped_mm(x[order // K], up[:here].mT, offs=ends).masked_fill(elsewhere, 0.0)
     products = torch._grouped_mm(rows, down[:here].mT, offs=ends).masked_fill(elsewhere, fill)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    slots = (products * weights.reshape(-1)[order].unsqueeze(-1))[places].view(-1, K, D)
-    return all_reduce(slots.sum(1).bfloat16())
+    terms = products * weights.reshape(-1)[order].unsqueeze(-1)
+    return all_reduce(side_by_side(terms, order).sum(1).bfloat16())
 
 
 def masked_by_ones(*operands: torch.Tensor) -> torch.Tensor:
@@ -93,11 +95,11 @@ def masked_by_ones(*operands: torch.Tensor) -> torch.Tensor:
 
 
 def masked_by_columns(*operands: torch.Tensor) -> torch.Tensor:
-    products, order = sorted_slots(*operands)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    rows, ends, weights, order = sorted_rows(*operands)
     even = torch.arange(D, device=order.device) % 2 == 0
-    return all_reduce(products.masked_fill(even, 0.0)[places].view(-1, K, D).sum(1).bfloat16())
+    products = torch._grouped_mm(rows, operands[3].mT, offs=ends).masked_fill(even, 0.0)
+    terms = products * weights.reshape(-1)[order].unsqueeze(-1)
+    return all_reduce(side_by_side(terms, order).sum(1).bfloat16())
 
 
 def fused(
