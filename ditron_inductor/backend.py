@@ -21,13 +21,14 @@ from torch._logging import warning_once
 from ditron_inductor import runtime
 from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.options import Options
-from ditron_inductor.pipeline import DitronPipeline, JointPipeline, with_user_passes
+from ditron_inductor.pipeline import BEFORE_JOINT, DitronPipeline, JointPipeline, with_user_passes
 from ditron_inductor.recompilations import warn_of_many
 
 log = logging.getLogger(__name__)
 
 NAME = "ditron"
 USER_PASS_OPTION = "post_grad_custom_pre_pass"
+FIRST_PASS_OPTION = "joint_custom_pre_pass"
 JOINT_PASS_OPTION = "joint_custom_post_pass"
 # By these a rank would decide alone, by the clock, what our passes see: docs/rank_decisions.md. No option changes them.
 DECIDED_FOR_ALL: dict[str, Any] = {"shape_padding": False}
@@ -44,9 +45,9 @@ def ditron(
 ) -> Callable[..., Any]:
     """Compiles `gm` with Inductor after fusing its collectives with its matmuls, forward and backward. mode: a mode of
     Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and Ditron's under `ditron.`. A
-    `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's config, runs
-    before ours. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also ValueErrors. `torch.compile`
-    calls this for its first graph and raises BackendCompilerFailed, whose `inner_exception` is one of these.
+    `joint_custom_pre_pass`, `joint_custom_post_pass` or `post_grad_custom_pre_pass` of the user, from `options` or from
+    Inductor's config, runs before ours. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also
+    ValueErrors. `torch.compile` calls this for its first graph and raises BackendCompilerFailed, whose `inner_exception` is one of these.
     """
     warn_of_many()
     patches = {**_mode_patches(mode), **passes_for_inductor(options)}
@@ -60,14 +61,18 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
     options=passes_for_inductor())`.
 
     options: Inductor's keys, and Ditron's under `ditron.`. Inductor's keys are returned unchanged, except those in
-    `DECIDED_FOR_ALL`. A `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from
-    Inductor's config, runs before ours. Each call makes new passes. They may be pickled, and they import the ops and
-    kernels of Ditron in another process. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also
+    `DECIDED_FOR_ALL`. A `joint_custom_pre_pass`, `joint_custom_post_pass` or `post_grad_custom_pre_pass` of the user,
+    from `options` or from Inductor's config, runs before ours. Each call makes new passes. They may be
+    pickled, and they import the ops and kernels of Ditron in another process. Raises UnknownOption, InvalidOptionValue and InvalidTable, which are also
     ValueErrors.
     """
     ditron_options, entries = Options.parse(options)
     runtime.use(ditron_options)
-    pipelines = {USER_PASS_OPTION: DitronPipeline(ditron_options), JOINT_PASS_OPTION: JointPipeline(ditron_options)}
+    pipelines = {
+        FIRST_PASS_OPTION: JointPipeline(ditron_options, passes=BEFORE_JOINT),
+        JOINT_PASS_OPTION: JointPipeline(ditron_options),
+        USER_PASS_OPTION: DitronPipeline(ditron_options),
+    }
     for option, pipeline in pipelines.items():
         user_passes = entries.pop(option, getattr(torch._inductor.config, option))
         entries[option] = with_user_passes(user_passes, pipeline)

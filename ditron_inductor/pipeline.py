@@ -61,6 +61,7 @@ from ditron_inductor.passes.fuse.expert_projections import expert_projections
 from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph.collectives import group_sizes
+from ditron_inductor.passes.normalize.keep_roundings import hide_roundings, show_roundings
 from ditron_inductor.passes.normalize.mark_sorts import mark_sorts
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
@@ -137,7 +138,10 @@ PASSES: tuple[Pass, ...] = (
 """The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
 MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
 """The passes that change which numbers are sent, or in which order. They are right only if all ranks do the same."""
-JOINT_PASSES: tuple[Pass, ...] = (recompute_masks, mark_sorts)
+BEFORE_JOINT: tuple[Pass, ...] = (hide_roundings,)
+"""What runs on a joint graph in front of Inductor's own passes."""
+BEHIND_JOINT: tuple[Pass, ...] = (show_roundings, recompute_masks, mark_sorts)
+"""What runs on a joint graph behind Inductor's own passes."""
 
 
 def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> dict[str, int]:
@@ -265,8 +269,8 @@ class ConformPipeline(CustomGraphPass):
 class JointPipeline(DitronPipeline):
     """The passes for a joint graph, which make no site yet."""
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options, passes=JOINT_PASSES)
+    def __init__(self, options: Options, *, passes: Sequence[Pass] = BEHIND_JOINT) -> None:
+        super().__init__(options, passes=passes)
 
     def __call__(self, graph: fx.Graph) -> None:
         for name_pass in self.passes:

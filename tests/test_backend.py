@@ -28,6 +28,7 @@ from tests.ranks import RankContext, RankPools
 
 LIBRARY = {"ditron.strategy": "library"}
 USER_PASS, JOINT_PASS = "post_grad_custom_pre_pass", "joint_custom_post_pass"
+OURS = USER_PASS, JOINT_PASS, "joint_custom_pre_pass", "shape_padding"
 
 
 # Modes, options, passes: what reaches Inductor.
@@ -67,7 +68,7 @@ def test_plain_call_patches_the_passes_and_what_ranks_would_decide_alone(
     patches: Callable[..., dict[str, Any]],
 ) -> None:
     given = patches()
-    assert set(given) == {USER_PASS, JOINT_PASS, "shape_padding"}
+    assert set(given) == {*OURS}
     assert given["shape_padding"] is False
     assert isinstance(given[USER_PASS], DitronPipeline) and isinstance(given[JOINT_PASS], JointPipeline)
 
@@ -75,8 +76,7 @@ def test_plain_call_patches_the_passes_and_what_ranks_would_decide_alone(
 @pytest.mark.parametrize("mode", list(torch._inductor.list_mode_options()))
 def test_mode_means_what_it_means_for_inductor(mode: str, patches: Callable[..., dict[str, Any]]) -> None:
     given = patches(mode=mode)
-    ours = (USER_PASS, JOINT_PASS, "shape_padding")
-    assert {key: given[key] for key in given if key not in ours} == torch._inductor.list_mode_options(mode)
+    assert {key: given[key] for key in given if key not in OURS} == torch._inductor.list_mode_options(mode)
 
 
 def test_options_win_over_mode(patches: Callable[..., dict[str, Any]]) -> None:

@@ -24,7 +24,9 @@ from ditron_inductor.report.explain import without_caches
 from tests.ranks import RankContext, RankPools
 
 LIBRARY = {"ditron.strategy": "library"}
-PASSES = USER_PASS, JOINT_PASS = "post_grad_custom_pre_pass", "joint_custom_post_pass"
+PASSES = USER_PASS, JOINT_PASS, FIRST_PASS = (
+    "post_grad_custom_pre_pass", "joint_custom_post_pass", "joint_custom_pre_pass",
+)  # fmt: skip
 
 
 def layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -51,10 +53,11 @@ def test_inductor_fuses_and_matches_eager(rank_pools: RankPools) -> None:
 
 def test_entries_are_passes_and_what_was_given() -> None:
     entries = ditron_inductor.passes_for_inductor({"ditron.strategy": "library", "max_autotune": True})
-    assert set(entries) == {USER_PASS, JOINT_PASS, "shape_padding", "max_autotune"}
-    assert isinstance(entries[USER_PASS], DitronPipeline) and isinstance(entries[JOINT_PASS], JointPipeline)
+    assert set(entries) == {*PASSES, "shape_padding", "max_autotune"}
+    assert isinstance(entries[USER_PASS], DitronPipeline)
+    assert isinstance(entries[JOINT_PASS], JointPipeline) and isinstance(entries[FIRST_PASS], JointPipeline)
     assert entries[USER_PASS].options.strategy == "library"
-    assert set(ditron_inductor.passes_for_inductor()) == {USER_PASS, JOINT_PASS, "shape_padding"}
+    assert set(ditron_inductor.passes_for_inductor()) == {*PASSES, "shape_padding"}
     assert entries["shape_padding"] is False
 
 

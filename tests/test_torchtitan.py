@@ -79,7 +79,7 @@ def overrides(ctx: RankContext) -> Iterator[None]:
     with (
         mock.patch.object(parallel_dims, "device_type", ctx.device.type),
         torch._dynamo.config.patch(capture_scalar_outputs=False, skip_fwd_side_effects_in_bwd_under_checkpoint=False),
-        inductor_config.patch(post_grad_custom_pre_pass=None, joint_custom_post_pass=None),
+        inductor_config.patch(post_grad_custom_pre_pass=None, joint_custom_pre_pass=None, joint_custom_post_pass=None),
     ):
         sys.modules |= {guide.__name__: guide, own.__name__: own}
         try:

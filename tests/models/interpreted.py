@@ -25,7 +25,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ditron_inductor import backend
 from ditron_inductor.options import Options
-from ditron_inductor.pipeline import DitronPipeline, JointPipeline
+from ditron_inductor.pipeline import BEFORE_JOINT, DitronPipeline, JointPipeline
 
 
 def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[..., Any]:
@@ -38,8 +38,9 @@ def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[
         inner_compile = functools.partial(run_passes, run_fused)
         parsed = Options.parse(options)[0]
         patches = {
-            "post_grad_custom_pre_pass": DitronPipeline(parsed),
+            "joint_custom_pre_pass": JointPipeline(parsed, passes=BEFORE_JOINT),
             "joint_custom_post_pass": JointPipeline(parsed),
+            "post_grad_custom_pre_pass": DitronPipeline(parsed),
         }
         return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
