@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.torch_version import TorchVersion
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs
@@ -27,7 +28,7 @@ from ditron_inductor.passes.normalize.vllm_collectives import is_vllm_collective
 CONVERT = torch.ops.prims.convert_element_type.default
 HIDDEN = torch.ops.aten._to_copy.default
 MARK = "ditron_rounding"
-KEPT_BY_TORCH = torch.__version__ >= (2, 13)
+KEPT_BY_TORCH = TorchVersion(torch.__version__) >= "2.13"
 
 
 def hide_roundings(graph: fx.Graph, *, options: Options) -> int:
