@@ -141,8 +141,9 @@ def beside_attention(attention: Sequence[Row]) -> list[Claim]:
 
 
 def home(models: Sequence[Row]) -> list[Claim]:
-    """Returns the claims of docs/index.md."""
-    decode = [one.gain("inductor") for one in contests(models) if _is(one, world=2, phase="decode")]
+    """Returns the claims of docs/index.md, without mixtures of experts."""
+    dense = [one for one in contests(models) if not one.routed]
+    decode = [one.gain("inductor") for one in dense if _is(one, world=2, phase="decode")]
     known = [gain for gain in decode if gain]
     text = "is {} times as fast as by Inductor on two H200s**, the geometric mean of {} cells"
     return [Claim(text, (f"{mean(known) or 0.0:.2f}", str(len(known))))]
@@ -194,6 +195,8 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
     )  # fmt: skip
     highest = sorted(most.values())[-2:]
 
+    (unfused, *_) = _older(every, world=2, phase="decode", model="qwen3-30b-a3b-vllm", batch=128)
+
     def sequence_parallel(model: str, world: int) -> str:
         of_cell = dict(world=world, form="sp", batch=2, tokens=4096, model=model)
         return percent(next(one for one in found if _is(one, **of_cell)).best_gain or 0.0)  # type: ignore[arg-type]
@@ -220,7 +223,10 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
         ratios = compile_ratios([fact for fact in facts if fact.world == world])
         numbers = (f"{mean(ratios) or 0.0:.2f}", str(len(ratios)), *span(ratios))
         claims.append(Claim(f"{where} (geometric mean of {{}} cells, {{}} to {{}})", numbers))
-    return [*claims, workspaces(facts)]
+    beside_a_norm = Claim(
+        "was {} % slower than with one kernel for an all-reduce and its norm", (percent(unfused.gain("one_shot_norm") or 0.0),)
+    )
+    return [*claims, beside_a_norm, workspaces(facts)]
 
 
 BIASED = ("opt-30b", "gpt-oss-120b-dense")
@@ -271,6 +277,20 @@ def _best(cells: Iterable[Comparison], op: str, graph: int) -> tuple[str, ...]:
     return tuple(f"{ratio:.2f}" for ratio in ratios if ratio)
 
 
+def engines(models: Sequence[Row]) -> list[Claim]:
+    """Returns the claims of docs/guide/other_stacks.md, on layers as vLLM writes them."""
+    found = [one for one in contests(models) if one.model.endswith("-vllm") and "H100" in one.where[0]]
+    decode, prefill = ([one for one in found if one.phase == phase] for phase in ("decode", "prefill"))
+    dense, routed = ([one for one in decode if one.routed is mixture] for mixture in (False, True))
+    beside = span(one.gain("one_shot_norm") for one in dense)
+    return [
+        Claim("decode is {} to {} times as fast as by the best rival", span(one.best_gain for one in dense)),
+        Claim("{} to {} times as fast as with one kernel for an all-reduce and its norm", beside),
+        Claim("those of a mixture of experts {} to {} times", span(one.best_gain for one in routed)),
+        Claim("Prefill is {} to {} times as fast", span(one.best_gain for one in prefill)),
+    ]
+
+
 def pages(
     root: Path,
     gemm: Sequence[Row],
@@ -283,6 +303,7 @@ def pages(
     return {
         root / "README.md": readme(models, facts, generated),
         root / "docs" / "index.md": home(models),
+        root / "docs" / "guide" / "other_stacks.md": engines(models),
         root / "docs" / "models.md": whole_models(models, facts),
         root / "docs" / "when_it_pays.md": single_kernels(gemm, models) + beside_attention(attention),
     }

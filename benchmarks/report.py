@@ -53,6 +53,7 @@ MODELS_PAGE = ROOT / "docs" / "models.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 HOME = ROOT / "docs" / "index.md"
+STACKS = ROOT / "docs" / "guide" / "other_stacks.md"
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
 BEST = "the best rival of each row"
@@ -210,6 +211,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
         model_pages.page_path(MODELS): model_pages.page(models, facts),
         HOME: HOME.read_text(),
+        STACKS: STACKS.read_text(),
         README: with_part(README.read_text(), readme_part(models, facts)),
     }
     gemm, attention, every, generated_rows = map(read_csv, (GEMM_COLLECTIVES, ATTENTION, MODELS, GENERATION))

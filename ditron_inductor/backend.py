@@ -64,8 +64,8 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
     options: Inductor's keys, and Ditron's under `ditron.`. Inductor's keys are returned unchanged, except those in
     `DECIDED_FOR_ALL`. A `joint_custom_pre_pass`, `joint_custom_post_pass` or `post_grad_custom_pre_pass` of the user,
     from `options` or from Inductor's config, runs before ours. Each call makes new passes. They may be
-    pickled, and they import the ops and kernels of Ditron in another process. Raises UnknownOption, InvalidOptionValue and
-    InvalidTable, which are also ValueErrors.
+    pickled, and they import the ops and kernels of Ditron in another process. Raises UnknownOption, InvalidOptionValue
+    and InvalidTable, which are also ValueErrors.
     """
     ditron_options, entries = Options.parse(options)
     runtime.use(ditron_options)

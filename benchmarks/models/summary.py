@@ -1,4 +1,8 @@
-"""Tables of geometric means over whole models: one line per phase and machine, and on a page of details per model."""
+"""Tables of geometric means over whole models: one line per phase and machine, and on a page of details per model.
+
+Mixtures of experts have lines of their own: where their rivals copy the experts' weights, ratios are many times those
+of other models.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,8 @@ def _table(cells: Iterable[Contest], by_model: bool, by_mode: bool = True) -> st
     groups: dict[tuple[str, ...], list[Contest]] = {}
     for one in cells:
         phase = f"{one.rows[0].op}, CUDA graphs" if by_mode and one.rows[0].graph else one.rows[0].op
+        if one.routed and not by_model:
+            phase = f"{phase}, experts"
         gpu, world = one.where
         place = (phase, f"{world}x {gpu.removeprefix('NVIDIA ')}", *([one.model] if by_model else []))
         groups.setdefault(place, []).append(one)

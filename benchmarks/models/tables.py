@@ -12,7 +12,7 @@ from benchmarks import sources
 from benchmarks.comparison import NOISE, overlap
 from benchmarks.models.facts import ALL, Fact, reasons
 from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TITLES
-from benchmarks.models.zoo import position
+from benchmarks.models.zoo import MODELS, position
 from benchmarks.records import Row, by_cell, newest
 
 RIVALS = ("inductor", "async_tp")
@@ -41,6 +41,11 @@ class Contest:
     @property
     def model(self) -> str:
         return self.sizes["model"]
+
+    @property
+    def routed(self) -> bool:
+        """Whether it is a mixture of experts, of which rivals may copy weights."""
+        return self.model in MODELS and MODELS[self.model].experts > 0
 
     @property
     def where(self) -> tuple[str, int]:
