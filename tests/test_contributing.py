@@ -173,7 +173,7 @@ def test_add_a_node_kind(tmp_path: Path) -> None:
     """In a copy of everything, since a declaration, or what stands in the pipeline, is imported by all of it."""
     text = PAGE_ON_KINDS.read_text()
     copy = tmp_path / "ditron"
-    ignored = shutil.ignore_patterns("__pycache__", ".*", "site")
+    ignored = shutil.ignore_patterns(".*", "site")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     lint(follow(text, copy, steps=6))
     (commands,) = COMMANDS.findall(text)

@@ -157,10 +157,10 @@ def near_the_reference(ctx: RankContext, kind: Kind, case: Layer, strategy: str)
 
 
 @pytest.mark.parametrize("strategy", ["tile", "library"])
-@pytest.mark.parametrize("index", range(len(CPU)))
+@pytest.mark.parametrize("layer", range(len(CPU)))
 @pytest.mark.parametrize("kind", [WHOLE, SCATTERED], ids=lambda kind: kind.kind)
-def test_near_the_reference(pool: RankPool, kind: Kind, index: int, strategy: str) -> None:
-    pool.run(near_the_reference, kind, CASES[kind][pool.device_type][index], strategy)
+def test_near_the_reference(pool: RankPool, kind: Kind, layer: int, strategy: str) -> None:
+    pool.run(near_the_reference, kind, CASES[kind][pool.device_type][layer], strategy)
 
 
 def with_products(ctx: RankContext, kind: Kind, strategy: str) -> None:
@@ -204,7 +204,7 @@ def late_and_often(ctx: RankContext, kind: Kind, late: int) -> None:
     expected = [reduced(ctx, kind, case, given) for given in inputs]
     dist.barrier()
     outs = []
-    for number in range(7 if ctx.device.type == "cpu" else 200):
+    for number in range(5 if ctx.device.type == "cpu" else 200):
         if ctx.rank == late and number < 3:
             time.sleep(0.05)
         outs.append(call(ctx, kind, case, "tile", inputs[number % 2], name=" often"))

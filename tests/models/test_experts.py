@@ -63,7 +63,7 @@ def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
 NARROW = replace(Sizes(), dtype=torch.bfloat16)
 SETUPS = (
     pytest.param(Setup("mixtral", "hf", num_layers=2), marks=pytest.mark.all_cases),
-    Setup("deepseek_v3", "hf"),
+    pytest.param(Setup("deepseek_v3", "hf"), marks=pytest.mark.all_cases),
     Setup("qwen3_moe", "hf", sizes=NARROW, inductor=True, batch=1, seq_len=1),
 )
 PROMPTS = (
