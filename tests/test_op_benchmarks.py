@@ -54,7 +54,7 @@ def test_combine_experts(rank_pools: RankPools, form: str, rival: str) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
-@pytest.mark.parametrize("more", [[], ["--scatter"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--scatter"], marks=pytest.mark.all_cases)], ids=str)
 def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
     module = "benchmarks.ops.reduced_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "66", "--rounds", "2", "--out", "", "--commit", "0"]

@@ -29,7 +29,6 @@ CHOSEN = [
             Setup("qwen3", "hf", train=True),
             Setup("gpt_neox", "tp"),
             Setup("opt", "sp"),
-            Setup("glm4_moe", "hf"),
             Setup("gpt_oss", "ep"),
         )
     ),

@@ -128,7 +128,7 @@ HEALTHY = {
 }
 
 
-MANY_STATES = ("reduce-scatter-w3-p2",)
+MANY_STATES = ("reduce-scatter-w3-p2", "in-band-w3-p1")
 
 
 @pytest.mark.parametrize(

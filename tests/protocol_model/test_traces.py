@@ -99,7 +99,7 @@ def test_calls_on_a_poisoned_workspace(two: RankPool) -> None:
     assert refusals(traces) == []
 
 
-@pytest.mark.parametrize("strategy", ["tile", "chunked"])
+@pytest.mark.parametrize("strategy", ["tile", pytest.param("chunked", marks=pytest.mark.all_cases)])
 def test_a_failure_half_way_and_a_reset(rank_pools: RankPools, strategy: str) -> None:
     traces = rank_pools.get("cpu", 2).run(recordings.fail_and_reset, strategy)
     assert [[event.text for event in trace if event.name == "fail"] for trace in traces] == [["timeout"], []]
