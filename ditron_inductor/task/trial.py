@@ -15,10 +15,11 @@ from ditron_inductor.task import cost
 from ditron_inductor.task.plan import Choice, PlanRequest, possible
 from ditron_inductor.task.table import LEAST_US
 
-CALLS = 5
+CALLS = 7
 """Calls of a site by each strategy."""
 UNTIMED = 2
-"""The first of these calls, which compile kernels and make memory, and are not timed."""
+"""The first of these calls, which compile kernels and make memory, and are not timed. The others are made in turns, as
+the GPU's clock drifts by some per cent within the time of a trial."""
 ALL_CALLS = 3 * CALLS + 1
 """After so many calls of a site its trial has ended: those by each of three strategies, and the one that decides."""
 HOPELESS = 2.0
@@ -72,9 +73,14 @@ def candidates(request: PlanRequest, planned: Choice) -> tuple[str, ...]:
 
 def strategy_of_call(tried: Sequence[str], calls: int) -> tuple[str, bool] | None:
     """What runs the next call of a site after so many calls, and whether it is timed; None when all are made."""
+    untimed = UNTIMED * len(tried)
+    if calls < untimed:
+        return tried[calls // UNTIMED], False
     if calls >= CALLS * len(tried):
         return None
-    return tried[calls // CALLS], calls % CALLS >= UNTIMED
+    turn, place = divmod(calls - untimed, len(tried))
+    # Every second turn goes backwards, so that no strategy is always behind the same one.
+    return tried[-1 - place if turn % 2 else place], True
 
 
 def fastest(planned: str, us: Mapping[str, float]) -> str:

@@ -55,6 +55,13 @@ DECIDING: tuple[Mutation, ...] = (
         "tests/task/test_trial.py::test_launches_that_take_as_long_as_their_kernels_leave_no_time_for_the_rest_of_a_step",
     ),
     Mutation(
+        "the timed calls of a strategy follow each other",
+        TRIAL,
+        "return tried[-1 - place if turn % 2 else place], True",
+        "return tried[(calls - untimed) // (CALLS - UNTIMED)], True",
+        "tests/task/test_trial.py::test_a_clock_that_slows_down_favours_nobody",
+    ),
+    Mutation(
         "what the own table has is tried again",
         TRIAL,
         "if predicted is None or planned.settled or",

@@ -15,6 +15,13 @@ OPS = "tests/passes/test_foreign_norms.py"
 
 NORMING: tuple[Mutation, ...] = (
     Mutation(
+        "a rounding that is a result too is hidden",
+        "passes/normalize/keep_roundings.py",
+        "any(user.target is not CONVERT for user in node.users)",
+        "all(user.target is not CONVERT for user in node.users)",
+        "tests/passes/test_keep_roundings.py::test_others_stay",
+    ),
+    Mutation(
         "every sum is rounded before it is normalised",
         ROWS,
         "if not (UNROUNDED & FORM):",

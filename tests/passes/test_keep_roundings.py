@@ -86,8 +86,9 @@ def test_others_stay() -> None:
     def others(x: torch.Tensor, y: torch.Tensor) -> Any:
         wide = convert(all_reduce(x), FP32)
         used = convert(wide * 2, BF16)
+        summed = convert(wide * 3, BF16)
         again = convert(convert(y, torch.float16), FP32)
-        return convert(used, FP32), used.t(), again, convert(wide + 1, BF16)
+        return convert(used, FP32), used.t(), convert(summed, FP32), summed.sum(dtype=FP32), again, convert(wide + 1, BF16)
 
     def alone(x: torch.Tensor, y: torch.Tensor) -> Any:
         return convert(convert(convert(x, FP32) + 1, BF16), FP32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -39,12 +40,27 @@ def test_nothing_is_tried_where_nothing_was_chosen(source: str) -> None:
 
 
 def test_every_strategy_has_its_calls_and_the_first_ones_are_not_timed() -> None:
-    tried = ("chunked", "tile")
-    steps = [trial.strategy_of_call(tried, calls) for calls in range(2 * trial.CALLS + 1)]
-    assert steps[-1] is None
-    for place, strategy in enumerate(tried):
-        of_one = steps[place * trial.CALLS : (place + 1) * trial.CALLS]
-        assert of_one == [(strategy, index >= trial.UNTIMED) for index in range(trial.CALLS)]
+    tried = ("chunked", "tile", "library")
+    *steps, end = [trial.strategy_of_call(tried, calls) for calls in range(len(tried) * trial.CALLS + 1)]
+    assert end is None
+    untimed = [(strategy, False) for strategy in tried for _ in range(trial.UNTIMED)]
+    there, back = ([(strategy, True) for strategy in order] for order in (tried, tried[::-1]))
+    assert steps == [*untimed, *there, *back, *there, *back, *there]
+
+
+def test_a_clock_that_slows_down_favours_nobody() -> None:
+    tried, us = ("chunked", "tile"), {"chunked": 1030.0, "tile": 1000.0}
+    samples: dict[str, list[float]] = {strategy: [] for strategy in tried}
+    for calls in range(len(tried) * trial.CALLS):
+        step = trial.strategy_of_call(tried, calls)
+        assert step is not None
+        strategy, is_timed = step
+        if is_timed:
+            # By one per cent a call.
+            samples[strategy].append(us[strategy] * (1.0 + 0.01 * calls))
+    times = {strategy: statistics.median(found) for strategy, found in samples.items()}
+    assert trial.fastest("chunked", times) == "tile"
+    assert 1.02 < times["chunked"] / times["tile"] < 1.04
 
 
 def test_launches_that_take_as_long_as_their_kernels_leave_no_time_for_the_rest_of_a_step() -> None:
