@@ -178,6 +178,7 @@ def reduced(ctx: RankContext, *cases: tuple[str, str]) -> list[float]:
     return found
 
 
+@pytest.mark.all_cases
 @pytest.mark.timeout(300)
 def test_a_cached_graph_is_not_run_by_another_number_of_ranks(
     pools: tuple[RankPool, RankPool], env: dict[str, str]

@@ -20,6 +20,7 @@ from benchmarks.models.architecture import plain_attention
 from benchmarks.models.gate import LEAST, LEEWAY, MOST, Gate, Parts, distance, named
 from benchmarks.models.request import Request
 from benchmarks.models.zoo import MODELS, TINY, Cell, Selection, tiny
+from tests.cases import rare
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -144,7 +145,7 @@ def _fused(ctx: RankContext, cell: Cell) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["prefill sp", *(pytest.param(kind, marks=pytest.mark.all_cases) for kind in ("decode ar", "decode kv"))]
+    "kind", ["prefill sp", *rare("decode ar", "decode kv")]
 )
 def test_the_parts_are_of_the_program_that_is_timed(kind: str, rank_pools: RankPools) -> None:
     timed, with_parts = rank_pools.get("cpu", 2).run(_fused, _cells()[kind], timeout=200)[0]

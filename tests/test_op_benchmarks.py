@@ -14,6 +14,7 @@ import torch
 from benchmarks.ops import all_gather_attention, attention_reduce_scatter, chains, gather_norm, swiglu
 from benchmarks.ops.biases import BIASES
 from benchmarks.records import Row, read_csv
+from tests.cases import rare
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -54,7 +55,7 @@ def test_combine_experts(rank_pools: RankPools, form: str, rival: str) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["--scatter"], marks=pytest.mark.all_cases)], ids=str)
+@pytest.mark.parametrize("more", [[], *rare(["--scatter"])], ids=str)
 def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
     module = "benchmarks.ops.reduced_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "66", "--rounds", "2", "--out", "", "--commit", "0"]

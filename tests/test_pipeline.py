@@ -174,6 +174,13 @@ def test_uuid_is_stable(package: Path) -> None:
     assert uuid(PACKAGE) == uuid(PACKAGE)
 
 
+def test_uuid_changes_with_the_ranks_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, before = pipeline.group_sizes(), uuid(PACKAGE)
+    name = graphs.group_name()
+    monkeypatch.setattr(pipeline, "group_sizes", lambda: {**sizes, name: sizes[name] + 1})
+    assert uuid(PACKAGE) != before
+
+
 @pytest.mark.parametrize(
     "source",
     [

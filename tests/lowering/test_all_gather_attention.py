@@ -33,6 +33,7 @@ from ditron_inductor.task.plan import PlanRequest, decisions
 from ditron_inductor.task.policy import Policy
 from ditron_inductor.task.problem import Problem
 from ditron_inductor.task.schema import overload
+from tests.cases import rare
 from tests.lowering.attention_biases import BIASES, as_seen
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -481,7 +482,7 @@ def test_the_kernel_has_a_window_only_where_it_hides_keys(mask: Mask, rank: int,
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [*rare(2), 4])
 def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None:
     windows = (0,) if kind in UNPLACED else (0, 1, 2, 5, 9, 100)
     places = [(offset, jumps) for offset in (-3, 0, 4, 7, 40) for jumps in ("", "3+6", "1+1 3-4 4+2")]

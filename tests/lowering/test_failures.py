@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch.distributed as dist
 
+from tests.cases import rare
 from tests.lowering import test_all_gather_attention as attention
 from tests.lowering.calls import WORKSPACE_LIMIT, Site
 from tests.lowering.failures import TIMEOUT_S, Failure, diverge, fails, hasty, lose_a_rank, reset_and_work, stop_a_rank
@@ -138,7 +139,7 @@ def _miss_a_rank(ctx: RankContext, strategy: str) -> Failure | None:
     return None if ctx.rank == 0 else fails(ctx, call)
 
 
-@pytest.mark.parametrize("strategy", ["tile", "chunked"])
+@pytest.mark.parametrize("strategy", ["tile", *rare("chunked")])
 def test_attention_without_the_keys_of_a_rank(fragile_pool: RankPool, strategy: str) -> None:
     for failure in fragile_pool.run(_miss_a_rank, strategy)[1:]:
         assert failure.type_name == "DitronTimeout" and "missed/0" in failure.message, failure

@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 
 from benchmarks.tolerances import MODEL_TOLERANCES
 from ditron_inductor.report.explain import without_caches
+from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, run_model, step_of
 from tests.rank_process import RankContext
@@ -63,7 +64,7 @@ def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
 NARROW = replace(Sizes(), dtype=torch.bfloat16)
 SETUPS = (
     pytest.param(Setup("mixtral", "hf", num_layers=2), marks=pytest.mark.all_cases),
-    pytest.param(Setup("deepseek_v3", "hf"), marks=pytest.mark.all_cases),
+    *rare(Setup("deepseek_v3", "hf")),
     Setup("qwen3_moe", "hf", sizes=NARROW, inductor=True, batch=1, seq_len=1),
 )
 PROMPTS = (
@@ -94,8 +95,7 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
     ("form", "strategy"),
     [
         ("hf", "library"),
-        ("ep", "library"),
-        *(pytest.param(form, "tile", marks=pytest.mark.all_cases) for form in ("hf", "ep")),
+        *rare(("ep", "library"), ("hf", "tile"), ("ep", "tile")),
     ],
 )
 def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, form: str, strategy: str) -> None:

@@ -26,7 +26,6 @@ CHOSEN = [
     *(
         replace(setup, strategy="library")
         for setup in (
-            Setup("qwen3", "hf", train=True),
             Setup("gpt_neox", "tp"),
             Setup("opt", "sp"),
             Setup("gpt_oss", "ep"),

@@ -14,6 +14,7 @@ from torch.distributed import _functional_collectives as funcol
 
 from benchmarks.tolerances import relative_error
 from ditron_inductor.task.nodes import FUSIONS
+from tests.cases import rare
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -73,9 +74,11 @@ def differs_later(ctx: RankContext, kind: str, statistic: bool) -> int:
     ("kind", "statistic"),
     [
         ("grouped_matmul_all_reduce", False),
-        ("grouped_matmul_reduce_scatter", False),
-        pytest.param("grouped_matmul_all_reduce", True, marks=pytest.mark.all_cases),
-        pytest.param("grouped_matmul_reduce_scatter", True, marks=pytest.mark.all_cases),
+        *rare(
+            ("grouped_matmul_reduce_scatter", False),
+            ("grouped_matmul_all_reduce", True),
+            ("grouped_matmul_reduce_scatter", True),
+        ),
     ],
 )
 def test_a_rank_that_differs_later_takes_part(rank_pools: RankPools, kind: str, statistic: bool) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ditron_inductor.tools.demo_model import LlamaConfig
+from tests.cases import rare
 from tests.models.llama import STRATEGY, Setup, check_inference, check_training
 from tests.ranks import RankPool, RankPools, run_ranks
 
@@ -35,7 +36,7 @@ GRAPH_SETUPS = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "setup", [CPU_SETUPS[0], *(pytest.param(setup, marks=pytest.mark.all_cases) for setup in CPU_SETUPS[1:])], ids=str
+    "setup", [CPU_SETUPS[0], *rare(*CPU_SETUPS[1:])], ids=str
 )
 def test_small_llama_trains_as_eager(rank_pools: RankPools, setup: Setup) -> None:
     rank_pools.get("cpu", 2).run(check_training, setup, 1, setup is CPU_SETUPS[0], timeout=280)

@@ -18,6 +18,7 @@ from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse import combine_experts as fuse
+from tests.cases import rare
 from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text
 
 pytestmark = pytest.mark.usefixtures("group", "any_number")
@@ -287,7 +288,7 @@ def a_stream(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torc
 
 
 @pytest.mark.parametrize("fn", [two_mixtures, a_stream])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, *rare(True)])
 def test_sums_that_are_added_to_each_other(fn: Callable[..., Any], dynamic: bool | None) -> None:
     same_results(fn, made=2)
     (module,) = compiled_graphs(fn, *OPERANDS, dynamic=dynamic)

@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as flex
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.flex_attention import FLEX_BACKWARD, flex_call
 from ditron_inductor.pipeline import JointPipeline
+from tests.cases import rare
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks
 from tests.passes.test_flex_attention import (
@@ -75,7 +76,7 @@ def graphs(form: Callable[..., torch.Tensor]) -> list[fx.GraphModule]:
 
 @pytest.mark.parametrize(
     "form",
-    [full, scores_hidden, in_blocks, in_blocks_of_heads, seen_by_none, zigzag, with_sums],
+    [full, in_blocks_of_heads, zigzag, with_sums, *rare(scores_hidden, in_blocks, seen_by_none)],
     ids=lambda form: form.__name__,
 )
 def test_both_directions_are_fused_and_right(form: Callable[..., torch.Tensor]) -> None:

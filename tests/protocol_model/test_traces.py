@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.cases import rare
 from tests.lowering.problems import KINDS
 from tests.protocol_model import recordings
 from tests.protocol_model.recorder import Event
@@ -65,7 +66,7 @@ def test_every_kernel_takes_a_path_of_the_model(two: RankPool, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("tile", marks=pytest.mark.all_cases), "chunked", "two shots", "attention", "in band"]
+    "name", [*rare("tile"), "chunked", "two shots", "attention", "in band"]
 )
 def test_three_ranks(three: RankPool, name: str) -> None:
     assert refusals(three.run(recordings.run, name)) == []
@@ -99,7 +100,7 @@ def test_calls_on_a_poisoned_workspace(two: RankPool) -> None:
     assert refusals(traces) == []
 
 
-@pytest.mark.parametrize("strategy", ["tile", pytest.param("chunked", marks=pytest.mark.all_cases)])
+@pytest.mark.parametrize("strategy", ["tile", *rare("chunked")])
 def test_a_failure_half_way_and_a_reset(rank_pools: RankPools, strategy: str) -> None:
     traces = rank_pools.get("cpu", 2).run(recordings.fail_and_reset, strategy)
     assert [[event.text for event in trace if event.name == "fail"] for trace in traces] == [["timeout"], []]
