@@ -15,6 +15,7 @@ from ditron_inductor.task.nodes import KINDS, NODES
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.all_cases
 @pytest.mark.timeout(200)
 def test_every_op_has_its_stages() -> None:
     done = subprocess.run(

@@ -94,6 +94,7 @@ def test_biases_hide_what_is_ahead(rank: int) -> None:
         assert place == 0 or slopes[0, :, row, place - 1].tolist() == [-(2.0**-4), -(2.0**-8)]
 
 
+@pytest.mark.all_cases
 def test_attention_reduce_scatter(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, attention_reduce_scatter.MODULE, _tiny(attention_reduce_scatter.MODULE))
     wanted = {"ditron", "local", "sdpa", "sdpa:blocks"}
