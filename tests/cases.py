@@ -8,8 +8,8 @@ import pytest
 
 
 def rare(*values: Any) -> list[Any]:
-    """The values as parameters of tests that take a minute of a whole run and prove little that others do not. A tuple
-    has a value for each of several parameters.
+    """The values as parameters of tests, for cases that take long and are much like others. A tuple has a value for
+    each of several parameters.
     """
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.all_cases)

@@ -69,7 +69,7 @@ def kept_values(place: Place) -> dict[str, Callable[[int], bool]]:
     of its own, and where there are 4 GPUs, 2 of them need not repeat everything.
     """
     if place.device_type == "cpu":
-        few: dict[str, Callable[[int], bool]] = {"late_rank": first_only, "stopped_kind": every(4)}
+        few: dict[str, Callable[[int], bool]] = {"late_rank": first_only, "stopped_kind": every(8)}
         if place.world_size == 2:
             return few | {"case": every(2), "kind": every(2), "layer": every(2)}
         return few | {"case": every(8, 1), "kind": every(2, 1), "strategy": first_only, "layer": every(4, 1)}

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.cases import rare
 from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPool, RankPools
 
@@ -86,7 +87,7 @@ def check_page(pool: RankPool, page: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*(page for page in PAGES if page not in NEEDS), *rare(*NEEDS)])
 def test_a_page_runs_as_it_is_printed(rank_pools: RankPools, page: str) -> None:
     check_page(rank_pools.get("cpu", 2, label=LABELS.get(page, "")), page)
 

@@ -313,6 +313,7 @@ def run_sizes(ctx: RankContext) -> None:
     assert not alone, alone
 
 
+@pytest.mark.all_cases
 @pytest.mark.timeout(100)
 def test_sizes_that_change(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 2).run(run_sizes, timeout=90)
