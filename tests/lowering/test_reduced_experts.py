@@ -204,7 +204,7 @@ def late_and_often(ctx: RankContext, kind: Kind, late: int) -> None:
     expected = [reduced(ctx, kind, case, given) for given in inputs]
     dist.barrier()
     outs = []
-    for number in range(5 if ctx.device.type == "cpu" else 200):
+    for number in range(7 if ctx.device.type == "cpu" else 200):
         if ctx.rank == late and number < 3:
             time.sleep(0.05)
         outs.append(call(ctx, kind, case, "tile", inputs[number % 2], name=" often"))

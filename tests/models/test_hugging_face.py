@@ -82,6 +82,8 @@ def test_model(rank_pools: RankPools, setup: Setup) -> None:
 
 EVERY = [
     *table.cases(2),
+    replace(Setup("qwen3", "hf", train=True), strategy="library"),
+    replace(Setup("glm4_moe", "hf"), strategy="library"),
     # DTensor's own tracing fails on symbols in the training of these models, without Ditron too.
     Setup("llama", "hf", dynamic=True),
     Setup("gpt_neox", "sp", dynamic=True),

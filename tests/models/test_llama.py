@@ -35,9 +35,7 @@ GRAPH_SETUPS = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "setup", [CPU_SETUPS[0], *rare(*CPU_SETUPS[1:])], ids=str
-)
+@pytest.mark.parametrize("setup", [CPU_SETUPS[0], *rare(*CPU_SETUPS[1:])], ids=str)
 def test_small_llama_trains_as_eager(rank_pools: RankPools, setup: Setup) -> None:
     rank_pools.get("cpu", 2).run(check_training, setup, 1, setup is CPU_SETUPS[0], timeout=280)
 

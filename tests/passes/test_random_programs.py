@@ -35,8 +35,8 @@ from tests.passes.programs import Program
 # Without `--all-cases` the few.
 EXAMPLES, FEW_EXAMPLES = 150, 60
 DYNAMIC_EXAMPLES, FEW_DYNAMIC_EXAMPLES = 15, 8
-ALGEBRA_EXAMPLES = 24
-NESTED_EXAMPLES = 18
+ALGEBRA_EXAMPLES = 40
+NESTED_EXAMPLES = 30
 GROUP_SIZES = {"world": 4, "row": 2, "column": 2}
 MEMBERS = {"world": [[0, 1, 2, 3]], "row": [[0, 1], [2, 3]], "column": [[0, 2], [1, 3]]}
 REDUCE_OPS = (*["sum"] * 6, "avg", "avg", "max")
