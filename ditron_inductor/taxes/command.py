@@ -50,6 +50,7 @@ class TaxRequest:
     csv: str
     png: str
     trace: str = ""
+    timeline: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("what to write, beside the table on stdout")
     out.add_argument("--csv", default="", metavar="FILE", help="the same as CSV")
     out.add_argument("--trace", default="", metavar="FILE", help="JSON for Perfetto: tiles and waits of every SM")
+    out.add_argument("--timeline", default="", metavar="FILE", help="JSON for Perfetto: the kernels of CUDA graphs")
     out.add_argument("--png", default="", metavar="FILE", help="stacked bars; needs matplotlib")
 
 
@@ -114,6 +116,7 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> TaxRequest:
         csv=arguments.csv and str(Path(arguments.csv).resolve()),
         png=arguments.png and str(Path(arguments.png).resolve()),
         trace=arguments.trace and str(Path(arguments.trace).resolve()),
+        timeline=arguments.timeline and str(Path(arguments.timeline).resolve()),
     )
 
 
@@ -129,7 +132,7 @@ def problem_of(arguments: argparse.Namespace, ranks: int, device_type: str) -> s
     heads = 2 * ranks if request.model == TINY else 8
     if heads % ranks:
         return f"{request.model} has {heads} heads of keys, which do not divide over {ranks} ranks"
-    for path in (request.csv, request.png, request.trace):
+    for path in (request.csv, request.png, request.trace, request.timeline):
         if path and not Path(path).parent.is_dir():
             return f"there is no folder {Path(path).parent} to write into"
     return ""
@@ -169,6 +172,9 @@ def rank_main(rank: Rank, request: TaxRequest) -> bool:
         if request.trace and report.trace is not None:
             report.save_trace(request.trace)
             print(f"taxes: trace of one step in {request.trace}, for https://ui.perfetto.dev")
+        if request.timeline and report.captured:
+            report.save_timeline(request.timeline)
+            print(f"taxes: kernels of the CUDA graphs in {request.timeline}, for https://ui.perfetto.dev")
         if request.png:
             report.save_png(request.png)
             print(f"taxes: drawn in {request.png}")

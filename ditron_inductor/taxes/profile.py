@@ -2,7 +2,8 @@
 
 Three contestants compile the function: Inductor, Ditron with every site by `library` (*unfused*: what Inductor would
 run, but in the graph that Ditron makes), and Ditron with the given options (*fused*). Their steps are timed in turns,
-eagerly and in CUDA graphs. Then steps of the last two run with marks around every site and every collective.
+eagerly and in CUDA graphs. Then steps of the last two run with marks around every site and every collective, and the
+profiler of torch sees the kernels of all graphs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ditron_inductor.taxes.accounts import (
     fused_account,
     unfused_account,
 )
+from ditron_inductor.taxes.captured_step import captured_steps
 from ditron_inductor.taxes.intermediates import intermediates
 from ditron_inductor.taxes.pairs import distinct, paired
 from ditron_inductor.taxes.report import TaxReport
@@ -126,7 +128,9 @@ class _Profile:
         notes: list[str] = []
         with without_caches():
             calls, unfused, compiled = self._compiled()
-            steps = self._steps(clock, calls, rounds, compiled, notes)
+            replays = self._replays(clock, calls, compiled, notes)
+            steps = _steps(clock, calls, replays, rounds)
+            captured_ = captured_steps(clock, replays, notes)
         bytes_per_us = _bandwidth(clock, rounds)
         probed = _probed(clock, {name: calls[name] for name in (UNFUSED, FUSED)}, steps, min(rounds, PROBED_ROUNDS))
         pairs = paired(compiled.matched, distinct(unfused.matched))
@@ -153,6 +157,8 @@ class _Profile:
             rounds=rounds,
             notes=tuple(notes),
             trace=taken,
+            captured=captured_,
+            parameter_bytes=_parameter_bytes(self.fn),
         )
 
     def _trace(self, clock: Clock, call: Callable[[int], None], notes: list[str]) -> Trace | None:
@@ -208,20 +214,28 @@ class _Profile:
 
         return step
 
-    def _steps(
-        self, clock: Clock, calls: Mapping[str, Callable[[int], None]], rounds: int, compiled: Report, notes: list[str]
-    ) -> dict[str, StepTimes]:
-        """Returns the times of whole steps, eagerly and, where captured, in CUDA graphs; all are timed in turns."""
-        from ditron_inductor.report.timing import interleaved
+    def _replays(
+        self, clock: Clock, calls: Mapping[str, Callable[[int], None]], compiled: Report, notes: list[str]
+    ) -> dict[str, Callable[[int], Any]]:
+        """Returns the steps that can be captured, each as one CUDA graph."""
+        if not self.graphs or clock.device.type != "cuda":
+            return {}
+        replays = {name: _captured(clock, name, call, compiled, notes) for name, call in calls.items()}
+        return {name: replay for name, replay in replays.items() if replay is not None}
 
-        ready: dict[str, Callable[[int], Any]] = dict(calls)
-        if self.graphs and clock.device.type == "cuda":
-            for name, call in calls.items():
-                replay = _captured(clock, name, call, compiled, notes)
-                if replay is not None:
-                    ready[f"{name} graph"] = replay
-        times = interleaved(clock, ready, rounds)
-        return {name: StepTimes(times[name], times.get(f"{name} graph")) for name in calls}
+
+def _steps(
+    clock: Clock,
+    calls: Mapping[str, Callable[[int], None]],
+    replays: Mapping[str, Callable[[int], Any]],
+    rounds: int,
+) -> dict[str, StepTimes]:
+    """Returns the times of whole steps, eagerly and, where captured, in CUDA graphs; all are timed in turns."""
+    from ditron_inductor.report.timing import interleaved
+
+    ready = {**calls, **{f"{name} graph": replay for name, replay in replays.items()}}
+    times = interleaved(clock, ready, rounds)
+    return {name: StepTimes(times[name], times.get(f"{name} graph")) for name in calls}
 
 
 def _captured(
@@ -255,6 +269,17 @@ def _device_of(fn: Callable[..., Any], inputs: Any) -> torch.device:
     if tensors:
         return torch.device("cuda", torch.cuda.current_device()) if tensors[0].is_cuda else tensors[0].device
     return torch.device("cpu")
+
+
+def _parameter_bytes(fn: Callable[..., Any]) -> int:
+    """Returns the bytes of this rank's parts of the parameters, 0 for a function."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(fn, torch.nn.Module):
+        return 0
+    parts = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in fn.parameters()]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def _bandwidth(clock: Clock, rounds: int) -> float:
