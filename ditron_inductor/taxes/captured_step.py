@@ -168,7 +168,7 @@ def _profiled(replay: Callable[[int], Any], clock: Clock) -> list[Kernel]:
     profiler: Any = None
     problem: RuntimeError | None = None
     try:
-        profiler = profile(activities=[ProfilerActivity.CUDA])
+        profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
         profiler.start()
     except RuntimeError as exc:
         profiler, problem = None, exc
