@@ -324,26 +324,31 @@ def test_the_limit_is_that_of_a_rank_s_share(rank_pools: RankPools) -> None:
 def _experts(ctx: RankContext) -> None:
     """A mixture's feed-forward, by each of its ways and cut over the ranks, is what it is as a whole."""
     import torch
-    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
     from benchmarks.models.experts import FEW_TOKENS, Experts
 
-    arch, group = MODELS["qwen3-30b-a3b"].like(TINY), dist.group.WORLD
-    assert group is not None
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    arch = MODELS["deepseek-v3"].like(TINY)
     for dtype, tokens in ((torch.float32, 8), (torch.bfloat16, FEW_TOKENS), (torch.bfloat16, FEW_TOKENS + 2)):
         for scatters in (False, True):
             torch.manual_seed(0)
-            part = Experts(arch.hidden, arch.inner, arch.experts, arch.top_k).to(dtype)
+            part = Experts(arch.hidden, arch.inner, arch.experts, arch.top_k, arch.shared).to(dtype)
             whole = copy.deepcopy(part).double()
             whole.plain = True
-            part.cut(ctx.rank, group, scatters)
-            x = torch.randn(1, tokens, arch.hidden).to(dtype)
-            with torch.no_grad():
-                wanted, got = whole(x.double()), part(x)
+            part.cut(mesh, scatters)
+            x = torch.randn(1, tokens, arch.hidden).to(dtype).requires_grad_()
+            exact = x.detach().double().requires_grad_()
+            wanted, got = whole(exact), part(x)
+            weight = torch.randn_like(wanted)
+            wanted.backward(weight)
             if scatters:
-                wanted = wanted.chunk(ctx.world_size, 1)[ctx.rank]
-            error = float((got - wanted).norm() / wanted.norm())
-            assert error < (1e-5 if dtype == torch.float32 else 2e-2), (dtype, tokens, scatters, error)
+                wanted, weight = (one.chunk(ctx.world_size, 1)[ctx.rank] for one in (wanted, weight))
+            got.backward(weight.to(dtype))
+            assert x.grad is not None and exact.grad is not None
+            for mine, right in ((got, wanted), (x.grad, exact.grad)):
+                error = float((mine - right).norm() / right.norm())
+                assert error < (1e-5 if dtype == torch.float32 else 2e-2), (dtype, tokens, scatters, error)
 
 
 def test_experts_are_cut_over_the_ranks(rank_pools: RankPools) -> None:

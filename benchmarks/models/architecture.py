@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.models.experts import Experts
+from benchmarks.models.latent import LatentAttention
 from ditron_inductor.tools.demo_model import rotate
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -34,8 +35,10 @@ class Architecture:
     1 + weight), or `layer`. bias: of every linear layer. qk_norm: a norm of each head's query and key. sandwich: norms
     behind attention and feed-forward too. theta: of rotary positions, 0 without. scale: of the scores, by default
     1 / sqrt(head_dim). experts: how many a feed-forward has, each of width `inner`, of which a token takes `top_k`; 0
-    for a dense one. engine: layers as vLLM writes them, see `EngineDecoder`, with one projection of queries, keys and
-    values, and one of gate and up. note: how it differs from the model that it is named after.
+    for a dense one. shared: the width of one more expert, which all tokens take; 0 without. query_latent, key_latent,
+    rotary_dim: the sizes of latent attention (see latent.py); 0 without. engine: layers as vLLM writes them, see
+    `EngineDecoder`, with one projection of queries, keys and values, and one of gate and up. note: how it differs from
+    the model that it is named after.
     Raises ValueError for sizes that do not fit each other.
     """
 
@@ -56,6 +59,10 @@ class Architecture:
     eps: float = 1e-5
     experts: int = 0
     top_k: int = 0
+    shared: int = 0
+    query_latent: int = 0
+    key_latent: int = 0
+    rotary_dim: int = 0
     engine: bool = False
     note: str = ""
 
@@ -68,18 +75,35 @@ class Architecture:
             raise ValueError(f"norm '{self.norm}' is none of {', '.join(NORMS)}")
         if self.engine and (self.norm != "rms" or self.sandwich):
             raise ValueError("layers as vLLM writes them have an RMS norm right behind each sum here")
+        latent = self.query_latent, self.key_latent, self.rotary_dim
+        if any(latent) and not (all(latent) and self.theta and self.heads == self.kv_heads and not self.engine):
+            raise ValueError("latent attention has all its sizes, rotary positions, and as many keys as queries here")
+        if self.shared and not self.experts:
+            raise ValueError("an expert that all tokens take stands beside others here")
 
     def like(self, sizes: Architecture) -> Architecture:
         """Returns these forms of layers in the sizes of another architecture."""
         kv_heads = sizes.heads if self.heads == self.kv_heads else sizes.kv_heads
         small = replace(self, hidden=sizes.hidden, heads=sizes.heads, kv_heads=kv_heads, inner=sizes.inner)
-        experts, top_k = min(self.experts, 4), min(self.top_k, 2)
-        return replace(small, depth=sizes.depth, head_dim=sizes.head_dim, experts=experts, top_k=top_k)
+        routed = {"experts": min(self.experts, 4), "top_k": min(self.top_k, 2), "shared": self.shared and sizes.inner}
+        half = sizes.head_dim // 2
+        latent = {"query_latent": half, "key_latent": half, "rotary_dim": half} if self.query_latent else {}
+        return replace(small, depth=sizes.depth, head_dim=sizes.head_dim, **routed, **latent)
+
+    @property
+    def rotated(self) -> int:
+        """How many elements of a head have rotary positions."""
+        return self.rotary_dim or self.head_dim
 
     def layer_weights(self) -> tuple[int, int]:
         """Elements of the weights of (attention, feed-forward) of a layer."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return attention, self.hidden * self.inner * (3 if self.gated else 2) * max(self.experts, 1)
+        if self.query_latent:
+            of_queries = self.query_latent * (self.hidden + self.heads * (self.head_dim + self.rotary_dim))
+            of_keys = self.key_latent * (self.hidden + self.heads * 2 * self.head_dim) + self.hidden * self.rotary_dim
+            attention = of_queries + of_keys + self.heads * self.head_dim * self.hidden
+        width = self.inner * max(self.experts, 1) + self.shared
+        return attention, self.hidden * width * (3 if self.gated else 2)
 
     def make_norm(self, width: int) -> nn.Module:
         if self.norm == "layer":
@@ -155,7 +179,8 @@ class CausalAttention(AttentionCore):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.plain:
             return plain_attention(q, k, v, self.scale, 0)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -244,10 +269,10 @@ class Layer(nn.Module):
     def __init__(self, arch: Architecture, core: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = arch.make_norm(arch.hidden)
-        self.self_attn = Attention(arch, core)
+        self.self_attn = LatentAttention(arch, core) if arch.query_latent else Attention(arch, core)
         self.attention_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
         self.feedforward_innorm = arch.make_norm(arch.hidden)
-        routed = arch.hidden, arch.inner, arch.experts, arch.top_k
+        routed = arch.hidden, arch.inner, arch.experts, arch.top_k, arch.shared
         self.mlp = Experts(*routed) if arch.experts else FeedForward(arch)
         self.feedforward_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
 

@@ -8,10 +8,9 @@ sorted by expert (`grouped_mm`). A slot is a token's use of one expert.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as funcol
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 FEW_TOKENS = 64
@@ -25,14 +24,15 @@ class Experts(nn.Module):
     """The experts of all tokens, on the part of each expert's width that this rank holds.
 
     scores: drawn scores that choose the experts, to which the router's own are added, made negligible. So a model in a
-    wider dtype chooses the same experts. The router is multiplied all the same. None: the router chooses. group_name:
-    of the ranks over which results are added up, empty if there are none. scatters: whether a rank gets its own part
-    of the sequence. plain: every expert in a plain matmul, as in the model that all results are compared with.
+    wider dtype chooses the same experts. The router is multiplied all the same. None: the router chooses. mesh: the
+    ranks over which results are added up, None if there are no others. layout: of the results, which are whole, or of
+    which a rank gets its own part of the sequence. plain: every expert in a plain matmul, as in the model that all
+    results are compared with.
     """
 
     scores: torch.Tensor | None
 
-    def __init__(self, hidden: int, inner: int, experts: int, top_k: int) -> None:
+    def __init__(self, hidden: int, inner: int, experts: int, top_k: int, shared: int = 0) -> None:
         super().__init__()
         self.top_k = top_k
         self.router = nn.Linear(hidden, experts, bias=False)
@@ -41,22 +41,33 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+        # An expert that all tokens take.
+        self.shared_gate_up_proj = nn.Linear(hidden, 2 * shared, bias=False) if shared else None
+        self.shared_down_proj = nn.Linear(shared, hidden, bias=False) if shared else None
         scores = torch.empty(DRAWN // experts, experts, dtype=torch.float32).normal_()
         self.register_buffer("scores", scores, persistent=False)
-        self.group_name = ""
-        self.scatters = False
+        self.mesh: DeviceMesh | None = None
+        self.layout: Placement = Replicate()
         self.plain = False
 
-    def cut(self, rank: int, group: dist.ProcessGroup, scatters: bool) -> None:
+    def cut(self, mesh: DeviceMesh, scatters: bool) -> None:
         """Keeps this rank's part of the width of each expert."""
-        world_size = group.size()
-        gate_up = self.gate_up_proj.detach().unflatten(1, (2, world_size, -1))[:, :, rank].flatten(1, 2)
-        self.gate_up_proj = nn.Parameter(gate_up.clone())
-        self.down_proj = nn.Parameter(self.down_proj.detach().chunk(world_size, 2)[rank].clone())
-        self.group_name, self.scatters = group.group_name, scatters
+        world_size, rank = mesh.size(), mesh.get_local_rank()
+
+        def gates(weight: torch.Tensor) -> nn.Parameter:
+            return nn.Parameter(weight.detach().unflatten(-2, (2, world_size, -1))[..., rank, :, :].flatten(-3, -2))
+
+        def downs(weight: torch.Tensor) -> nn.Parameter:
+            return nn.Parameter(weight.detach().chunk(world_size, -1)[rank].clone())
+
+        self.gate_up_proj, self.down_proj = gates(self.gate_up_proj), downs(self.down_proj)
+        if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
+            self.shared_gate_up_proj.weight = gates(self.shared_gate_up_proj.weight)
+            self.shared_down_proj.weight = downs(self.shared_down_proj.weight)
+        self.mesh, self.layout = mesh, Shard(1) if scatters else Replicate()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        whole = x.to_local() if isinstance(x, DTensor) else x
+        whole = self._entering(x)
         rows = whole.flatten(0, 1)
         logits = self.router(rows).float()
         if self.scores is not None:
@@ -70,12 +81,19 @@ class Experts(nn.Module):
             total = self._with_copies(rows, weights, chosen)
         else:
             total = self._sorted(rows, weights, chosen)
+        if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
+            total = total + self.shared_down_proj(self._activated(self.shared_gate_up_proj(rows)))
         total = total.view(whole.shape)
-        if not self.group_name:
+        if self.mesh is None:
             return total
-        if self.scatters:
-            return funcol.reduce_scatter_tensor(total, "sum", 1, self.group_name)
-        return funcol.all_reduce(total, "sum", self.group_name)
+        return DTensor.from_local(total, self.mesh, [Partial()]).redistribute(placements=[self.layout]).to_local()
+
+    def _entering(self, x: torch.Tensor) -> torch.Tensor:
+        """All rows. What a rank's part of the experts makes of the gradient is added up over the ranks."""
+        if self.mesh is None:
+            return x
+        given = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()])
+        return given.to_local(grad_placements=[Partial()])
 
     def _activated(self, both: torch.Tensor) -> torch.Tensor:
         gate, up = both.chunk(2, -1)

@@ -32,7 +32,7 @@ from benchmarks.models.zoo import Cell
 from ditron_inductor.ops import all_gather_attention
 from ditron_inductor.tools.demo_model import rotary_table
 
-PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj")
+PROJECTIONS = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "qkv", "q_b", "kv_b"))
 COLUMNS = (*PROJECTIONS, "mlp.gate_proj", "mlp.up_proj", "mlp.packed_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "attention_outnorm", "feedforward_innorm", "feedforward_outnorm")
@@ -209,7 +209,7 @@ def cut(model: Decoder, form: str, mesh: DeviceMesh) -> Decoder:
         if parts:
             parallelize_module(layer, mesh, parts)
         if isinstance(layer.mlp, Experts) and form != "cp":
-            layer.mlp.cut(mesh.get_rank(), mesh.get_group(), form == "sp")
+            layer.mlp.cut(mesh, form == "sp")
     if form == "sp":
         parallelize_module(model, mesh, {"norm": SequenceParallel(use_local_output=True)})
     return model
@@ -219,7 +219,7 @@ def _divided(arch: Architecture, cell: Cell) -> dict[str, int]:
     """The sizes that have to divide by the number of ranks."""
     if cell.form == "cp":
         return {"tokens": cell.tokens}
-    sizes = {"inner": arch.inner}
+    sizes = {"inner": arch.inner} | ({"shared": arch.shared} if arch.shared else {})
     if cell.form == "kv":
         return sizes | {"cache": cell.cache}
     sizes |= {"heads": arch.heads, "kv_heads": arch.kv_heads}
@@ -283,7 +283,7 @@ def inputs(
     if not arch.theta:
         return x, None, None
     begin = cell.cache
-    cos, sin = (one[begin:] for one in rotary_table(begin + cell.tokens, arch.head_dim, arch.theta))
+    cos, sin = (one[begin:] for one in rotary_table(begin + cell.tokens, arch.rotated, arch.theta))
     if cell.form == "cp":
         cos, sin = cos.chunk(world_size)[rank], sin.chunk(world_size)[rank]
     return x, cos.contiguous().to(device), sin.contiguous().to(device)

@@ -94,6 +94,23 @@ MODELS: dict[str, Architecture] = {
         top_k=8,
         note=ROUTED,
     ),
+    "deepseek-v3": Architecture(
+        hidden=7168,
+        heads=128,
+        kv_heads=128,
+        inner=2048,
+        depth=61,
+        theta=10000.0,
+        eps=1e-6,
+        experts=256,
+        top_k=8,
+        shared=2048,
+        query_latent=1536,
+        key_latent=512,
+        rotary_dim=64,
+        note=f"{ROUTED}; the model takes those of four of eight groups, by a sigmoid; its weights are FP8; three of "
+        "its layers are dense",
+    ),
     "opt-30b": Architecture(
         hidden=7168,
         heads=56,
@@ -125,8 +142,10 @@ def position(model: str) -> int:
 
 
 TINY = Architecture(hidden=64, heads=4, kv_heads=2, head_dim=16, inner=96, depth=1)
-LAYERS = {"llama3-8b": 4}
-"""Layers that are measured; two of all others."""
+LAYERS = {"llama3-8b": 4, "deepseek-v3": 1}
+"""Layers that are measured; two of all others. One of DeepSeek has 23 GB of weights, and 45 GB in fp32, as which it is
+compared.
+"""
 
 PREFILLS = ((2, 4096), (1, 2048), (1, 8192), (1, 512), (4, 1024), (1, 32768))
 """(batch, tokens of each), the most important ones first."""
