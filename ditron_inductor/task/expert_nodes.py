@@ -65,7 +65,7 @@ class CombineExperts(Node):
     no site.
 
     products [S, N] is what the experts return, sorted in any way. places is int64 [S], token by token; a negative place
-    counts from the end. scale is a floating-point [S]. absent, a bool [S] if there is one, marks slots whose products
+    counts from the end. If `in_order`, the products lie token by token, and there are no places. scale is a floating-point [S]. absent, a bool [S] if there is one, marks slots whose products
     count as 0: under expert parallelism those of other ranks' experts. added [T, N], if there is one, is what an expert
     returns that all tokens use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
     """
@@ -75,6 +75,7 @@ class CombineExperts(Node):
     has_added: bool = False
     has_absent: bool = False
     strategy: str = "auto"
+    in_order: bool = False
 
     @property
     def pattern(self) -> str:
@@ -95,12 +96,12 @@ class CombineExperts(Node):
         return [Output(self._summed(shapes))]
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (products, places, scale, absent or None, added or None)."""
+        """Returns (products, places or None, scale, absent or None, added or None)."""
         return parted(self, operands, ("products", *SUMMED))
 
     def _summed(self, shapes: Shapes) -> tuple[Any, Any]:
         """Returns (T, N), the shape of the sum."""
-        return shapes["places"][0] // self.top_k, shapes["products"][1]
+        return shapes["products"][0] // self.top_k, shapes["products"][1]
 
 
 SUMMED = ("places", "scale", "absent", "added")
@@ -109,7 +110,8 @@ SUMMED = ("places", "scale", "absent", "added")
 
 def summed_slots(node: CombineExperts | ReducedExperts) -> tuple[str, ...]:
     """Returns the names of those of SUMMED that a node has."""
-    return ("places", "scale", *("absent",) * node.has_absent, *("added",) * node.has_added)
+    places = () if isinstance(node, CombineExperts) and node.in_order else ("places",)
+    return (*places, "scale", *("absent",) * node.has_absent, *("added",) * node.has_added)
 
 
 def parted(node: Node, operands: Sequence[T], names: Sequence[str]) -> tuple[T | None, ...]:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from ditron_inductor.task.attention_nodes import AllGatherAttention as AllGatherAttention
 from ditron_inductor.task.attention_nodes import AttentionNode as AttentionNode
 from ditron_inductor.task.attention_nodes import AttentionReduceScatter as AttentionReduceScatter
+from ditron_inductor.task.decode_experts import ExpertsAllReduce as ExpertsAllReduce
+from ditron_inductor.task.decode_experts import ExpertsAllReduceRmsNorm as ExpertsAllReduceRmsNorm
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
@@ -40,6 +42,7 @@ from ditron_inductor.task.node import TaskNode as TaskNode
 from ditron_inductor.task.norm_nodes import AllReduceRmsNorm as AllReduceRmsNorm
 from ditron_inductor.task.norm_nodes import MatmulAllReduceRmsNorm as MatmulAllReduceRmsNorm
 from ditron_inductor.task.norm_nodes import ReductionWithNorm as ReductionWithNorm
+from ditron_inductor.task.norm_nodes import SumWithNorm as SumWithNorm
 from ditron_inductor.task.norms import AS_SUM as AS_SUM
 from ditron_inductor.task.norms import EXTRAS as EXTRAS
 from ditron_inductor.task.norms import MOST_NORM_COLUMNS as MOST_NORM_COLUMNS
@@ -72,6 +75,8 @@ DECLARED: tuple[type[Node], ...] = (
     CombineExperts,
     GroupedMatmulAllReduce,
     GroupedMatmulReduceScatter,
+    ExpertsAllReduce,
+    ExpertsAllReduceRmsNorm,
     AllGatherAttention,
     AttentionReduceScatter,
 )

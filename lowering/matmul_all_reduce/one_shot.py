@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ditron_inductor.core.experts import Matrices, experts_tile_of_few_rows, routed_of
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows, parts_of, plus_bias
 from ditron_inductor.core.signals import (
@@ -41,8 +42,8 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import SUM, TILE, event, now
-from ditron_inductor.lowering.config import select_few_rows_config
-from ditron_inductor.lowering.epilogues import arrange, elements_at, prepared, store_sum
+from ditron_inductor.lowering.config import Config, select_few_rows_config
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, prepared, store_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.norms.rows import (
@@ -54,7 +55,7 @@ from ditron_inductor.lowering.norms.rows import (
     reduced_outputs,
 )
 from ditron_inductor.lowering.sums import Geometry, How, SumCall, carrying
-from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
+from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm, TaskNode
 
 MOST_ROWS = 64
 """With more rows, sending every partial tile to every rank takes longer than a second round of signals."""
@@ -66,10 +67,13 @@ MOST_NORM_ELEMENTS = 64
 
 
 class Sizes(NamedTuple):
-    """The columns N of the output, and the Terms of the sum. The number of rows changes from call to call."""
+    """The columns N of the output, the Terms of the sum, and the stride from expert to expert, if there are any. The
+    number of rows changes from call to call.
+    """
 
     N: Any
     terms: Any
+    stride_be: Any
 
 
 def fits(launch: Launch, rows: int, columns: int) -> bool:
@@ -91,13 +95,15 @@ def matmul_all_reduce_kernel(
     """See the module. operands: pointers to the a_i [M, K_i], M <= BLOCK_M, with contiguous K, to the b_i [K_i, N], see
     Terms, and to the bias [N], or anything if there is none. extras: the tensors that the epilogue's Functions read.
     outs: the outputs of the epilogue, or the sum, [M, N] contiguous. With HOW.NORMS there is no EPILOGUE: `outs` are
-    the sum and then the outputs of `rows.finish_all`, which reads `given`.
+    the sum and then the outputs of `rows.finish_all`, which reads `given`. With HOW.ROUTING the product is that of
+    experts.py. Then operands are pointers to x, the weights of all experts, anything, the experts and the factors.
     """
     PRE: tl.constexpr = functions.PRE
     EPILOGUE: tl.constexpr = functions.EPILOGUE
     NORMS: tl.constexpr = HOW.NORMS
     ROW: tl.constexpr = HOW.ROW
-    lefts, rights, bias = parts_of(operands)
+    ROUTING: tl.constexpr = HOW.ROUTING
+    lefts, rights, bias = parts_of(operands if ROUTING is None else operands[:3])
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
@@ -110,6 +116,9 @@ def matmul_all_reduce_kernel(
     due = last_use(use)
     ticket = granted(request, TILES.THREADS)
     N = sizes.N
+    if ROUTING is not None:
+        routed = routed_of(operands[3], operands[4], M, ROUTING)
+        matrices = Matrices(rights[0], sizes.stride_be, sizes.terms.strides_bk[0], sizes.terms.strides_bn[0])
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
     own = data(use, rank, dtype)
@@ -135,7 +144,13 @@ def matmul_all_reduce_kernel(
         if ticket < tiles:
             began = now(TRACE)
             request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
-            acc = matmul_tile_of_few_rows(lefts, M, rights, sizes.terms, ticket * BLOCK_N, N, TILES)
+            if ROUTING is None:
+                acc = matmul_tile_of_few_rows(lefts, M, rights, sizes.terms, ticket * BLOCK_N, N, TILES)
+            else:
+                acc = experts_tile_of_few_rows(
+                    lefts[0], sizes.terms.strides_am[0], M, matrices, routed, ticket * BLOCK_N, N,
+                    sizes.terms.depths[0], TILES, ROUTING,
+                )  # fmt: skip
             acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HOW.HAS_BIAS)
             if PRE is not None:
                 whole_n = ticket * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -183,11 +198,23 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
     """Returns the Geometry for a [.., K], with the rows, columns and tiles of the output. columns: N."""
     M = math.prod(a.shape[:-1])
     config = select_few_rows_config(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
+    return geometry_of(node, launch, a.dtype, config, (M, columns), arrange(node.parsed, 1))
+
+
+def geometry_of(
+    node: TaskNode,
+    launch: Launch,
+    dtype: torch.dtype,
+    config: Config,
+    rows_and_columns: tuple[int, int],
+    arrangement: Arrangement,
+) -> Geometry:
+    """Returns the Geometry of sums of this dtype, all of whose rows are in one tile of `config`."""
     config = config.for_arch(launch.workspace.capabilities.arch)
-    tiles = ceil_div(columns, config.block_n)
+    tiles = ceil_div(rows_and_columns[1], config.block_n)
     return carrying(
-        launch, a.dtype, config, (M, columns), tiles=tiles, computed=tiles, places=node.world_size * tiles, boxes=0,
-        arrangement=arrange(node.parsed, 1),
+        launch, dtype, config, rows_and_columns, tiles=tiles, computed=tiles, places=node.world_size * tiles, boxes=0,
+        arrangement=arrangement,
     )  # fmt: skip
 
 
@@ -201,10 +228,7 @@ def matmul_all_reduce(
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
-    outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
-    call = SumCall(node, launch, sizes, a, b, bias)
-    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, call.how(few_rows=True), given=None), extras, outs)
-    return outs
+    return reduced(SumCall(node, launch, sizes, a, b, bias), extras)
 
 
 def matmul_all_reduce_rms_norm(
@@ -218,13 +242,26 @@ def matmul_all_reduce_rms_norm(
     extras: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Returns (normed, total), and what is saved, with the norm in the same launch. given: see nodes.EXTRAS."""
-    out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    return reduced_and_normed(SumCall(node, launch, sizes, a, b, bias), given, extras)
+
+
+def reduced(call: SumCall, extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the outputs of a call. extras: the epilogue's extra tensors."""
+    outs = call.sizes.arrangement.new_outputs_of_sum(call.given[0], call.shape)
+    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, call.how(few_rows=True), given=None), extras, outs)
+    return outs
+
+
+def reduced_and_normed(
+    call: SumCall, given: tuple[torch.Tensor | None, ...], extras: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Returns the outputs of a call whose node has a norm. given: see nodes.EXTRAS."""
+    node, out = call.node, call.given[0].new_empty(call.shape)
     outputs = reduced_outputs(node, out)
-    call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
         constants = constants_of(node, stores_reduced=False)
-        how = call.how(few_rows=True)._replace(NORMS=constants.pop("NORMS"), ROW=block_of(sizes.N))
+        how = call.how(few_rows=True)._replace(NORMS=constants.pop("NORMS"), ROW=block_of(call.sizes.N))
         return _arguments(call, how, **constants)
 
     outs = [out, *all_outputs(node, outputs)]
@@ -234,4 +271,4 @@ def matmul_all_reduce_rms_norm(
 
 def _arguments(call: SumCall, how: How, **others: Any) -> Arguments:
     sizes = call.sizes
-    return call.arguments(M=sizes.M, sizes=Sizes(sizes.N, call.terms), HOW=how, **others)
+    return call.arguments(M=sizes.M, sizes=Sizes(sizes.N, call.terms, call.stride_be), HOW=how, **others)

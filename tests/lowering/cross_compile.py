@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ditron_inductor.core.experts import Routing
 from ditron_inductor.core.matmul import Terms, Tiles, Widths
 from ditron_inductor.core.signals import Pointers
 from ditron_inductor.lowering import sums
@@ -36,6 +37,7 @@ KERNELS: dict[str, Any] = {
     "matmul_reduce_scatter": matmul_reduce_scatter_kernel,
     "two_shot": two_shot.matmul_all_reduce_kernel,
     "one_shot": one_shot.matmul_all_reduce_kernel,
+    "experts_one_shot": one_shot.matmul_all_reduce_kernel,
     "gathered": many_rows.matmul_all_gather_kernel,
     "gathered_few": few_rows.matmul_all_gather_kernel,
     "scattered_columns": matmul_all_to_all_kernel,
@@ -47,7 +49,7 @@ CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
 """What a kernel reads that notes when it did what, and where."""
 OF_WEIGHTS = ("all_gather_matmul", "projections", "experts")
 """Kernels of several products that are not added up."""
-OF_FEW_ROWS = ("one_shot", "gathered_few", "projections", "experts")
+OF_FEW_ROWS = ("one_shot", "experts_one_shot", "gathered_few", "projections", "experts")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -72,7 +74,7 @@ class Case:
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
-    norm: ends with a norm. trace: the clock of its time stamps, if any.
+    norm: ends with a norm. trace: the clock of its time stamps, if any. tokens: whose experts are summed.
     """
 
     kernel: str
@@ -87,6 +89,7 @@ class Case:
     epilogue: str = ""
     norm: bool = False
     trace: int = 0
+    tokens: int = 0
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -99,6 +102,7 @@ class Case:
         """What is added up, if it is more than one product, and what follows."""
         added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
         added += f"-traced{self.trace}" if self.trace else ""
+        added += f"-of{self.tokens}" if self.tokens else ""
         return added + ("-norm" if self.norm else "") + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
     @property
@@ -182,6 +186,12 @@ def all_aligned(place: int, kind: Any) -> dict[tuple[int, ...], Any]:
     return {} if kind in ("constexpr", "fp32") else {(place,): [["tt.divisibility", 16]]}
 
 
+def routing_of(case: Case) -> Routing | None:
+    """How the tokens of a case take 8 of 128 experts."""
+    slots = triton.next_power_of_2(8 * case.tokens)
+    return Routing(8, 128, 8, slots, case.tokens == 1) if case.tokens else None
+
+
 @functools.cache
 def compile_case(case: Case) -> Compiled:
     """The kernel for 4 ranks and, where it takes several weights side by side, two of them.
@@ -240,6 +250,7 @@ def compile_case(case: Case) -> Compiled:
         "SLOTS": 64,
         "BY_TOKEN": True,
         "BY_SLOT": True,
+        "ROUTING": routing_of(case),
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
@@ -306,6 +317,9 @@ def compile_case(case: Case) -> Compiled:
             count = counts.get(name, case.length)
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count
             attributes |= {(place, i): aligned for i in range(count)}
+            if case.tokens and name == "operands":
+                signature[name] = (*signature[name], "*i64", "*fp32")
+                attributes |= {(place, count + i): aligned for i in range(2)}
         else:
             signature[name] = f"*{case.dtype}" if name in TENSORS else "i32"
             if not parameter.do_not_specialize:
