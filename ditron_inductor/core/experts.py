@@ -91,7 +91,9 @@ def next_expert(routed, expert, number, M, BLOCK_M: tl.constexpr, ROUTING: tl.co
 
 
 @triton.jit
-def experts_tile_of_few_rows(x, stride_x, M, matrices, routed, column, N, K, TILES: tl.constexpr, ROUTING: tl.constexpr):
+def experts_tile_of_few_rows(
+    x, stride_x, M, matrices, routed, column, N, K, TILES: tl.constexpr, ROUTING: tl.constexpr
+):  # fmt: skip
     """Returns the columns column, .., column + BLOCK_N - 1 of the total of the module, fp32 [BLOCK_M, BLOCK_N], for all
     M <= BLOCK_M tokens. x: pointer to a row for each slot, with contiguous K. matrices: Matrices.
     """
@@ -117,7 +119,8 @@ def experts_tile_of_few_rows(x, stride_x, M, matrices, routed, column, N, K, TIL
         first = step * BLOCK_K
         in_m = (places >= 0)[None, :]
         a_ptrs = x + places.to(tl.int64)[None, :] * stride_x + (first + offs_k)[:, None]
-        b_ptrs = columns + (expert.to(tl.int64) * matrices.stride_be + first.to(tl.int64) * matrices.stride_bk) + rows_of_b
+        begin = expert.to(tl.int64) * matrices.stride_be + first.to(tl.int64) * matrices.stride_bk
+        b_ptrs = columns + begin + rows_of_b
         if TILES.EVEN_K:
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
             a_tile = tl.load(a_ptrs, mask=in_m, other=0.0)

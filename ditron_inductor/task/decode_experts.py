@@ -21,14 +21,16 @@ from ditron_inductor.task.policy import Policy, check, verify_common
 T = TypeVar("T")
 ADDED = parse("pre: mm0 + full(x0); mm0")
 """What adds a tensor of the shape of the sum before it is reduced."""
+MOST_EXPERT_COLUMNS = 16384
+"""The most columns of the sum: each tile of the narrowest ones has a flag."""
 OPERANDS = ("x", "matrices", "experts", "factors")
 """The operands of both kinds, but for what is added and what belongs to a norm."""
 
 
 @dataclass(frozen=True)
 class ExpertsAllReduce(TaskNode):
-    """out[t] = all_reduce(added[t] + sum_j factors[s] * (x[s] @ matrices[experts[s]])), s = t * top_k + j, bit-identical
-    on every rank. j counts the `top_k` experts that token t takes, which differ. A slot s is a token's use of one
+    """out[t] = all_reduce(added[t] + sum_j factors[s] * (x[s] @ matrices[experts[s]])) with s = t * top_k + j,
+    bit-identical on every rank. j counts the `top_k` experts that token t takes, which differ. A slot s is a token's use of one
     expert; there are S = T * top_k of them, token by token.
 
     x is [S, K], matrices [E, K, N] with a matrix for each of E experts, experts int64 [S], and factors a floating-point

@@ -65,9 +65,10 @@ class CombineExperts(Node):
     no site.
 
     products [S, N] is what the experts return, sorted in any way. places is int64 [S], token by token; a negative place
-    counts from the end. If `in_order`, the products lie token by token, and there are no places. scale is a floating-point [S]. absent, a bool [S] if there is one, marks slots whose products
-    count as 0: under expert parallelism those of other ranks' experts. added [T, N], if there is one, is what an expert
-    returns that all tokens use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
+    counts from the end. If `in_order`, the products lie token by token, and there are no places. scale is a
+    floating-point [S]. absent, a bool [S] if there is one, marks slots whose products count as 0: under expert
+    parallelism those of other ranks' experts. added [T, N], if there is one, is what an expert returns that all tokens
+    use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
     """
 
     kind: ClassVar[str] = "combine_experts"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ditron_inductor.task.attention_nodes import AllGatherAttention as AllGatherAttention
 from ditron_inductor.task.attention_nodes import AttentionNode as AttentionNode
 from ditron_inductor.task.attention_nodes import AttentionReduceScatter as AttentionReduceScatter
+from ditron_inductor.task.decode_experts import MOST_EXPERT_COLUMNS as MOST_EXPERT_COLUMNS
 from ditron_inductor.task.decode_experts import ExpertsAllReduce as ExpertsAllReduce
 from ditron_inductor.task.decode_experts import ExpertsAllReduceRmsNorm as ExpertsAllReduceRmsNorm
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
@@ -94,8 +95,13 @@ PLANNED_KINDS: tuple[str, ...] = tuple(
     node.kind for node in TASKS.values() if not node.planned_as and node.computes in MEASURED_WORK
 )
 """The kinds with times of their own in tables. With a matmul, a norm costs all strategies the same."""
+WITH_NORM: Mapping[type[TaskNode], type[SumWithNorm]] = {
+    node.reduces: node for node in TASKS.values() if issubclass(node, SumWithNorm)
+}
+"""The kinds of a reduction with a norm behind it, by the kind that has none."""
 NORM_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if issubclass(node, ReductionWithNorm))
 ATTENTION_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if issubclass(node, AttentionNode))
+EXPERT_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if node.computes == "experts")
 MATMULS: tuple[type[TaskNode], ...] = tuple(
     node for node in TASKS.values() if node.computes == "matmul" and not node.planned_as
 )

@@ -1,4 +1,4 @@
-"""experts_all_reduce, strategy `tile`: the experts' second matmul, its sum for each token and the all-reduce in one launch.
+"""experts_all_reduce, strategy `tile`: the second matmul, the sum for each token and the all-reduce in one launch.
 
 The kernel is that of matmul_all_reduce/one_shot.py, with the tile of core/experts.py in place of a matmul's.
 """

@@ -1,4 +1,4 @@
-"""experts_all_reduce_rms_norm, strategy `chunked`: the sums of a rank, and the kernel of all_reduce_rms_norm behind them."""
+"""experts_all_reduce_rms_norm, strategy `chunked`: the sums of a rank, then the kernel of all_reduce_rms_norm."""
 
 from __future__ import annotations
 

@@ -12,14 +12,13 @@ from ditron_inductor.lowering.experts_all_reduce_rms_norm import chunked, tile
 from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile
 from ditron_inductor.lowering.norms import norm_library
 from ditron_inductor.lowering.norms.add_norm import Outputs
-from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import ExpertsAllReduceRmsNorm
 
 
 def library(node: ExpertsAllReduceRmsNorm, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """Returns what runs such calls by the library; see `kind.Library`. Only the reduction is the library's."""
-    shape = list(node.contributed(schema.shapes_of(node.named(operands))))
-    normalise = norm_library.normaliser(node, shape, operands[0].device)
+    x, matrices, *_ = node.split(operands)
+    normalise = norm_library.normaliser(node, [x.shape[0] // node.top_k, matrices.shape[2]], x.device)
 
     def call(
         x: torch.Tensor,

@@ -1,5 +1,6 @@
-"""experts_all_reduce_rms_norm, strategy `tile`: a launch of experts_all_reduce, then a launch of the sums and the norm; for
-one token everything is one launch.
+"""experts_all_reduce_rms_norm, strategy `tile`: a launch of experts_all_reduce, then a launch of the sums and the norm.
+
+For one token everything is one launch.
 """
 
 from __future__ import annotations

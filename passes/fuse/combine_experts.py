@@ -39,6 +39,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,8 +123,8 @@ def _sum_of_indexed(total: fx.Node, least: int) -> Match | None:
     places, terms = indices[0], _terms(scaled)
     if terms is None or not isinstance(places, fx.Node) or not _fits(terms, places, *shape):
         return None
-    rounded = _cast(total, proofs.fake(terms.grouped).dtype)
-    result, behind, added = _added(rounded)
+    rounded = rounded_to(total, proofs.fake(terms.grouped).dtype)
+    result, behind, added = added_to(rounded)
     found = Match(terms, places, False, shape[1], added, behind, result, (*terms.steps, taken, *views, total))
     # A sum of another kind of numbers would not be what is added up here.
     return _checked(found, rounded) if proofs.fake(total).dtype.is_floating_point else None
@@ -150,7 +151,7 @@ def _scattered(total: fx.Node, least: int) -> Match | None:
     fits = proofs.same_shape(tuple(proofs.fake(index).shape), tuple(expected))
     if not fits or not _fits(terms, order[0], shape[0], order[1], shape[1]):
         return None
-    result, views, added = _added(total) if proofs.is_full(base, 0) else (total, (), base)
+    result, views, added = added_to(total) if proofs.is_full(base, 0) else (total, (), base)
     return _checked(Match(terms, order[0], True, order[1], added, views, result, (*terms.steps, total)), total)
 
 
@@ -158,11 +159,11 @@ def _terms(node: fx.Node) -> ScaledProducts | None:
     """Reads `node` as products of a grouped matmul, perhaps with factors, which may be cast before and behind that, and
     set to 0 before it in the rows of a mask.
     """
-    scaled = proofs.operand(node) if _casts(node) else node
+    scaled = proofs.operand(node) if casts(node) else node
     factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
     multiplied = scaled.target is aten.mul.Tensor and len(factors) == 2
     for factor, scale in (factors, factors[::-1]) if multiplied else ((scaled, None),):
-        kept = proofs.operand(factor) if _casts(factor) else factor
+        kept = proofs.operand(factor) if casts(factor) else factor
         absent, grouped = _unmasked(kept)
         if grouped.target is GROUPED:
             behind = tuple(dict.fromkeys((kept, factor, scaled, node)))
@@ -185,7 +186,8 @@ def _unmasked(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     return (mask, kept) if same and isinstance(mask, fx.Node) else (None, node)
 
 
-def _casts(node: fx.Node) -> bool:
+def casts(node: fx.Node) -> bool:
+    """Returns whether a node casts one floating-point dtype to another."""
     return node.target is CAST and all(one.dtype.is_floating_point for one in map(proofs.fake, (node, node.args[0])))
 
 
@@ -233,14 +235,14 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
     return None if wrong else replace(found, steps=(*found.steps, total, *found.views, found.result))
 
 
-def _cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:
+def rounded_to(total: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Returns the only user of a sum if that casts it to `dtype`, else the sum."""
     user = proofs.sole_user(total)
     casts = user is not None and user.target is CAST and proofs.fake(user).dtype == dtype
     return user if user is not None and casts else total
 
 
-def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None]:
+def added_to(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None]:
     """Returns (the only sum of `total`, or of views of it, with another tensor of its shape and dtype; these views;
     that tensor), or (total, no views, None).
     """
@@ -252,6 +254,17 @@ def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None
         return total, (), None
     fits = proofs.alike(chain[-1], terms[0]) and proofs.fake(terms[0]).dtype == proofs.fake(total).dtype
     return (user, tuple(chain[1:]), terms[0]) if fits else (total, (), None)
+
+
+def candidates(source: fx.Node) -> Iterator[fx.Node]:
+    """Yields the nodes that may add up slots, if `source` ends with that: itself, what it casts, and what it adds."""
+    yield source
+    if source.target is CAST:
+        yield proofs.operand(source)
+    if source.target is aten.add.Tensor:
+        for term in source.args:
+            if isinstance(term, fx.Node):
+                yield from candidates(proofs.views_up(term)[-1])
 
 
 def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:

@@ -100,21 +100,10 @@ def _takes(grouped: fx.Node, reader: fx.Node) -> bool:
 
 def _sums(source: fx.Node) -> Iterator[combine_experts.Match]:
     """Yields the proofs that `source` is what a sum of slots, of those near it, ends with."""
-    for total in _candidates(source):
+    for total in combine_experts.candidates(source):
         found = combine_experts.find_combine_experts(total, whenever=True)
         if found is not None and found.result is source:
             yield found
-
-
-def _candidates(source: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes that may add up slots: `source`, what it casts, and what it adds up."""
-    yield source
-    if source.target is combine_experts.CAST:
-        yield proofs.operand(source)
-    if source.target is aten.add.Tensor:
-        for term in source.args:
-            if isinstance(term, fx.Node):
-                yield from _candidates(proofs.views_up(term)[-1])
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
