@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from ditron_inductor.task.attention_nodes import AllGatherAttention as AllGatherAttention
 from ditron_inductor.task.attention_nodes import AttentionNode as AttentionNode
 from ditron_inductor.task.attention_nodes import AttentionReduceScatter as AttentionReduceScatter
-from ditron_inductor.task.decode_experts import MOST_EXPERT_COLUMNS as MOST_EXPERT_COLUMNS
-from ditron_inductor.task.decode_experts import ExpertsAllReduce as ExpertsAllReduce
-from ditron_inductor.task.decode_experts import ExpertsAllReduceRmsNorm as ExpertsAllReduceRmsNorm
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
+from ditron_inductor.task.expert_nodes import MOST_EXPERT_COLUMNS as MOST_EXPERT_COLUMNS
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
 from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
+from ditron_inductor.task.expert_nodes import ExpertsAllReduce as ExpertsAllReduce
 from ditron_inductor.task.expert_nodes import GroupedMatmulAllReduce as GroupedMatmulAllReduce
 from ditron_inductor.task.expert_nodes import GroupedMatmulReduceScatter as GroupedMatmulReduceScatter
 from ditron_inductor.task.expert_nodes import ReducedExperts as ReducedExperts
@@ -41,6 +40,7 @@ from ditron_inductor.task.matmul_nodes import WithPrologue as WithPrologue
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.node import TaskNode as TaskNode
 from ditron_inductor.task.norm_nodes import AllReduceRmsNorm as AllReduceRmsNorm
+from ditron_inductor.task.norm_nodes import ExpertsAllReduceRmsNorm as ExpertsAllReduceRmsNorm
 from ditron_inductor.task.norm_nodes import MatmulAllReduceRmsNorm as MatmulAllReduceRmsNorm
 from ditron_inductor.task.norm_nodes import ReductionWithNorm as ReductionWithNorm
 from ditron_inductor.task.norm_nodes import SumWithNorm as SumWithNorm

@@ -1,4 +1,4 @@
-"""The node kinds of a reduction with a norm behind it, with and without a matmul in front."""
+"""The node kinds of a reduction with a norm behind it: alone, and with a matmul or with experts in front."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
+from ditron_inductor.task.expert_nodes import SLOT_OPERANDS, ExpertsAllReduce
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS, MatmulAllReduce, product_slots, split_products
 from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.norms import EXTRAS, NO_NORM, SAVED, Norm, by_names, norm_outputs, norm_returns, verify_names
@@ -205,3 +206,25 @@ class MatmulAllReduceRmsNorm(SumWithNorm):
         parsed = self.reduction.parsed
         fits = parsed is None or parsed.behind is None
         check(fits, self.kind, "epilogue", self.epilogue, "one without a part behind the reduction")
+
+
+@dataclass(frozen=True)
+class ExpertsAllReduceRmsNorm(SumWithNorm):
+    """Like `AllReduceRmsNorm` with the x [T, N] that `ExpertsAllReduce` reduces, whose operands stand in its place."""
+
+    kind: ClassVar[str] = "experts_all_reduce_rms_norm"
+    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
+    computes: ClassVar[str] = "experts"
+    # The norm costs all strategies the same.
+    planned_as: ClassVar[str] = ExpertsAllReduce.kind
+    reduces: ClassVar[type[TaskNode]] = ExpertsAllReduce
+    top_k: int = field(kw_only=True)
+    has_added: bool = False
+
+    def slots(self) -> Slots:
+        return (*single(SLOT_OPERANDS), *single(self.extras), *single(("added",) * self.has_added))
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns (x, matrices, experts, factors, tensors of the norm, see `EXTRAS`, extra tensors)."""
+        end, last = len(SLOT_OPERANDS), len(SLOT_OPERANDS) + len(self.extras)
+        return (*operands[:end], by_names(EXTRAS, self.extras, operands[end:last]), operands[last:])

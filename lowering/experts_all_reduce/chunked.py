@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ditron_inductor.lowering.all_reduce import all_reduce_kernel
-from ditron_inductor.lowering.experts_all_reduce.local_sums import local_sums
+from ditron_inductor.lowering.expert_sums.local_sums import local_sums
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.task.nodes import ExpertsAllReduce
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ditron_inductor.lowering.expert_sums.local_sums import local_sums
 from ditron_inductor.lowering.experts_all_reduce import chunked, tile
-from ditron_inductor.lowering.experts_all_reduce.local_sums import local_sums
 from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile, bound
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import ExpertsAllReduce

@@ -66,6 +66,16 @@ class ExpertsCall(sums.SumCall):
         )
         return super().how(few_rows=few_rows)._replace(ROUTING=routing)
 
+    def reduced(self, extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns [the reduced sums]. extras: what is added to the sums of a rank."""
+        return one_shot.reduced(self, [one.contiguous() for one in extras])
+
+    def reduced_and_normed(
+        self, given: tuple[torch.Tensor | None, ...], extras: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the outputs of a node with a norm, by one launch. given: see nodes.EXTRAS."""
+        return one_shot.reduced_and_normed(self, given, [one.contiguous() for one in extras])
+
 
 def experts_all_reduce(
     node: ExpertsAllReduce,
@@ -78,5 +88,4 @@ def experts_all_reduce(
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """Returns [the reduced sums [T, N]], with equal bits on all ranks. extras: what is added to the sums of a rank."""
-    call = ExpertsCall(node, launch, sizes, x, matrices, experts, factors)
-    return one_shot.reduced(call, [one.contiguous() for one in extras])
+    return ExpertsCall(node, launch, sizes, x, matrices, experts, factors).reduced(extras)

@@ -1,4 +1,4 @@
-"""experts_all_reduce_rms_norm, strategy `chunked`: the sums of a rank, then the kernel of all_reduce_rms_norm."""
+"""experts_all_reduce_rms_norm, strategy `chunked`: the sums of a rank, and one kernel that reduces and normalises."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
-from ditron_inductor.lowering.experts_all_reduce.local_sums import local_sums
+from ditron_inductor.lowering.expert_sums.local_sums import local_sums
 from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.matmul_all_reduce_rms_norm.chunked import Small, reduced_and_normed, small
 from ditron_inductor.lowering.norms.add_norm import Outputs
 from ditron_inductor.task.nodes import ExpertsAllReduceRmsNorm
 
 
-def geometry(
-    node: ExpertsAllReduceRmsNorm, launch: Launch, x: torch.Tensor, columns: int, k: int
-) -> norm_kernel.Geometry:
+def geometry(node: ExpertsAllReduceRmsNorm, launch: Launch, x: torch.Tensor, columns: int, k: int) -> Small:
     """Returns the Geometry for x [S, K]. columns: N. k: the largest K on any rank."""
-    # Of the tensor that is reduced only the number of its rows counts.
-    return norm_kernel.geometry(node, launch, x[: x.shape[0] // node.top_k], columns)
-
-
-def in_band(sizes: norm_kernel.Geometry | None) -> bool:
-    """Returns whether the kernel behind the sums sends in band."""
-    return sizes is not None and sizes.in_band is not None
+    # Of the tensor that is multiplied only the number of its rows counts.
+    return small(node, launch, x[: x.shape[0] // node.top_k], columns)
 
 
 def experts_all_reduce_rms_norm(
     node: ExpertsAllReduceRmsNorm,
     launch: Launch,
-    sizes: norm_kernel.Geometry,
+    sizes: Small,
     x: torch.Tensor,
     matrices: torch.Tensor,
     experts: torch.Tensor,
@@ -41,4 +34,4 @@ def experts_all_reduce_rms_norm(
     what is added to the sums of a rank.
     """
     total = local_sums(node.reduction, x, matrices, experts, factors, extras)
-    return norm_kernel.all_reduce_rms_norm(node, launch, sizes, total, given, in_place=True)
+    return reduced_and_normed(node, launch, sizes, total, given)

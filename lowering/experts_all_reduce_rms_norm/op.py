@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.lowering.experts_all_reduce.local_sums import local_sums
+from ditron_inductor.lowering.expert_sums.local_sums import local_sums
 from ditron_inductor.lowering.experts_all_reduce_rms_norm import chunked, tile
 from ditron_inductor.lowering.host.kind import Chunked, Lowering, Tile
+from ditron_inductor.lowering.matmul_all_reduce_rms_norm.chunked import in_band
 from ditron_inductor.lowering.norms import norm_library
 from ditron_inductor.lowering.norms.add_norm import Outputs
 from ditron_inductor.task.nodes import ExpertsAllReduceRmsNorm
@@ -38,5 +39,5 @@ LOWERING = Lowering(
     ExpertsAllReduceRmsNorm,
     library,
     Tile(tile.geometry, tile.experts_all_reduce_rms_norm),
-    Chunked(chunked.geometry, chunked.experts_all_reduce_rms_norm, chunked.in_band),
+    Chunked(chunked.geometry, chunked.experts_all_reduce_rms_norm, in_band),
 )

@@ -11,7 +11,6 @@ import torch
 
 from ditron_inductor.lowering.experts_all_reduce import tile
 from ditron_inductor.lowering.host.launch import Launch
-from ditron_inductor.lowering.matmul_all_reduce import one_shot
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm.tile import Geometry, with_norm
 from ditron_inductor.lowering.norms.add_norm import Outputs
 from ditron_inductor.task.nodes import ExpertsAllReduceRmsNorm
@@ -38,8 +37,7 @@ def experts_all_reduce_rms_norm(
     what is added to the sums of a rank.
     """
     call = tile.ExpertsCall(node, launch, sizes.product, x, matrices, experts, factors)
-    extras = [one.contiguous() for one in extras]
     if sizes.add_norm is None:
-        return one_shot.reduced_and_normed(call, given, extras)
-    (reduced,) = one_shot.reduced(call, extras)
+        return call.reduced_and_normed(given, extras)
+    (reduced,) = call.reduced(extras)
     return sizes.add_norm(reduced, given)

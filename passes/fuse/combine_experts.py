@@ -39,7 +39,6 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,13 +50,13 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.passes.graph.slot_sums import added_to, casts, rounded_to
 from ditron_inductor.passes.normalize.mark_sorts import sorted_slots
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 GROUPED = aten._grouped_mm.default
-CAST = torch.ops.prims.convert_element_type.default
 DETERMINISTIC = "torchtitan::deterministic_scatter_add"
 SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
 LEAST_SCATTERED = 512
@@ -186,11 +185,6 @@ def _unmasked(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     return (mask, kept) if same and isinstance(mask, fx.Node) else (None, node)
 
 
-def casts(node: fx.Node) -> bool:
-    """Returns whether a node casts one floating-point dtype to another."""
-    return node.target is CAST and all(one.dtype.is_floating_point for one in map(proofs.fake, (node, node.args[0])))
-
-
 def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
     """Returns (the indices of a sort of all slots, k) if `index` has their quotients by k, for rows or elements."""
     rows = index
@@ -233,38 +227,6 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
         or sizes.in_graph(total.graph, found.result, proofs.fake(total).shape[1]) is None
     )
     return None if wrong else replace(found, steps=(*found.steps, total, *found.views, found.result))
-
-
-def rounded_to(total: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Returns the only user of a sum if that casts it to `dtype`, else the sum."""
-    user = proofs.sole_user(total)
-    casts = user is not None and user.target is CAST and proofs.fake(user).dtype == dtype
-    return user if user is not None and casts else total
-
-
-def added_to(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None]:
-    """Returns (the only sum of `total`, or of views of it, with another tensor of its shape and dtype; these views;
-    that tensor), or (total, no views, None).
-    """
-    chain = [total]
-    while (user := proofs.sole_user(chain[-1])) is not None and proofs.keeps_order(user):
-        chain.append(user)
-    terms = [] if user is None else [term for term in user.args if isinstance(term, fx.Node) and term is not chain[-1]]
-    if user is None or user.target is not aten.add.Tensor or user.kwargs or len(terms) != 1:
-        return total, (), None
-    fits = proofs.alike(chain[-1], terms[0]) and proofs.fake(terms[0]).dtype == proofs.fake(total).dtype
-    return (user, tuple(chain[1:]), terms[0]) if fits else (total, (), None)
-
-
-def candidates(source: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes that may add up slots, if `source` ends with that: itself, what it casts, and what it adds."""
-    yield source
-    if source.target is CAST:
-        yield proofs.operand(source)
-    if source.target is aten.add.Tensor:
-        for term in source.args:
-            if isinstance(term, fx.Node):
-                yield from candidates(proofs.views_up(term)[-1])
 
 
 def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:

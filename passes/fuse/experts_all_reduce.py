@@ -30,7 +30,6 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.fuse import combine_experts
 from ditron_inductor.passes.fuse.expert_projections import Match as Product
 from ditron_inductor.passes.fuse.expert_projections import find_expert_projections, operands_of
 from ditron_inductor.passes.graph import proofs, rewriting
@@ -38,6 +37,7 @@ from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
+from ditron_inductor.passes.graph.slot_sums import added_to, candidates, casts, rounded_to
 from ditron_inductor.task.nodes import MOST_EXPERT_COLUMNS, ExpertsAllReduce
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
@@ -45,7 +45,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Terms:
+class SlotSum:
     """A sum over the slots of each token. bmm: the product of all slots. products: a view [.., N] of it. factors: a
     number for each slot. top_k: the slots of a token. added: what is added to the sum, or None. result: the sum, with
     that, rounded. steps: the nodes from the views of the products to the result.
@@ -66,7 +66,7 @@ class Match:
 
     collective: Collective
     product: Product
-    terms: Terms
+    terms: SlotSum
     steps: tuple[fx.Node, ...]
 
 
@@ -97,35 +97,35 @@ def find_experts_all_reduce(node: fx.Node) -> Match | Refused:
     return Match(collective, product, terms, steps) if late is None else ReasonCode.OPERAND_LATE.at(late)
 
 
-def _sums(source: fx.Node) -> Iterator[Terms]:
+def _sums(source: fx.Node) -> Iterator[SlotSum]:
     """Yields the sums of slots, of those near `source`, that end with it."""
-    for total in combine_experts.candidates(source):
+    for total in candidates(source):
         found = _terms(total) if total.target is aten.sum.dim_IntList else None
         if found is not None and found.result is source:
             yield found
 
 
-def _terms(total: fx.Node) -> Terms | None:
+def _terms(total: fx.Node) -> SlotSum | None:
     """Reads `total` as a sum of scaled products of slots; None if it is none."""
     summed, bound = proofs.operand(total), proofs.arguments(total)
     shape = proofs.fake(summed).shape
     if len(shape) != 3 or [dim % 3 for dim in bound["dim"] or ()] != [1] or bound["keepdim"]:
         return None
     *views, scaled = proofs.views_up(summed)
-    rounded = [scaled] if combine_experts.casts(scaled) else []
+    rounded = [scaled] if casts(scaled) else []
     scaled = proofs.operand(scaled) if rounded else scaled
     factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
     if scaled.target is not aten.mul.Tensor or len(factors) != 2 or not isinstance(shape[1], int):
         return None
     for factor, scale in (factors, factors[::-1]):
-        wide = [factor] if combine_experts.casts(factor) else []
+        wide = [factor] if casts(factor) else []
         products = proofs.operand(factor) if wide else factor
         bmm = proofs.views_up(products)[-1]
         if bmm.target is aten.bmm.default and _is_column(scale, scaled) and proofs.alike(factor, scaled):
-            last = combine_experts.rounded_to(total, proofs.fake(products).dtype)
-            result, behind, added = combine_experts.added_to(last)
+            last = rounded_to(total, proofs.fake(products).dtype)
+            result, behind, added = added_to(last)
             steps = dict.fromkeys((*wide, scaled, *rounded, *views, total, last, *behind, result))
-            return Terms(bmm, products, scale, shape[1], added, result, tuple(steps))
+            return SlotSum(bmm, products, scale, shape[1], added, result, tuple(steps))
     return None
 
 

@@ -26,9 +26,9 @@ from ditron_inductor.task.nodes import ReducedSum, TaskNode
 FUSIONS: tuple[Fusion, ...] = (
     # Gathers before reductions: a matmul between both goes with its gather, and its result is reduced afterwards.
     all_gather_matmul,
-    matmul_reduce_scatter,
     # What the experts of a decode step return, to which the matmul of an expert that all tokens use may be added.
     experts_all_reduce,
+    matmul_reduce_scatter,
     matmul_all_reduce,
     # Gathers of results: those that no matmul behind them has taken.
     matmul_all_gather,
