@@ -36,7 +36,7 @@ class How(NamedTuple):
     mean and not the sum. PRE_IN_SLICES: see `Arrangement`. INTERLEAVED: the rows of the owners of a reduce-scatter are
     interleaved. EARLY: a reduce-scatter publishes tiles in the middle of a product. COPY_COLUMNS: the columns that are
     copied at once when few rows are gathered. NORMS, ROW: the norm that follows a sum of few rows, or None, and a power
-    of two that is at least N. ROUTING: see `experts.Routing`, if the rows are summed over the experts of a token.
+    of two that is at least N.
     """
 
     WORLD: Any
@@ -50,7 +50,6 @@ class How(NamedTuple):
     COPY_COLUMNS: Any = 0
     NORMS: Any = None
     ROW: Any = 16
-    ROUTING: Any = None
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,7 @@ def few_or_many(fits: Callable[[Launch, int, int], bool], few: Tile, many: Tile)
 
 
 class SumCall:
-    """A call with operands a_i, b_i and a bias, in the order in which a kernel takes them: the longest K first.
-    stride_be: that from expert to expert, if the b_i belong to experts.
-    """
-
-    stride_be = 0
+    """A call with operands a_i, b_i and a bias, in the order in which a kernel takes them: the longest K first."""
 
     def __init__(
         self,
@@ -130,7 +125,7 @@ class SumCall:
         b: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
     ) -> None:
-        self.node, self.launch, self.sizes, self.bias, self.given = node, launch, sizes, bias, a
+        self.node, self.launch, self.sizes, self.bias = node, launch, sizes, bias
         self.lefts, self.rights = longest_first(a, b)
 
     @property
@@ -138,11 +133,6 @@ class SumCall:
         """The tensors of the sum as kernels take them, see `matmul.parts_of`."""
         bias = self.lefts[0] if self.bias is None else self.bias.contiguous()
         return (*self.lefts, *self.rights, bias)
-
-    @property
-    def shape(self) -> list[int]:
-        """The shape [.., N] of the sum."""
-        return [*self.given[0].shape[:-1], self.sizes.N]
 
     @property
     def terms(self) -> Terms:

@@ -37,6 +37,7 @@ def experts_all_reduce_rms_norm(
     what is added to the sums of a rank.
     """
     call = tile.ExpertsCall(node, launch, sizes.product, x, matrices, experts, factors)
+    extras = [one.contiguous() for one in extras]
     if sizes.add_norm is None:
         return call.reduced_and_normed(given, extras)
     (reduced,) = call.reduced(extras)

@@ -15,6 +15,7 @@ There is one flag for each tile; see `fits`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.experts import Matrices, experts_tile_of_few_rows, routed_of
+from ditron_inductor.core.experts import Matrices, Routing, experts_tile_of_few_rows, routed_of
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows, parts_of, plus_bias
 from ditron_inductor.core.signals import (
@@ -90,19 +91,18 @@ def takes_norm(launch: Launch, sizes: Geometry) -> bool:
 @triton.jit(do_not_specialize=["M", "rank"])
 def matmul_all_reduce_kernel(
     operands, extras, outs, given, pointers, rank, M, sizes, functions, HOW: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    ROUTING: tl.constexpr = None, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. operands: pointers to the a_i [M, K_i], M <= BLOCK_M, with contiguous K, to the b_i [K_i, N], see
     Terms, and to the bias [N], or anything if there is none. extras: the tensors that the epilogue's Functions read.
     outs: the outputs of the epilogue, or the sum, [M, N] contiguous. With HOW.NORMS there is no EPILOGUE: `outs` are
-    the sum and then the outputs of `rows.finish_all`, which reads `given`. With HOW.ROUTING the product is that of
-    experts.py. Then operands are pointers to x, the weights of all experts, anything, the experts and the factors.
+    the sum and then the outputs of `rows.finish_all`, which reads `given`. With a ROUTING it is that of core/experts.py,
+    and operands are pointers to x, to the weights of all experts, to anything, to the experts and to the factors.
     """
     PRE: tl.constexpr = functions.PRE
     EPILOGUE: tl.constexpr = functions.EPILOGUE
     NORMS: tl.constexpr = HOW.NORMS
     ROW: tl.constexpr = HOW.ROW
-    ROUTING: tl.constexpr = HOW.ROUTING
     lefts, rights, bias = parts_of(operands if ROUTING is None else operands[:3])
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
@@ -218,6 +218,52 @@ def geometry_of(
     )  # fmt: skip
 
 
+class OneShot(SumCall):
+    """A call whose rows are in one tile. routing, stride_be: how they are summed over experts, if they are."""
+
+    routing: Routing | None = None
+    stride_be: int = 0
+
+    def __init__(
+        self,
+        node: Any,
+        launch: Launch,
+        sizes: Geometry,
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(node, launch, sizes, a, b, bias)
+        self.like, self.shape = a[0], [*a[0].shape[:-1], sizes.N]
+
+    def reduced(self, extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the outputs. extras: the epilogue's extra tensors."""
+        outs = self.sizes.arrangement.new_outputs_of_sum(self.like, self.shape)
+        how = functools.partial(self.how, few_rows=True)
+        self.reduce(matmul_all_reduce_kernel, lambda: self._arguments(how(), given=None), extras, outs)
+        return outs
+
+    def reduced_and_normed(
+        self, given: tuple[torch.Tensor | None, ...], extras: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the outputs of a node with a norm. given: see nodes.EXTRAS."""
+        node, out = self.node, self.like.new_empty(self.shape)
+        outputs = reduced_outputs(node, out)
+
+        def arguments() -> Arguments:
+            constants = constants_of(node, stores_reduced=False)
+            how = self.how(few_rows=True)._replace(NORMS=constants.pop("NORMS"), ROW=block_of(self.sizes.N))
+            return self._arguments(how, **constants)
+
+        outs = [out, *all_outputs(node, outputs)]
+        self.reduce(matmul_all_reduce_kernel, arguments, extras, outs, given=pointers(given, out))
+        return outputs
+
+    def _arguments(self, how: How, **others: Any) -> Arguments:
+        sizes = Sizes(self.sizes.N, self.terms, self.stride_be)
+        return self.arguments(M=self.sizes.M, sizes=sizes, HOW=how, ROUTING=self.routing, **others)
+
+
 def matmul_all_reduce(
     node: MatmulAllReduce,
     launch: Launch,
@@ -228,7 +274,7 @@ def matmul_all_reduce(
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
-    return reduced(SumCall(node, launch, sizes, a, b, bias), extras)
+    return OneShot(node, launch, sizes, a, b, bias).reduced(extras)
 
 
 def matmul_all_reduce_rms_norm(
@@ -242,33 +288,4 @@ def matmul_all_reduce_rms_norm(
     extras: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Returns (normed, total), and what is saved, with the norm in the same launch. given: see nodes.EXTRAS."""
-    return reduced_and_normed(SumCall(node, launch, sizes, a, b, bias), given, extras)
-
-
-def reduced(call: SumCall, extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the outputs of a call. extras: the epilogue's extra tensors."""
-    outs = call.sizes.arrangement.new_outputs_of_sum(call.given[0], call.shape)
-    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, call.how(few_rows=True), given=None), extras, outs)
-    return outs
-
-
-def reduced_and_normed(
-    call: SumCall, given: tuple[torch.Tensor | None, ...], extras: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Returns the outputs of a call whose node has a norm. given: see nodes.EXTRAS."""
-    node, out = call.node, call.given[0].new_empty(call.shape)
-    outputs = reduced_outputs(node, out)
-
-    def arguments() -> Arguments:
-        constants = constants_of(node, stores_reduced=False)
-        how = call.how(few_rows=True)._replace(NORMS=constants.pop("NORMS"), ROW=block_of(call.sizes.N))
-        return _arguments(call, how, **constants)
-
-    outs = [out, *all_outputs(node, outputs)]
-    call.reduce(matmul_all_reduce_kernel, arguments, extras, outs, given=pointers(given, out))
-    return outputs
-
-
-def _arguments(call: SumCall, how: How, **others: Any) -> Arguments:
-    sizes = call.sizes
-    return call.arguments(M=sizes.M, sizes=Sizes(sizes.N, call.terms, call.stride_be), HOW=how, **others)
+    return OneShot(node, launch, sizes, a, b, bias).reduced_and_normed(given, extras)

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from ditron_inductor.lowering.config import EXPERT_SUMS, FEW_ROWS, Config, select_expert_sum_config
+from ditron_inductor.lowering.config import FEW_ROWS, Config
+from ditron_inductor.lowering.experts_all_reduce.expert_sum_config import EXPERT_SUMS, select_expert_sum_config
 from tests.lowering.assembly import Listing, dialect_of, resources
 from tests.lowering.cross_compile import FAMILIES, Case, compile_case
 
