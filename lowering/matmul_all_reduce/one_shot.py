@@ -96,8 +96,8 @@ def matmul_all_reduce_kernel(
     """See the module. operands: pointers to the a_i [M, K_i], M <= BLOCK_M, with contiguous K, to the b_i [K_i, N], see
     Terms, and to the bias [N], or anything if there is none. extras: the tensors that the epilogue's Functions read.
     outs: the outputs of the epilogue, or the sum, [M, N] contiguous. With HOW.NORMS there is no EPILOGUE: `outs` are
-    the sum and then the outputs of `rows.finish_all`, which reads `given`. With a ROUTING it is that of core/experts.py,
-    and operands are pointers to x, to the weights of all experts, to anything, to the experts and to the factors.
+    the sum and then the outputs of `rows.finish_all`, which reads `given`. With a ROUTING it is of core/experts.py, and
+    operands are pointers to x, to the weights of all experts, to anything, to the experts and to the factors.
     """
     PRE: tl.constexpr = functions.PRE
     EPILOGUE: tl.constexpr = functions.EPILOGUE
