@@ -74,7 +74,8 @@ def find_experts_all_reduce(node: fx.Node) -> Match | Refused:
     """Proves that the all-reduce `node` reduces what experts return as drawn above, or says why not."""
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
-        return collective
+        # Whether anything stands in front of it, other fusions tell.
+        return ReasonCode.NO_MATMUL
     *views, source = proofs.views_up(collective.operand)
     terms = next(_sums(source), None)
     if terms is None:

@@ -329,7 +329,8 @@ def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
     if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.pattern in ATTENTION_KINDS:
         # The earlier reason says more than that no matmul is there.
         return
-    if known is not None and known.pattern in EXPERT_KINDS and known.code != ReasonCode.NO_MATMUL.value:
+    of_experts = known is not None and known.pattern in EXPERT_KINDS and known.code != ReasonCode.NO_MATMUL.value
+    if of_experts and pattern not in EXPERT_KINDS:
         # Experts stand in front of it, of which the fusions of plain matmuls know nothing.
         return
     reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
