@@ -37,7 +37,6 @@ KERNELS: dict[str, Any] = {
     "matmul_reduce_scatter": matmul_reduce_scatter_kernel,
     "two_shot": two_shot.matmul_all_reduce_kernel,
     "one_shot": one_shot.matmul_all_reduce_kernel,
-    "experts_one_shot": one_shot.matmul_all_reduce_kernel,
     "gathered": many_rows.matmul_all_gather_kernel,
     "gathered_few": few_rows.matmul_all_gather_kernel,
     "scattered_columns": matmul_all_to_all_kernel,
@@ -45,6 +44,8 @@ KERNELS: dict[str, Any] = {
 }
 LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel, "experts": expert_projections_kernel}
 """They send nothing: no waits, no signals."""
+EXPERT_KERNELS: dict[str, Any] = {"experts_one_shot": one_shot.matmul_all_reduce_kernel}
+"""One with another product in its tiles, which has tests of its own."""
 CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
 """What a kernel reads that notes when it did what, and where."""
 OF_WEIGHTS = ("all_gather_matmul", "projections", "experts")
@@ -199,7 +200,7 @@ def compile_case(case: Case) -> Compiled:
     Second operands have contiguous K, as a linear layer holds them, where they are loaded by descriptors and for a few
     rows; else contiguous N.
     """
-    fn = (KERNELS | LOCAL_KERNELS)[case.kernel]
+    fn = (KERNELS | LOCAL_KERNELS | EXPERT_KERNELS)[case.kernel]
     fits = case.fitted
     threads = fits.num_warps * TARGETS[case.target].warp_size
     k_major = case.descriptors or case.kernel in OF_FEW_ROWS
