@@ -18,6 +18,9 @@ from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.matmul_all_reduce import one_shot
 from ditron_inductor.task.nodes import ExpertsAllReduce, ExpertsAllReduceRmsNorm
 
+LEAST_COUNTED = 64
+"""A program counts at least so many experts: one in each thread of a warp."""
+
 
 def geometry(node: ExpertsAllReduce, launch: Launch, x: torch.Tensor, columns: int) -> sums.Geometry:
     """Returns the Geometry for x [S, K]. columns: N."""
@@ -47,7 +50,7 @@ class ExpertsCall(one_shot.OneShot):
         self.stride_be = matrices.stride(0)
         self.routing = Routing(
             TOP_K=node.top_k,
-            EXPERTS=triton.next_power_of_2(matrices.shape[0]),
+            EXPERTS=max(triton.next_power_of_2(matrices.shape[0]), LEAST_COUNTED),
             RANKS=triton.next_power_of_2(node.top_k),
             SLOTS=triton.next_power_of_2(sizes.M * node.top_k),
             SINGLE=sizes.M == 1,
