@@ -189,6 +189,9 @@ def _experts_reduced(node: nodes.ReducedExperts, given: Given) -> Rules:
 def _decoded_experts(node: nodes.ExpertsAllReduce, given: Given) -> Rules:
     x, matrices = given["x"], given["matrices"]
     yield from _experts(node.products, {"x": x, "experts": given["experts"], "weights": [matrices]})
+    T, N = node.sum_shape({"x": x.shape, "matrices": matrices.shape})
+    yield T <= nodes.MOST_EXPERT_TOKENS, f"has more than {nodes.MOST_EXPERT_TOKENS} tokens"
+    yield N <= nodes.MOST_EXPERT_COLUMNS, f"has more than {nodes.MOST_EXPERT_COLUMNS} columns"
     summed = {"scale": given["factors"], **{name: given[name] for name in ("added",) if name in given}}
     yield from _slots_summed(node.top_k, summed, (x.shape[0], matrices.shape[2]), x.dtype)
 
