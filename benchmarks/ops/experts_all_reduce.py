@@ -132,24 +132,22 @@ def of_norm(alone: bool) -> dict[str, Any]:
     return {} if alone else {"norm": Norm("rms", EPS, round_first=True), "extras": ("residual", "weight")}
 
 
-def apart(session: Session, name: str, alone: bool) -> Layer:
+def apart(session: Session, name: str, k: int, alone: bool) -> Layer:
     """The calls that there were before the node."""
+    made: Any = TASKS[NORM_KINDS[0]]
+    nodes: list[Any] = [ExpertProjections(k, by_token=False, num_weights=1)]
+    nodes += [] if alone else [made(reduce_op="sum", **of_norm(alone), **site(session, name, "tile"))]
+    calls = [(schema.overload(node.kind), node.text()) for node in nodes]
+    (project, projections), (reduce, normed) = calls[0], calls[-1]
 
     def layer(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden, down, experts, weights, residual, scale = given
-        T, k = experts.shape
-        projections = ExpertProjections(k, by_token=False, num_weights=1)
-        (products,) = schema.overload(projections.kind)(
-            [hidden, experts.reshape(-1), down.mT], projections.text(), None
-        )
+        hidden, down, experts, weights, *behind = given
+        (products,) = project([hidden, experts.reshape(-1), down.mT], projections, None)
         terms = products * factors_of(weights).reshape(-1, 1)
-        x = terms.view(T, k, -1).sum(1).to(hidden.dtype)
+        x = terms.view(-1, k, down.shape[1]).sum(1).to(hidden.dtype)
         if alone:
             return (funcol.all_reduce(x, "sum", session.group_name),)
-        made: Any = TASKS[NORM_KINDS[0]]
-        node = made(reduce_op="sum", **of_norm(alone), **site(session, name, "tile"))
-        normed, total, _ = schema.overload(node.kind)([x, residual, scale], node.text(), None)
-        return normed, total
+        return tuple(reduce([x, *behind], normed, None)[:-1])
 
     return layer
 
@@ -159,12 +157,12 @@ def ours(session: Session, name: str, strategy: str, k: int, alone: bool) -> Lay
     fields: dict[str, Any] = {"top_k": k, **of_norm(alone), **site(session, name, strategy)}
     made: Any = ExpertsAllReduce if alone else ExpertsAllReduceRmsNorm
     node = made(reduce_op="sum", **fields)
+    op, text = schema.overload(node.kind), node.text()
 
     def layer(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden, down, experts, weights, *behind = given
         operands = [hidden, down.mT, experts.reshape(-1), factors_of(weights).reshape(-1), *(() if alone else behind)]
-        outputs = schema.overload(node.kind)(operands, node.text(), None)
-        return tuple(outputs[:-1])
+        return tuple(op(operands, text, None)[:-1])
 
     return layer
 
@@ -191,7 +189,7 @@ def contestants(
     wanted = expected(given[0], alone)
     written: dict[str, Layer] = {
         library_of(session.clock.device): library(session.group_name, alone),
-        "ditron:apart": apart(session, f"{cell}/apart", alone),
+        "ditron:apart": apart(session, f"{cell}/apart", k, alone),
         **{name: ours(session, f"{cell}/{name}", strategy, k, alone) for name, strategy in OURS.items()},
     }
     layers = {name: torch.compile(layer, dynamic=False) for name, layer in written.items()}
@@ -225,7 +223,7 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
     lines = []
     device = session.clock.device
     kind = ExpertsAllReduce.kind if options.alone else ExpertsAllReduceRmsNorm.kind
-    names = (library_of(device), "ditron:apart", *OURS)
+    rivals, forced = (library_of(device), "ditron:apart", "ditron"), [name for name in OURS if name != "ditron"]
     rate = bytes_per_s(device)
     for model, T, routing in itertools.product(options.models, options.tokens, options.routing):
         shape = f"model={model};T={T};routing={routing}"
@@ -245,11 +243,14 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
             times, bench="moe", op=kind, shape=shape, graph=device.type == "cuda", limit_us=limit_us,
             commit=options.commit,
         )  # fmt: skip
-        lines.append([shape, f"{taken:.0f}", f"{limit_us:.1f}", *texts_of(times, names, limit_us)])
+        compared = {name: each for name, each in times.items() if name in rivals}
+        line = [shape, f"{taken:.0f}", f"{limit_us:.1f}", *texts_of(compared, rivals, limit_us)]
+        lines.append([*line, *(f"{times[name].p50_us:.1f}" if name in times else "-" for name in forced)])
         session.say("  ".join(lines[-1]))
         del given, calls
         end_cell(session, options, rows)
-    print_cells(session, ["cell", "experts", "limit", *names, "ditron/limit", "best other/ditron"], lines, rate)
+    heads = ["cell", "experts", "limit", *rivals, "ditron/limit", "best other/ditron", *forced]
+    print_cells(session, heads, lines, rate)
     return rows
 
 
