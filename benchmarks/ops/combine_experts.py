@@ -32,7 +32,7 @@ from torch.nn.functional import embedding_bag
 
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
-from benchmarks.ops.expert_projections import (
+from benchmarks.ops.expert_cells import (
     LIMIT_S,
     MODELS,
     TINY,

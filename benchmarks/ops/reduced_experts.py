@@ -30,7 +30,7 @@ from torch.distributed import _functional_collectives as funcol
 from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
-from benchmarks.ops.expert_projections import MODELS, TINY, TOLERANCE, add_cells, end_cell, routed
+from benchmarks.ops.expert_cells import MODELS, TINY, TOLERANCE, add_cells, end_cell, routed
 from benchmarks.records import MOE, Row, head_commit
 from benchmarks.session import Session
 from benchmarks.timing import interleaved

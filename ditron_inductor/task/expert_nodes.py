@@ -1,5 +1,5 @@
 """The node kinds of a mixture of experts: its matmuls for few tokens, the sum of what the experts return, and the
-reduction of that sum over the ranks.
+reduction of that sum over the ranks, for many tokens and for few.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.epilogue import Epilogue, parse
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, SCATTERED_PRODUCT, Exchange
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, REDUCE_OPS, LocalProducts
-from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, TaskNode, single
+from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 
 T = TypeVar("T")
@@ -65,9 +66,10 @@ class CombineExperts(Node):
     no site.
 
     products [S, N] is what the experts return, sorted in any way. places is int64 [S], token by token; a negative place
-    counts from the end. scale is a floating-point [S]. absent, a bool [S] if there is one, marks slots whose products
-    count as 0: under expert parallelism those of other ranks' experts. added [T, N], if there is one, is what an expert
-    returns that all tokens use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
+    counts from the end. If `in_order`, the products lie token by token, and there are no places. scale is a
+    floating-point [S]. absent, a bool [S] if there is one, marks slots whose products count as 0: under expert
+    parallelism those of other ranks' experts. added [T, N], if there is one, is what an expert returns that all tokens
+    use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
     """
 
     kind: ClassVar[str] = "combine_experts"
@@ -75,6 +77,7 @@ class CombineExperts(Node):
     has_added: bool = False
     has_absent: bool = False
     strategy: str = "auto"
+    in_order: bool = False
 
     @property
     def pattern(self) -> str:
@@ -95,12 +98,12 @@ class CombineExperts(Node):
         return [Output(self._summed(shapes))]
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (products, places, scale, absent or None, added or None)."""
+        """Returns (products, places or None, scale, absent or None, added or None)."""
         return parted(self, operands, ("products", *SUMMED))
 
     def _summed(self, shapes: Shapes) -> tuple[Any, Any]:
         """Returns (T, N), the shape of the sum."""
-        return shapes["places"][0] // self.top_k, shapes["products"][1]
+        return shapes["products"][0] // self.top_k, shapes["products"][1]
 
 
 SUMMED = ("places", "scale", "absent", "added")
@@ -109,7 +112,8 @@ SUMMED = ("places", "scale", "absent", "added")
 
 def summed_slots(node: CombineExperts | ReducedExperts) -> tuple[str, ...]:
     """Returns the names of those of SUMMED that a node has."""
-    return ("places", "scale", *("absent",) * node.has_absent, *("added",) * node.has_added)
+    places = () if isinstance(node, CombineExperts) and node.in_order else ("places",)
+    return (*places, "scale", *("absent",) * node.has_absent, *("added",) * node.has_added)
 
 
 def parted(node: Node, operands: Sequence[T], names: Sequence[str]) -> tuple[T | None, ...]:
@@ -249,3 +253,89 @@ class GroupedMatmulReduceScatter(ReducedExperts):
     def outputs(self, shapes: Shapes) -> list[Output]:
         T, N = self.summed(shapes)
         return [Output((T // self.world_size, N)), *self.kept(shapes)]
+
+
+ADDED = parse("pre: mm0 + full(x0); mm0")
+"""What adds a tensor of the shape of the sum before it is reduced."""
+MOST_EXPERT_COLUMNS = 16384
+"""The most columns of the sum: each tile of the narrowest ones has a flag."""
+SLOT_OPERANDS = ("x", "matrices", "experts", "factors")
+"""The operands of `ExpertsAllReduce`, but for what is added."""
+
+
+@dataclass(frozen=True)
+class ExpertsAllReduce(TaskNode):
+    """out[t] = all_reduce(added[t] + sum_j factors[s] * (x[s] @ matrices[experts[s]])) with s = t * top_k + j,
+    bit-identical on every rank. j counts the `top_k` experts that token t takes, which differ. A slot s is a token's
+    use of one expert; there are S = T * top_k of them, token by token.
+
+    x is [S, K], matrices [E, K, N] with a matrix for each of E experts, experts int64 [S], and factors a floating-point
+    [S]. added [T, N], if there is one, has the dtype of x, as out [T, N] has. The products are rounded to this dtype,
+    the sum of a rank is made in fp32 and rounded once before it is sent. A rank has its own slice of K.
+    """
+
+    kind: ClassVar[str] = "experts_all_reduce"
+    # Not measured on GPUs yet.
+    by_default: ClassVar[bool] = False
+    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
+    computes: ClassVar[str] = "experts"
+    # Of as many launches of other kinds; not measured yet.
+    host_us: ClassVar[Mapping[str, float]] = {"library": 110.0, "chunked": 80.0, "tile": 40.0}
+    reduce_op: str
+    top_k: int
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    has_added: bool = False
+
+    @property
+    def sum_pattern(self) -> str:
+        """What is reduced, as text."""
+        return f"matmul of experts -> {self.sums.pattern}"
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.sum_pattern} -> all_reduce({self.reduce_op})"
+
+    @property
+    def products(self) -> ExpertProjections:
+        """The products of the slots as a node of its own."""
+        return ExpertProjections(self.top_k, by_token=False, num_weights=1, strategy=self.policy.strategy)
+
+    @property
+    def sums(self) -> CombineExperts:
+        """The sum of the products as a node of its own."""
+        return CombineExperts(self.top_k, self.has_added, strategy=self.policy.strategy, in_order=True)
+
+    @property
+    def parsed(self) -> Epilogue | None:
+        """What is done with the sum of the experts before it is reduced."""
+        return ADDED if self.has_added else None
+
+    def verify(self) -> None:
+        check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
+        check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def slots(self) -> Slots:
+        return single((*SLOT_OPERANDS, *("added",) * self.has_added))
+
+    def sum_shape(self, shapes: Shapes) -> tuple[Any, Any]:
+        """Returns (T, N), the shape of the sum."""
+        return shapes["x"][0] // self.top_k, shapes["matrices"][2]
+
+    def contributed(self, shapes: Shapes) -> Shape:
+        return self.sum_shape(shapes)
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        # As many operations, and the bytes of the reduction.
+        return Sizes(*self.sum_shape(shapes), self.top_k * shapes["x"][1], "k", self.sum_shape(shapes))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return [Output(self.sum_shape(shapes))]
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns (x, matrices, experts, factors, extra tensors)."""
+        end = len(SLOT_OPERANDS)
+        return (*operands[:end], operands[end:])

@@ -140,12 +140,14 @@ def all_reduce_(x: torch.Tensor, *, reduce_op: str, world_size: int, group_name:
 def combined(
     top_k: int,
     products: torch.Tensor,
-    places: torch.Tensor,
+    places: torch.Tensor | None,
     scale: torch.Tensor,
     absent: torch.Tensor | None,
     added: torch.Tensor | None,
 ) -> torch.Tensor:
     """Returns [T, N], the scaled sum of the slots of each token, with `added`; see `nodes.CombineExperts`."""
+    if places is None:
+        places = torch.arange(products.shape[0], device=products.device)
     terms = wide(products)[places]
     if absent is not None:
         terms = terms.masked_fill(absent[places].unsqueeze(1), 0.0)

@@ -155,12 +155,15 @@ def _combined(node: nodes.CombineExperts, given: Given) -> Rules:
 
 def _slots_summed(top_k: int, given: Given, shape: Sequence[Any], dtype: torch.dtype) -> Rules:
     """Yields the rules for the sum of products of this shape and dtype."""
-    places, scale = given["places"], given["scale"]
+    scale = given["scale"]
     yield len(shape) == 2, f"has products with {len(shape)} dimensions, not 2"
     yield dtype in ACTIVATION_DTYPES, f"has dtype {dtype}, which no kernel takes"
-    yield places.dtype == torch.int64 and places.ndim == 1, "has places that are no int64 vector"
-    yield places.shape[0] % top_k == 0, f"has places that are no multiple of {top_k}"
-    yield places.shape[0] == shape[0], "has rows that do not fit the slots"
+    if "places" in given:
+        places = given["places"]
+        yield places.dtype == torch.int64 and places.ndim == 1, "has places that are no int64 vector"
+        yield places.shape[0] % top_k == 0, f"has places that are no multiple of {top_k}"
+        yield places.shape[0] == shape[0], "has rows that do not fit the slots"
+    yield shape[0] % top_k == 0, f"has slots that are no multiple of {top_k}"
     yield scale.dtype in ACTIVATION_DTYPES, f"has a scale of {scale.dtype}"
     yield scale.numel() == shape[0], "has a scale that does not fit the slots"
     if "absent" in given:
@@ -169,7 +172,7 @@ def _slots_summed(top_k: int, given: Given, shape: Sequence[Any], dtype: torch.d
         yield absent.shape[0] == shape[0], "has marks of absent slots that do not fit the slots"
     if "added" in given:
         yield given["added"].dtype == dtype, "has operands of different dtypes"
-        for size, other in zip(given["added"].shape, (places.shape[0] // top_k, shape[1]), strict=True):
+        for size, other in zip(given["added"].shape, (shape[0] // top_k, shape[1]), strict=True):
             yield size == other, "adds what does not fit"
 
 
@@ -181,6 +184,16 @@ def _experts_reduced(node: nodes.ReducedExperts, given: Given) -> Rules:
     yield ends.dtype == torch.int32 and ends.ndim == 1, "has ends that are no int32 vector"
     yield ends.shape[0] == weight.shape[0], "has ends that do not fit the experts"
     yield from _slots_summed(node.top_k, given, (x.shape[0], weight.shape[2]), x.dtype)
+
+
+def _decoded_experts(node: nodes.ExpertsAllReduce, given: Given) -> Rules:
+    x, matrices = given["x"], given["matrices"]
+    yield from _experts(node.products, {"x": x, "experts": given["experts"], "weights": [matrices]})
+    T, N = node.sum_shape({"x": x.shape, "matrices": matrices.shape})
+    yield T <= nodes.MOST_EXPERT_TOKENS, f"has more than {nodes.MOST_EXPERT_TOKENS} tokens"
+    yield N <= nodes.MOST_EXPERT_COLUMNS, f"has more than {nodes.MOST_EXPERT_COLUMNS} columns"
+    summed = {"scale": given["factors"], **{name: given[name] for name in ("added",) if name in given}}
+    yield from _slots_summed(node.top_k, summed, (x.shape[0], matrices.shape[2]), x.dtype)
 
 
 def _experts_scattered(node: nodes.GroupedMatmulReduceScatter, given: Given) -> Rules:
@@ -202,9 +215,16 @@ def _rows_reduced(node: nodes.AllReduceRmsNorm, given: Given) -> Rules:
     yield from _norm_operands(node, given, x, x.shape[-1])
 
 
-def _sum_reduced(node: nodes.MatmulAllReduceRmsNorm, given: Given) -> Rules:
+def _sum_reduced(node: nodes.SumWithNorm, given: Given) -> Rules:
     yield from rules_of(node.reduction, node.of_reduction(given))
+
+
+def _products_normed(node: nodes.MatmulAllReduceRmsNorm, given: Given) -> Rules:
     yield from _norm_operands(node, given, given["a"][0], given["b"][0].shape[1])
+
+
+def _experts_normed(node: nodes.ExpertsAllReduceRmsNorm, given: Given) -> Rules:
+    yield from _norm_operands(node, given, given["x"], given["matrices"].shape[2])
 
 
 def _epilogue(node: nodes.WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0) -> Rules:
@@ -303,7 +323,10 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.ReducedExperts: _experts_reduced,
     nodes.GroupedMatmulReduceScatter: _experts_scattered,
     nodes.AllReduceRmsNorm: _rows_reduced,
-    nodes.MatmulAllReduceRmsNorm: _sum_reduced,
+    nodes.ExpertsAllReduce: _decoded_experts,
+    nodes.SumWithNorm: _sum_reduced,
+    nodes.MatmulAllReduceRmsNorm: _products_normed,
+    nodes.ExpertsAllReduceRmsNorm: _experts_normed,
     nodes.FlashDecode: _decoded,
     nodes.AttentionNode: _attended,
 }

@@ -27,9 +27,9 @@ from ditron_inductor.task.nodes import CombineExperts
 ROWS, BLOCK, WARPS = 4, 512, 4
 """The tokens and columns of a program's block, and the warps of a program."""
 Runner = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], list[torch.Tensor]
+    [torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None], list[torch.Tensor]
 ]
-"""A function of (products, places, scale, absent or None, added or None)."""
+"""A function of (products, places or None, scale, absent or None, added or None)."""
 
 
 class Sizes(NamedTuple):
@@ -42,13 +42,14 @@ class Sizes(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is known at compile time: the experts of a token, whether something is added, whether slots are absent, and
-    the block.
+    """What is known at compile time: the experts of a token, whether something is added, whether slots are absent,
+    whether the products lie token by token, and the block.
     """
 
     TOP_K: Any
     HAS_ADDED: Any
     HAS_ABSENT: Any
+    IN_ORDER: Any
     ROWS: Any
     BLOCK: Any
 
@@ -68,8 +69,11 @@ def combine_kernel(products, places, scale, absent, added, out, sizes, HOW: tl.c
     S = sizes.T * TOP_K
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
-        place = tl.load(places + tokens * TOP_K + j, mask=exists, other=0)
-        place = tl.where(place < 0, place + S, place)
+        if HOW.IN_ORDER:
+            place = tokens * TOP_K + j
+        else:
+            place = tl.load(places + tokens * TOP_K + j, mask=exists, other=0)
+            place = tl.where(place < 0, place + S, place)
         # What lies outside is not read, and its sum is no number.
         there = (place >= 0) & (place < S)
         factor = tl.load(scale + place, mask=exists & there, other=float("nan")).to(tl.float32)
@@ -89,7 +93,7 @@ def combine_kernel(products, places, scale, absent, added, out, sizes, HOW: tl.c
 def prepare(
     node: CombineExperts,
     products: torch.Tensor,
-    places: torch.Tensor,
+    places: torch.Tensor | None,
     scale: torch.Tensor,
     absent: torch.Tensor | None,
     added: torch.Tensor | None,
@@ -101,28 +105,30 @@ def prepare(
     if products.device.type == "cpu" and strategy != "tile":
         return by_library(node)
     rows = [products] if added is None else [products, added]
-    vectors = [places, scale] if absent is None else [places, scale, absent]
+    vectors = [one for one in (places, scale, absent) if one is not None]
     lies = all(one.stride(1) == 1 for one in rows) and all(one.is_contiguous() for one in vectors)
     if not lies or products.numel() == 0 or facts_of(products.device).tile_problem:
         return by_library(node)
     N = products.shape[1]
-    T = places.shape[0] // node.top_k
+    T = products.shape[0] // node.top_k
     sizes = Sizes(T, N, products.stride(0), rows[-1].stride(0))
-    how = How(node.top_k, node.has_added, node.has_absent, ROWS, min(BLOCK, triton.next_power_of_2(N)))
+    optional = node.has_added, node.has_absent, places is None
+    how = How(node.top_k, *optional, ROWS, min(BLOCK, triton.next_power_of_2(N)))
     arguments = Arguments(ceil_div(T, ROWS) * ceil_div(N, how.BLOCK), {"sizes": sizes, "HOW": how, "num_warps": WARPS})
     launcher = local_launcher(combine_kernel, products.device)
 
     def run(
         products: torch.Tensor,
-        places: torch.Tensor,
+        places: torch.Tensor | None,
         scale: torch.Tensor,
         absent: torch.Tensor | None,
         added: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         out = products.new_empty(T, N)
         rest = products if added is None else added
-        marks = places if absent is None else absent.view(torch.uint8)
-        tensors = {"products": products, "places": places, "scale": scale, "absent": marks, "added": rest, "out": out}
+        of_slots = scale if places is None else places
+        marks = of_slots if absent is None else absent.view(torch.uint8)
+        tensors = {"products": products, "places": of_slots, "scale": scale, "absent": marks, "added": rest, "out": out}
         launcher(handle_for(products), lambda: arguments, (), (), tensors)
         return [out]
 

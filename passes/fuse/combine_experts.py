@@ -50,13 +50,13 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.passes.graph.slot_sums import added_to, casts, rounded_to
 from ditron_inductor.passes.normalize.mark_sorts import sorted_slots
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 GROUPED = aten._grouped_mm.default
-CAST = torch.ops.prims.convert_element_type.default
 DETERMINISTIC = "torchtitan::deterministic_scatter_add"
 SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
 LEAST_SCATTERED = 512
@@ -122,8 +122,8 @@ def _sum_of_indexed(total: fx.Node, least: int) -> Match | None:
     places, terms = indices[0], _terms(scaled)
     if terms is None or not isinstance(places, fx.Node) or not _fits(terms, places, *shape):
         return None
-    rounded = _cast(total, proofs.fake(terms.grouped).dtype)
-    result, behind, added = _added(rounded)
+    rounded = rounded_to(total, proofs.fake(terms.grouped).dtype)
+    result, behind, added = added_to(rounded)
     found = Match(terms, places, False, shape[1], added, behind, result, (*terms.steps, taken, *views, total))
     # A sum of another kind of numbers would not be what is added up here.
     return _checked(found, rounded) if proofs.fake(total).dtype.is_floating_point else None
@@ -150,7 +150,7 @@ def _scattered(total: fx.Node, least: int) -> Match | None:
     fits = proofs.same_shape(tuple(proofs.fake(index).shape), tuple(expected))
     if not fits or not _fits(terms, order[0], shape[0], order[1], shape[1]):
         return None
-    result, views, added = _added(total) if proofs.is_full(base, 0) else (total, (), base)
+    result, views, added = added_to(total) if proofs.is_full(base, 0) else (total, (), base)
     return _checked(Match(terms, order[0], True, order[1], added, views, result, (*terms.steps, total)), total)
 
 
@@ -158,11 +158,11 @@ def _terms(node: fx.Node) -> ScaledProducts | None:
     """Reads `node` as products of a grouped matmul, perhaps with factors, which may be cast before and behind that, and
     set to 0 before it in the rows of a mask.
     """
-    scaled = proofs.operand(node) if _casts(node) else node
+    scaled = proofs.operand(node) if casts(node) else node
     factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
     multiplied = scaled.target is aten.mul.Tensor and len(factors) == 2
     for factor, scale in (factors, factors[::-1]) if multiplied else ((scaled, None),):
-        kept = proofs.operand(factor) if _casts(factor) else factor
+        kept = proofs.operand(factor) if casts(factor) else factor
         absent, grouped = _unmasked(kept)
         if grouped.target is GROUPED:
             behind = tuple(dict.fromkeys((kept, factor, scaled, node)))
@@ -183,10 +183,6 @@ def _unmasked(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     of_rows = value.ndim == 2 and proofs.known_equal(value.shape[1], 1) and value.dtype == torch.bool
     same = of_rows and proofs.fake(node).dtype == proofs.fake(kept).dtype
     return (mask, kept) if same and isinstance(mask, fx.Node) else (None, node)
-
-
-def _casts(node: fx.Node) -> bool:
-    return node.target is CAST and all(one.dtype.is_floating_point for one in map(proofs.fake, (node, node.args[0])))
 
 
 def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
@@ -231,27 +227,6 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
         or sizes.in_graph(total.graph, found.result, proofs.fake(total).shape[1]) is None
     )
     return None if wrong else replace(found, steps=(*found.steps, total, *found.views, found.result))
-
-
-def _cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Returns the only user of a sum if that casts it to `dtype`, else the sum."""
-    user = proofs.sole_user(total)
-    casts = user is not None and user.target is CAST and proofs.fake(user).dtype == dtype
-    return user if user is not None and casts else total
-
-
-def _added(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None]:
-    """Returns (the only sum of `total`, or of views of it, with another tensor of its shape and dtype; these views;
-    that tensor), or (total, no views, None).
-    """
-    chain = [total]
-    while (user := proofs.sole_user(chain[-1])) is not None and proofs.keeps_order(user):
-        chain.append(user)
-    terms = [] if user is None else [term for term in user.args if isinstance(term, fx.Node) and term is not chain[-1]]
-    if user is None or user.target is not aten.add.Tensor or user.kwargs or len(terms) != 1:
-        return total, (), None
-    fits = proofs.alike(chain[-1], terms[0]) and proofs.fake(terms[0]).dtype == proofs.fake(total).dtype
-    return (user, tuple(chain[1:]), terms[0]) if fits else (total, (), None)
 
 
 def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:

@@ -64,6 +64,18 @@ class Match:
     by_token: bool
     top_k: int
 
+    @property
+    def copies(self) -> list[fx.Node]:
+        """The product, the copies and the views that led to it from the operands of the call."""
+        found: list[fx.Node] = []
+        left = [self.bmm]
+        while left:
+            node = left.pop()
+            if node not in found and node not in (self.rows, self.experts, self.weight):
+                found.append(node)
+                left += node.all_input_nodes
+        return found
+
 
 def find_expert_projections(bmm: fx.Node) -> Match | None:
     """Proves that a bmm is one of slots, as drawn above; None if it is not."""
@@ -150,36 +162,29 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the product by one op call and returns that call."""
     value: torch.Tensor = match.result.meta["val"]
     S, N = value.shape
-    weight: torch.Tensor = match.weight.meta["val"]
-    K = weight.shape[2 if match.swapped else 1]
     task = ExpertProjections(match.top_k, match.by_token, 1, strategy=options.strategy)
     with graph.inserting_before(match.bmm):
-        rows = match.rows
-        tokens = S // match.top_k if match.by_token else S
-        if not proofs.same_shape(tuple(rows.meta["val"].shape), (tokens, K)):
-            rows = rewriting.computed(graph, aten.reshape.default, (rows, [tokens, K]), rows)
-        factor = match.weight
-        if match.swapped:
-            factor = rewriting.computed(graph, aten.permute.default, (factor, [0, 2, 1]), factor)
+        rows, factor = operands_of(graph, match)
         operands = {"x": rows, "experts": match.experts, "weights": [factor]}
         product = rewriting.fake_like(value, (S, N), rewriting.contiguous_strides((S, N)))
         call = rewriting.call_task(graph, task, operands, match.bmm, [product])
         output = rewriting.output(graph, call, 0, match.result)
     match.result.replace_all_uses_with(output)
-    rewriting.erase_unused(graph, [match.result, *_between(match)])
+    rewriting.erase_unused(graph, [match.result, *match.copies])
     return call
 
 
-def _between(match: Match) -> list[fx.Node]:
-    """The product, the copies and the views that led to it from the operands of the call."""
-    found: list[fx.Node] = []
-    left = [match.bmm]
-    while left:
-        node = left.pop()
-        if node not in found and node not in (match.rows, match.experts, match.weight):
-            found.append(node)
-            left += node.all_input_nodes
-    return found
+def operands_of(graph: fx.Graph, match: Match) -> tuple[fx.Node, fx.Node]:
+    """Inserts what makes (x, the weight [E, K, N]) of the matmuls of the slots, and returns these."""
+    weight: torch.Tensor = match.weight.meta["val"]
+    S, K = match.result.meta["val"].shape[0], weight.shape[2 if match.swapped else 1]
+    rows, factor = match.rows, match.weight
+    tokens = S // match.top_k if match.by_token else S
+    if not proofs.same_shape(tuple(rows.meta["val"].shape), (tokens, K)):
+        rows = rewriting.computed(graph, aten.reshape.default, (rows, [tokens, K]), rows)
+    if match.swapped:
+        factor = rewriting.computed(graph, aten.permute.default, (factor, [0, 2, 1]), factor)
+    return rows, factor
 
 
 def expert_projections(graph: fx.Graph, *, options: Options) -> int:

@@ -35,6 +35,7 @@ from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
+from ditron_inductor.passes.graph.slot_sums import candidates
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, ReducedExperts
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -100,21 +101,10 @@ def _takes(grouped: fx.Node, reader: fx.Node) -> bool:
 
 def _sums(source: fx.Node) -> Iterator[combine_experts.Match]:
     """Yields the proofs that `source` is what a sum of slots, of those near it, ends with."""
-    for total in _candidates(source):
+    for total in candidates(source):
         found = combine_experts.find_combine_experts(total, whenever=True)
         if found is not None and found.result is source:
             yield found
-
-
-def _candidates(source: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes that may add up slots: `source`, what it casts, and what it adds up."""
-    yield source
-    if source.target is combine_experts.CAST:
-        yield proofs.operand(source)
-    if source.target is aten.add.Tensor:
-        for term in source.args:
-            if isinstance(term, fx.Node):
-                yield from _candidates(proofs.views_up(term)[-1])
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

@@ -31,7 +31,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "reduce_and_share": (transfers.reduce_partials, 8, {"HOW": transfers.How(4, True, True, 4096)}, 1, 1),
     "close_slot": (transfers.close_slot, 8, {"BLOCK": 8192}, 1, 1),
     # It sends nothing: no waits, no releases.
-    "combine": (combine.combine_kernel, combine.WARPS, {"HOW": combine.How(8, True, True, 4, 512)}, 0, 0),
+    "combine": (combine.combine_kernel, combine.WARPS, {"HOW": combine.How(8, True, True, False, 4, 512)}, 0, 0),
     "one_shot": (all_reduce_kernel, 4, {"HOW": How(4, True, True, 1024, 128)}, 4, 2),
     "two_shots": (all_reduce_kernel, 8, {"HOW": How(4, True, False, 4096, 256)}, 6, 3),
 }

@@ -24,7 +24,7 @@ from tests.ranks import RankPools
 fuse = importlib.import_module("ditron_inductor.passes.fuse.grouped_matmul_all_reduce")
 pytest.importorskip("transformers", reason="the models are those of the extra 'models'")
 COPIES, GROUPED = "batched_mm", "grouped_mm"
-KIND = "expert_projections"
+PROJECTED, SUMMED = "expert_projections", "experts_all_reduce"
 COMBINED = "combine_experts"
 REDUCED = "grouped_matmul_all_reduce"
 
@@ -43,8 +43,15 @@ def _trained(ctx: RankContext, setup: Setup) -> tuple[int, int]:
     return sites["forward"][REDUCED], sites["backward"][REDUCED]
 
 
+def _decoded(ctx: RankContext, setup: Setup) -> tuple[int, int, int]:
+    """Does `_run`; returns the calls of the first matmuls, of the second ones with their reductions, and norms."""
+    _run(ctx, setup)
+    found = counters["ditron"]
+    return found[PROJECTED], found[SUMMED], found["all_reduce_rms_norm"]
+
+
 def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
-    """Compares the compiled model with eager, at two batches; returns the number of calls of all layers."""
+    """Compares the compiled model with eager, at two batches; returns the number of sums of all layers."""
     torch._dynamo.reset()
     counters.clear()
     architecture = ARCHITECTURES[setup.name]
@@ -58,7 +65,7 @@ def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
             wanted, got = (step_of(setup, model, fn, given)["logits"] for fn in (model, call))
             error = float((got - wanted).float().norm() / wanted.float().norm())
             assert error <= MODEL_TOLERANCES[setup.sizes.dtype], f"{setup}: {error:.1e}"
-    return counters["ditron"][KIND if experts == COPIES else COMBINED]
+    return counters["ditron"][COMBINED]
 
 
 NARROW = replace(Sizes(), dtype=torch.bfloat16)
@@ -79,9 +86,9 @@ PROMPTS = (
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> None:
-    found = rank_pools.get("cpu", 2).run(_run, setup, timeout=200)
-    # Gate and up in one call, down in another.
-    assert found == [2 * setup.num_layers] * 2
+    # Gate and up in one call; down, the sum over the experts, the reduction and the norm behind it in another.
+    for projected, summed, normed in rank_pools.get("cpu", 2).run(_decoded, setup, timeout=200):
+        assert projected == summed == setup.num_layers and normed > setup.num_layers
 
 
 @pytest.mark.timeout(220)

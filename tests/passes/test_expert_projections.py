@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.expert_projections import expert_projections
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS
+from ditron_inductor.task.nodes import DEFAULT_FUSIONS, MOST_EXPERT_TOKENS
 from tests.passes.graphs import all_reduce, compiled_graphs, run_ranks, text, traced
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -44,9 +44,13 @@ def layer(
     return experts(all_reduce(x @ norm), scores, gate_up, down)
 
 
+APART = Options(fusions=tuple(kind for kind in DEFAULT_FUSIONS if kind != "experts_all_reduce"))
+"""The second matmul of experts does not go with its reduction."""
+
+
 def calls(module: fx.GraphModule, options: Options | None = None) -> int:
     """Runs all passes; how many calls were made."""
-    made = pipeline.run(module.graph, options or Options())["expert_projections"]
+    made = pipeline.run(module.graph, options or APART)["expert_projections"]
     module.graph.lint()
     module.recompile()
     return made
@@ -189,6 +193,11 @@ def test_a_graph_without_a_fused_collective_stays() -> None:
 @pytest.mark.parametrize("options", [Options(strategy="library"), Options(fusions=("matmul_all_reduce",))], ids=str)
 def test_options(options: Options) -> None:
     assert calls(traced(layer, *OPERANDS), options) == 0
+
+
+def test_the_second_matmul_goes_with_its_reduction() -> None:
+    module = traced(layer, *OPERANDS)
+    assert calls(module, Options()) == 1 and "ditron.experts_all_reduce(" in text(module.graph)
 
 
 def test_idempotent() -> None:
