@@ -150,7 +150,19 @@ def _experts(node: nodes.ExpertProjections, given: Given) -> Rules:
 
 
 def _combined(node: nodes.CombineExperts, given: Given) -> Rules:
-    yield from _slots_summed(node.top_k, given, given["products"].shape, given["products"].dtype)
+    products = given["products"]
+    yield from _slots_summed(node.top_k, given, products.shape, products.dtype)
+    if node.has_bias:
+        experts = given["experts"]
+        yield experts.dtype == torch.int64 and experts.ndim == 1, "has experts that are no int64 vector"
+        yield experts.shape[0] == products.shape[0], "has experts that do not fit the slots"
+        yield from _biases_fit(given["bias"], products)
+
+
+def _biases_fit(bias: torch.Tensor, products: torch.Tensor) -> Rules:
+    """Yields the rules for biases of experts that are added to tensors with these columns and dtype."""
+    yield bias.ndim == 2 and bias.dtype == products.dtype, "has biases of another dtype or of other dimensions"
+    yield bias.shape[-1] == products.shape[-1], "has biases that do not fit the columns"
 
 
 def _slots_summed(top_k: int, given: Given, shape: Sequence[Any], dtype: torch.dtype) -> Rules:
@@ -180,6 +192,9 @@ def _experts_reduced(node: nodes.ReducedExperts, given: Given) -> Rules:
     yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
     yield ends.dtype == torch.int32 and ends.ndim == 1, "has ends that are no int32 vector"
     yield ends.shape[0] == weight.shape[0], "has ends that do not fit the experts"
+    if node.has_bias:
+        yield from _biases_fit(given["bias"], weight)
+        yield given["bias"].shape[0] == weight.shape[0], "has biases that do not fit the experts"
     yield from _slots_summed(node.top_k, given, (x.shape[0], weight.shape[2]), x.dtype)
 
 

@@ -92,14 +92,17 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
 
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize(
-    ("form", "strategy"),
+    ("name", "form", "strategy"),
     [
-        ("hf", "library"),
-        *rare(("ep", "library"), ("hf", "tile"), ("ep", "tile")),
+        ("qwen3_moe", "hf", "library"),
+        # Its experts have biases.
+        ("gpt_oss", "ep", "tile"),
+        *rare(("qwen3_moe", "ep", "library"), ("qwen3_moe", "hf", "tile"), ("qwen3_moe", "ep", "tile")),
+        *rare(("gpt_oss", "ep", "library")),
     ],
 )
-def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, form: str, strategy: str) -> None:
-    setup = Setup("qwen3_moe", form, sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
+def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, name: str, form: str, strategy: str) -> None:
+    setup = Setup(name, form, sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
     assert rank_pools.get("cpu", 2).run(_reduced, setup, timeout=200) == [setup.num_layers] * 2
 
 
@@ -109,6 +112,7 @@ TRAINED = (
     pytest.param(
         Setup("qwen3_moe", "ep", train=True, sizes=NARROW, batch=5, seq_len=15), 0, marks=pytest.mark.all_cases
     ),
+    pytest.param(Setup("gpt_oss", "ep", train=True, sizes=NARROW, batch=5, seq_len=15), 0, marks=pytest.mark.all_cases),
 )
 
 

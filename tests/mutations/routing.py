@@ -15,6 +15,8 @@ REDUCED = "tests/lowering/test_reduced_experts.py"
 COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_in_the_interpreter"
 REFUSED = "tests/test_strict.py"
 SORTS = "passes/normalize/mark_sorts.py"
+ROWS = "passes/graph/expert_rows.py"
+BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
 ROUTING: tuple[Mutation, ...] = (
     Mutation(
@@ -58,6 +60,41 @@ ROUTING: tuple[Mutation, ...] = (
         "            there = there & (tl.load(slots.absent",
         "            there = there | (tl.load(slots.absent",
         f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "all experts have the biases of the first one",
+        KERNEL,
+        "bias + expert.to(tl.int64) * N + offs_n",
+        "bias + offs_n",
+        f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "the sum of a product and its bias is not rounded",
+        COMBINE,
+        "(product.to(tl.float32) + row.to(tl.float32)).to(product.dtype)",
+        "product.to(tl.float32) + row.to(tl.float32)",
+        f"{SUMMED}::test_a_product_with_its_bias_is_rounded",
+    ),
+    Mutation(
+        "ids of experts may be negative",
+        ROWS,
+        "return found.least >= 0 and found.most",
+        "return found.most",
+        f"{BIASED}[negative ids]",
+    ),
+    Mutation(
+        "the experts of biases may be other ones",
+        ROWS,
+        "(_sorted(counted) or _flat(counted)) is ids",
+        "(_sorted(counted) or _flat(counted)) is not None",
+        f"{BIASED}[ends of other ids]",
+    ),
+    Mutation(
+        "biases may be those of fewer experts",
+        ROWS,
+        " or kept[1].most < num_experts - 1:",
+        ":",
+        f"{BIASED}[clamped to fewer]",
     ),
     Mutation(
         "an input of a backward is known by its metadata alone",

@@ -70,21 +70,31 @@ def _expert_projections(calls: list[Call]) -> list[Any]:
 
 
 def _combine_experts(calls: list[Call]) -> list[Any]:
-    return [[_summed(call, call.products)] for call in calls]
+    biases = [(call.bias, call.experts) if call.node.has_bias else () for call in calls]
+    return [[_summed(call, call.products, *biased)] for call, biased in zip(calls, biases, strict=True)]
 
 
-def _summed(call: Call, products: torch.Tensor) -> torch.Tensor:
+def _summed(call: Call, products: torch.Tensor, *biased: torch.Tensor) -> torch.Tensor:
     """The weighted sum of the slots of each token."""
     optional = (call.given.get(name) for name in ("absent", "added"))
-    return reference.combined(call.node.top_k, products, call.places, call.scale, *optional)
+    return reference.combined(call.node.top_k, products, call.places, call.scale, *optional, *biased)
+
+
+def _products_of_experts(call: Call) -> torch.Tensor:
+    """The products of all slots, with their biases."""
+    products = torch._grouped_mm(call.x, call.weight, offs=call.ends)
+    if not call.node.has_bias:
+        return products
+    rows = torch.arange(len(products))
+    return products + call.bias[torch.searchsorted(call.ends, rows, right=True).clamp(max=len(call.ends) - 1)]
 
 
 def _summed_experts(calls: list[Call]) -> list[torch.Tensor]:
-    return [_summed(call, torch._grouped_mm(call.x, call.weight, offs=call.ends)) for call in calls]
+    return [_summed(call, _products_of_experts(call)) for call in calls]
 
 
 def _kept_products(call: Call) -> list[torch.Tensor]:
-    return [torch._grouped_mm(call.x, call.weight, offs=call.ends)] * call.node.returns_products
+    return [_products_of_experts(call)] * call.node.returns_products
 
 
 def _grouped_matmul_all_reduce(calls: list[Call]) -> list[Any]:
