@@ -24,6 +24,9 @@ class ExpertProjections(LocalProducts):
     * top_k], token by token, and the experts of one token differ. x is [T, K] if `by_token`: all slots of a token have
     its row. Otherwise x is [T * top_k, K], with a row for each slot. weight_i is [E, K, N_i], a matrix for each of E
     experts, and out_i [T * top_k, N_i].
+
+    If `has_absent`, slots may also name E or more, as under expert parallelism those of other ranks' experts do. Such a
+    slot has zeros in all outputs, whatever the epilogue is.
     """
 
     kind: ClassVar[str] = "expert_projections"
@@ -33,6 +36,7 @@ class ExpertProjections(LocalProducts):
     num_extras: int = 0
     epilogue: str = ""
     strategy: str = "auto"
+    has_absent: bool = False
 
     def verify(self) -> None:
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")

@@ -6,14 +6,15 @@ tokens by expert in several launches. Algorithm. One grid has a program for each
 columns. If there are fewer slots than experts, the pairs are of slots and tiles, and the first slot of an expert stands
 for all of its slots. A program reads all slots, which are few, and masks the tokens that do not take its expert, so
 nothing is sorted or copied. The tokens are the rows of one tile (see `matmul_tile_of_few_rows`), and each weight is
-read once. Products that an epilogue combines, such as gate and up, are computed in one tile. Nothing is communicated,
-and no program waits. Limits. There are few tokens, K of x and of the weights is contiguous, and the experts of one
-token differ. Anything else is computed by the library, which copies the weights of each slot.
+read once. Products that an epilogue combines, such as gate and up, are computed in one tile. Slots of other ranks'
+experts get zeros: from their own program, or from those of the first expert. Nothing is communicated, and no program
+waits. Limits. There are few tokens, K of x is contiguous, and so are K or the columns of the weights, and the experts
+of one token differ. Anything else is computed by the library, which copies the weights of each slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ import triton.language as tl
 from ditron_inductor.core.matmul import Rows
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import EXPERTS, PAIRED_EXPERTS, Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange
+from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, unpacked
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
@@ -36,9 +37,12 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[
 
 
 class Sizes(NamedTuple):
-    """The numbers of tokens and of tiles of one expert, K, and, for each weight, the stride from expert to expert."""
+    """The numbers of tokens, of experts and of tiles of one expert, K, and, for each weight, the stride from expert to
+    expert.
+    """
 
     T: Any
+    E: Any
     tiles: Any
     K: Any
     strides_be: Any
@@ -46,7 +50,8 @@ class Sizes(NamedTuple):
 
 class How(NamedTuple):
     """How tokens take experts, known at compile time: TOP_K experts each, BY_TOKEN as in the node, and whether programs
-    are of slots (BY_SLOT) or of experts. RANKS and SLOTS: powers of two of at least TOP_K and the number of slots.
+    are of slots (BY_SLOT) or of experts, and whether slots may be absent. RANKS and SLOTS: powers of two of at least
+    TOP_K and the number of slots.
     """
 
     TOP_K: Any
@@ -54,6 +59,7 @@ class How(NamedTuple):
     SLOTS: Any
     BY_TOKEN: Any
     BY_SLOT: Any
+    HAS_ABSENT: Any
 
 
 @triton.jit
@@ -74,6 +80,10 @@ def expert_projections_kernel(
     else:
         expert = number.to(tl.int64)
         idle = tl.sum((taken == expert).to(tl.int32)) == 0
+    if HOW.HAS_ABSENT:
+        absent = (taken >= sizes.E) & ((slots == number) if HOW.BY_SLOT else (number == 0))
+        store_zeros(tl.where(tl.sum(absent.to(tl.int32)) > 0, tile, -1), slots, absent, outs, widths, GROUPS, TILES)
+        idle = idle | (expert >= sizes.E)
     tokens = tl.arange(0, TILES.BLOCK_M)
     ranks = tl.arange(0, HOW.RANKS)
     inside = (tokens < sizes.T)[:, None] & (ranks < TOP_K)[None, :]
@@ -88,6 +98,26 @@ def expert_projections_kernel(
         of_expert = of_expert + (weights[i] + expert * sizes.strides_be[i],)  # type: ignore[assignment]
     tile = tl.where(idle, -1, tile)
     store_projections(tile, rows, places, of_expert, extras, outs, widths, sizes.K, GROUPS, EPILOGUE, TILES, PAIR)
+
+
+@triton.jit
+def store_zeros(tile, rows, there, outs, widths, GROUPS: tl.constexpr, TILES: tl.constexpr):
+    """Stores zeros in those `rows` that are `there`, in the columns of tile number `tile`, counted as
+    `store_projections` does. It does nothing if the number is negative.
+    """
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
+    for g in tl.static_range(NUM_GROUPS):
+        N = widths.columns[unpacked(GROUPS.FIRST_WEIGHTS, g)]
+        tiles = tl.cdiv(N, BLOCK_N)
+        if (tile >= 0) & (tile < tiles):
+            columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = there[:, None] & (columns < N)[None, :]
+            NUM_OUTS: tl.constexpr = unpacked(GROUPS.NUM_OUTS, g)
+            for i in tl.static_range(NUM_OUTS):
+                out = outs[unpacked(GROUPS.FIRST_OUTS, g) + i]
+                tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], 0.0, mask=inside)
+        tile -= tiles
 
 
 def prepare(
@@ -105,13 +135,13 @@ def prepare(
     if x.device.type == "cpu" and strategy != "tile":
         return by_library(node, x, extras)
     fits = 0 < tokens <= MOST_EXPERT_TOKENS and K > 0 and x.dtype in OPERAND_DTYPES
-    lies = x.is_contiguous() and experts.is_contiguous() and all(weight.stride(1) == 1 for weight in weights)
+    lies = x.is_contiguous() and experts.is_contiguous() and all(1 in weight.stride()[1:] for weight in weights)
     if not (fits and lies) or 0 in weights[0].shape or facts_of(x.device).tile_problem:
         return by_library(node, x, extras)
     arrangement = arrange(node.parsed, node.num_weights)
     ordered = [weights[index] for index in arrangement.weights]
     facts = facts_of(x.device)
-    shapes = PAIRED_EXPERTS if arrangement.together > 1 else EXPERTS
+    shapes = shapes_of(arrangement.together > 1, any(weight.stride(1) != 1 for weight in weights))
     interpreted = x.device.type == "cpu"
     config = select_few_rows_config(rows=tokens, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
     launcher = local_launcher(expert_projections_kernel, x.device)
@@ -129,6 +159,13 @@ def prepare(
     return run
 
 
+def shapes_of(together: bool, across: bool) -> Mapping[int, Config]:
+    """Returns the tile shapes by the largest number of tokens. together: of two weights that are multiplied in one
+    tile. across: the columns of a weight are contiguous, of which narrow tiles would read short pieces.
+    """
+    return PAIRED_EXPERTS if together and not across else EXPERTS
+
+
 def by_library(node: ExpertProjections, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Runner:
     """Returns what copies the weights of each slot, multiplies them by the library, and then computes the epilogue."""
     # `reduced`: no matmul of the library adds a bias to these products.
@@ -138,10 +175,15 @@ def by_library(node: ExpertProjections, x: torch.Tensor, extras: Sequence[torch.
         x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         rows = x.repeat_interleave(node.top_k, 0) if node.by_token else x
+        there = experts.clamp(max=weights[0].shape[0] - 1) if node.has_absent else experts
         products = [
-            torch.bmm(rows.unsqueeze(1), weight.index_select(0, experts)).squeeze(1).contiguous() for weight in weights
+            torch.bmm(rows.unsqueeze(1), weight.index_select(0, there)).squeeze(1).contiguous() for weight in weights
         ]
-        return products if finisher is None else finisher.finish(products, extras)
+        outs = products if finisher is None else finisher.finish(products, extras)
+        if node.has_absent:
+            absent = (experts != there).unsqueeze(1)
+            outs = [out.masked_fill_(absent, 0.0) for out in outs]
+        return outs
 
     return run
 
@@ -164,9 +206,10 @@ def _arguments(
         SLOTS=triton.next_power_of_2(S),
         BY_TOKEN=node.by_token,
         BY_SLOT=S <= E,
+        HAS_ABSENT=node.has_absent,
     )
     values: dict[str, Any] = {
-        "sizes": Sizes(S // node.top_k, tiles, x.shape[1], tuple(weight.stride(0) for weight in weights)),
+        "sizes": Sizes(S // node.top_k, E, tiles, x.shape[1], tuple(weight.stride(0) for weight in weights)),
         "widths": widths_of([weight[0] for weight in weights]),
         "GROUPS": arrangement.packed_groups,
         "EPILOGUE": arrangement.function,

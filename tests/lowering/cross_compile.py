@@ -72,7 +72,8 @@ class Case:
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
-    norm: ends with a norm. trace: the clock of its time stamps, if any.
+    norm: ends with a norm. trace: the clock of its time stamps, if any. elsewhere: experts whose weights have
+    contiguous columns, with slots of other ranks' experts.
     """
 
     kernel: str
@@ -87,6 +88,7 @@ class Case:
     epilogue: str = ""
     norm: bool = False
     trace: int = 0
+    elsewhere: bool = False
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -192,7 +194,7 @@ def compile_case(case: Case) -> Compiled:
     fn = (KERNELS | LOCAL_KERNELS)[case.kernel]
     fits = case.fitted
     threads = fits.num_warps * TARGETS[case.target].warp_size
-    k_major = case.descriptors or case.kernel in OF_FEW_ROWS
+    k_major = case.descriptors or (case.kernel in OF_FEW_ROWS and not case.elsewhere)
     precision = "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee"
     tile = Tiles(
         BLOCK_M=fits.block_m,
@@ -240,6 +242,7 @@ def compile_case(case: Case) -> Compiled:
         "SLOTS": 64,
         "BY_TOKEN": True,
         "BY_SLOT": True,
+        "HAS_ABSENT": case.elsewhere,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}

@@ -64,8 +64,10 @@ def _expert_projections(calls: list[Call]) -> list[Any]:
     results = []
     for call in calls:
         rows = call.x.repeat_interleave(call.node.top_k, 0) if call.node.by_token else call.x
-        products = [torch.einsum("sk,skn->sn", rows, weight[call.experts]) for weight in call.weights]
-        results.append(_after_epilogue(call, products))
+        there = call.experts.clamp(max=len(call.weights[0]) - 1)
+        products = [torch.einsum("sk,skn->sn", rows, weight[there]) for weight in call.weights]
+        absent = (call.experts != there).unsqueeze(1)
+        results.append([out.masked_fill(absent, 0.0) for out in _after_epilogue(call, products)])
     return results
 
 
