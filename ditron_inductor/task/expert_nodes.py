@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, SCATTERED_PRODUCT, Exchange
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, REDUCE_OPS, LocalProducts
-from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, TaskNode, single
+from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 
 T = TypeVar("T")
@@ -27,9 +27,13 @@ class ExpertProjections(LocalProducts):
 
     If `has_absent`, slots may also name E or more, as under expert parallelism those of other ranks' experts do. Such a
     slot has zeros in all outputs, whatever the epilogue is.
+
+    If `interleaved`, there are two products and one weight [E, K, 2 N]. Its even columns are weight_0, its odd ones
+    weight_1.
     """
 
     kind: ClassVar[str] = "expert_projections"
+    of_experts: ClassVar[bool] = True
     top_k: int
     by_token: bool
     num_weights: int
@@ -37,24 +41,36 @@ class ExpertProjections(LocalProducts):
     epilogue: str = ""
     strategy: str = "auto"
     has_absent: bool = False
+    interleaved: bool = False
 
     def verify(self) -> None:
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
+        right = not self.interleaved or self.num_weights == 2
+        check(right, self.kind, "num_weights", self.num_weights, "2, as these are the columns of one weight in turns")
         super().verify()
 
+    @property
+    def num_stored(self) -> int:
+        """The number of operands that are weights."""
+        return 1 if self.interleaved else self.num_weights
+
     def slots(self) -> Slots:
-        return (("x", None), ("experts", None), ("weights", self.num_weights), *self.extra_slots())
+        return (("x", None), ("experts", None), ("weights", self.num_stored), *self.extra_slots())
 
     def sizes(self, shapes: Shapes) -> Sizes:
         S, K = shapes["experts"][0], shapes["x"][1]
         return Sizes(S, sum(shape[2] for shape in shapes["weights"]), K, "n", (S, K))
 
+    def widths(self, weights: Sequence[Shape]) -> list[Any]:
+        """Returns the numbers of columns of the products, from the shapes of the weights."""
+        return [weights[0][2] // 2] * 2 if self.interleaved else [shape[2] for shape in weights]
+
     def outputs(self, shapes: Shapes) -> list[Output]:
-        return self.made([(shapes["experts"][0], shape[2]) for shape in shapes["weights"]])
+        return self.made([(shapes["experts"][0], width) for width in self.widths(shapes["weights"])])
 
     def split(self, operands: Sequence[T]) -> tuple[T, T, Sequence[T], Sequence[T]]:
         """Returns (x, experts, weights, extra tensors)."""
-        end = 2 + self.num_weights
+        end = 2 + self.num_stored
         return operands[0], operands[1], operands[2:end], operands[end:]
 
 

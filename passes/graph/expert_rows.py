@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.expressions import CLAMPS
 from ditron_inductor.passes.normalize.mark_sorts import SORTS
 
 aten = torch.ops.aten
@@ -26,7 +27,6 @@ CAST = torch.ops.prims.convert_element_type.default
 EXACT = 1 << 24
 """Smaller integers are exact in fp32."""
 COUNTED_IN: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-CLAMPS: frozenset[object] = frozenset({aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default})
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import expert_rows, proofs
-from ditron_inductor.passes.graph.expressions import POINTWISE, POWER
+from ditron_inductor.passes.graph.expressions import CLAMPS, POINTWISE, POWER
 from ditron_inductor.passes.normalize.mark_sorts import quotient
 
 aten = torch.ops.aten
 SPLITS: frozenset[object] = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 QUOTIENTS: frozenset[object] = frozenset({aten.div.Tensor, POWER})
-BY_ROW: frozenset[object] = frozenset({*POINTWISE, *expert_rows.CLAMPS, aten.where.self, aten.bmm.default}) - QUOTIENTS
+BY_ROW: frozenset[object] = frozenset({*POINTWISE, aten.where.self, aten.bmm.default}) - QUOTIENTS
 """Ops whose results have rows that depend on the same rows of their operands only, if all have as many dimensions. A
 bmm has a batch for each row. Of zeros they make numbers.
 """
@@ -60,7 +60,7 @@ def ids_of(experts: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | None
 def _unclamped(experts: fx.Node) -> fx.Node | None:
     """Returns a tensor in the shape of `experts` that has what they were before they were clamped."""
     node = experts
-    while node.target in expert_rows.CLAMPS or proofs.keeps_order(node):
+    while node.target in CLAMPS or proofs.keeps_order(node):
         node = proofs.operand(node)
         if proofs.alike(node, experts) and proofs.views_up(node)[-1].target is aten.where.self:
             return node

@@ -73,7 +73,7 @@ class Case:
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
     norm: ends with a norm. trace: the clock of its time stamps, if any. elsewhere: experts whose weights have
-    contiguous columns, with slots of other ranks' experts.
+    contiguous columns, with slots of other ranks' experts. interleaved: of which one weight has two products in turns.
     """
 
     kernel: str
@@ -89,6 +89,7 @@ class Case:
     norm: bool = False
     trace: int = 0
     elsewhere: bool = False
+    interleaved: bool = False
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -106,6 +107,8 @@ class Case:
     @property
     def length(self) -> int:
         """Of the kernel's tuples."""
+        if self.interleaved:
+            return 1
         return NUM_WEIGHTS if self.kernel in OF_WEIGHTS else self.products
 
     @property
@@ -220,7 +223,9 @@ def compile_case(case: Case) -> Compiled:
         "EARLY": case.early,
         "INTERLEAVED": not case.descriptors and case.kernel != "two_shot",
         "TILES": tile,
-        "PAIR": tile._replace(BLOCK_K=fits.block_k // 2),
+        "PAIR": tile._replace(
+            BLOCK_K=fits.block_k // (1 if case.interleaved else 2), BLOCK_N=fits.block_n * (1 + case.interleaved)
+        ),
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,

@@ -8,6 +8,8 @@ EXPERTS = "lowering/expert_projections/experts_kernel.py"
 FINDER = "passes/fuse/expert_projections.py"
 MEETINGS = "ditron_inductor/device/meetings.py"
 FOUND = "tests/passes/test_expert_projections.py"
+ELSEWHERE = "passes/graph/slots_elsewhere.py"
+UNREAD = "tests/passes/test_slots_elsewhere.py"
 COMBINE = "lowering/expert_sums/combine_kernel.py"
 KERNEL = "lowering/expert_sums/reduced_kernel.py"
 SUMMED = "tests/lowering/test_combine_experts.py"
@@ -22,7 +24,7 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "experts may be numbered beyond the weights",
         FINDER,
-        "return top_k if 0 < top_k and choices <= num_experts else None",
+        "return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None",
         "return top_k if 0 < top_k else None",
         f"{FOUND}::test_more_scores_than_experts_prove_nothing",
     ),
@@ -45,6 +47,34 @@ ROUTING: tuple[Mutation, ...] = (
         EXPERTS,
         "numbers = tokens if HOW.BY_TOKEN else places",
         "numbers = tokens",
+        COMPUTED,
+    ),
+    Mutation(
+        "slots elsewhere may have weights that are not 0",
+        ELSEWHERE,
+        " or mask.args[1] != num_experts:",
+        ":",
+        f"{UNREAD}::test_it_must_not_fire[weights that are 0 for other ids]",
+    ),
+    Mutation(
+        "zeros of slots elsewhere may be divided by each other",
+        ELSEWHERE,
+        "aten.where.self, aten.bmm.default}) - QUOTIENTS",
+        "aten.where.self, aten.bmm.default})",
+        f"{UNREAD}::test_rows_that_something_else_reads_are_computed[quotients of rows]",
+    ),
+    Mutation(
+        "rows of a table may be those of other experts",
+        "passes/absorb/expert_tables.py",
+        "if kept is None or kept[0] is not proofs.views_up(experts)[-1] or",
+        "if kept is None or",
+        "tests/passes/test_split_columns.py::test_it_must_not_fire[biases of other experts]",
+    ),
+    Mutation(
+        "up is gate",
+        "lowering/epilogues.py",
+        '(at.expert * at.width + at.columns) * 2 + 1"',
+        '(at.expert * at.width + at.columns) * 2"',
         COMPUTED,
     ),
     Mutation(

@@ -10,7 +10,7 @@ import torch
 from ditron_inductor.task import flash_decode as attention
 from ditron_inductor.task import reference, reference_attention, schema
 from ditron_inductor.task.epilogue import Epilogue
-from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.epilogue_torch import evaluate, without_tables
 from ditron_inductor.task.nodes import EXTRAS, LOCAL_KINDS, NODES, SHARD_EXTRAS
 from ditron_inductor.task.reference import sum_of_products
 
@@ -66,8 +66,12 @@ def _expert_projections(calls: list[Call]) -> list[Any]:
         rows = call.x.repeat_interleave(call.node.top_k, 0) if call.node.by_token else call.x
         there = call.experts.clamp(max=len(call.weights[0]) - 1)
         products = [torch.einsum("sk,skn->sn", rows, weight[there]) for weight in call.weights]
-        absent = (call.experts != there).unsqueeze(1)
-        results.append([out.masked_fill(absent, 0.0) for out in _after_epilogue(call, products)])
+        if call.node.interleaved:
+            products = [products[0][:, half::2] for half in range(2)]
+        if call.node.parsed is not None:
+            epilogue, extras = without_tables(call.node.parsed, call.given.get("extras", ()), there)
+            products = evaluate(epilogue, products, extras)
+        results.append([out.masked_fill((call.experts != there).unsqueeze(1), 0.0) for out in products])
     return results
 
 

@@ -98,7 +98,7 @@ REFUSED = {
 SECOND_ONLY = {
     # Zeros that become no numbers, or rows that are mixed.
     "inverses": layer_of(between=lambda rows: 1.0 / rows),
-    "quotients of rows": layer_of(between=lambda rows: rows / rows.abs()),
+    "quotients of rows": layer_of(between=lambda rows: rows / (rows * rows)),
     "rows in another order": layer_of(between=lambda rows: rows.flip(0)),
     "all rows": layer_of(between=lambda rows: rows - rows.mean(0)),
 }
