@@ -28,7 +28,9 @@ from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_la
 from ditron_inductor.task import epilogue_torch
 from ditron_inductor.task.dtypes import ACTIVATIONS
 from ditron_inductor.task.epilogue import (
+    EXPERT_KINDS,
     FUNCTIONS,
+    FUNCTIONS_OF_TWO,
     Binary,
     Cast,
     Epilogue,
@@ -46,27 +48,41 @@ from ditron_inductor.task.epilogue import (
 from ditron_inductor.task.nodes import WithEpilogue
 from ditron_inductor.task.torch_dtypes import NAMES, TORCH_DTYPES
 
-PARAMETERS = "GROUP: tl.constexpr, mm, x, rows, columns, places, in_rows, in_columns, inside"
+PARAMETERS = "GROUP: tl.constexpr, mm, x, at"
+PLACES = {
+    "scalar": "",
+    "row": " + at.columns",
+    "column": " + at.rows",
+    "full": " + at.places",
+    "expert": " + at.expert * at.width + at.columns",
+    "even": " + (at.expert * at.width + at.columns) * 2",
+    "odd": " + (at.expert * at.width + at.columns) * 2 + 1",
+}
+"""Where an extra tensor of a kind has its elements, and where they are inside."""
+MASKS = {"scalar": "", "row": "at.in_columns", "column": "at.in_rows", "full": "at.inside"} | dict.fromkeys(
+    EXPERT_KINDS, "at.in_columns"
+)
 TRITON_DTYPES = {dtype.short: f"tl.{dtype.name}" for dtype in ACTIVATIONS}
 PACKED_BITS = 8
 """The bits of one number in the compile-time integers that stand for lists (see `packed`)."""
 BLOCK = 2048
 WARPS = 8
+NAMED = (*FUNCTIONS, *FUNCTIONS_OF_TWO)
 INT32 = 1 << 31
 
 
 @functools.cache
 def generated(source: str) -> Any:
     """Returns the epilogue with this text as a `@triton.jit` function of PARAMETERS. The function returns the outputs
-    of group GROUP, fp32, as a tuple. mm: the group's products, rounded, in fp32. x: pointers to all extra tensors. The
-    other parameters are the fields of `Elements`.
+    of group GROUP, fp32, as a tuple. mm: the group's products, rounded, in fp32. x: pointers to all extra tensors. at:
+    the `Elements`.
     """
     # The name is unique, because a compiled kernel tells apart the functions that it calls by their names.
     function = f"epilogue_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     code = _source(parse(source), function)
     name = f"<ditron {function}>"
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    namespace: dict[str, Any] = {function_name: getattr(pointwise, function_name) for function_name in FUNCTIONS}
+    namespace: dict[str, Any] = {function_name: getattr(pointwise, function_name) for function_name in NAMED}
     namespace |= {"tl": tl, "__name__": __name__}
     exec(compile(code, name, "exec"), namespace)
     return triton.jit(namespace[function])
@@ -99,13 +115,14 @@ def _line(expression: Expression, group: OutputGroup, names: dict[Expression, st
         case ProductTerm(index):
             code = f"mm[{group.products.index(index)}]"
         case Extra(kind, index):
-            place = {"scalar": "", "row": " + columns", "column": " + rows", "full": " + places"}[kind]
-            mask = {"scalar": "", "row": "in_columns", "column": "in_rows", "full": "inside"}[kind]
-            code = f"tl.load(x[{index}]{place}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
+            mask = MASKS[kind]
+            code = f"tl.load(x[{index}]{PLACES[kind]}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
         case Number(number):
             code = f"tl.full((), {number!r}, tl.float32)"
         case Function(name, argument):
             code = f"{name}({value(argument)})"
+        case Binary(operator, left, right) if operator in FUNCTIONS_OF_TWO:
+            code = f"{operator}({value(left)}, {value(right)})"
         case Binary(operator, left, right):
             code = f"{value(left)} {operator} {value(right)}"
         case Cast(argument, dtype):
@@ -235,7 +252,8 @@ def unpacked(numbers, i):
 
 class Elements(NamedTuple):
     """The elements of outputs [.., N] to which a block of values belongs: their rows and columns, their places rows * N
-    + columns, and whether the row, the column and both are inside. All of them broadcast to the block's shape.
+    + columns, and whether the row, the column and both are inside. All of these broadcast to the block's shape. width:
+    N. expert: the expert of all rows, if they have one.
     """
 
     rows: Any
@@ -244,6 +262,8 @@ class Elements(NamedTuple):
     in_rows: Any
     in_columns: Any
     inside: Any
+    width: Any
+    expert: Any
 
 
 @triton.jit
@@ -254,10 +274,10 @@ def elements_of(rows, columns, M, N):
 
 
 @triton.jit
-def elements_at(rows, columns, in_rows, in_columns, N):
+def elements_at(rows, columns, in_rows, in_columns, N, expert=0):
     """Returns the Elements of rows [BLOCK_M] and columns [BLOCK_N]. in_rows, in_columns: which are inside."""
     places = rows[:, None] * N + columns[None, :]
-    return Elements(rows[:, None], columns[None, :], places, in_rows, in_columns, in_rows & in_columns)
+    return Elements(rows[:, None], columns[None, :], places, in_rows, in_columns, in_rows & in_columns, N, expert)
 
 
 @triton.jit
@@ -266,10 +286,7 @@ def prepared(acc, x, elements, DTYPE: tl.constexpr, PRE: tl.constexpr):
     result = acc
     if PRE is not None:
         mm = (acc.to(DTYPE).to(tl.float32),)
-        result = PRE(
-            0, mm, x, elements.rows, elements.columns, elements.places, elements.in_rows, elements.in_columns,
-            elements.inside,
-        )[0]  # fmt: skip
+        result = PRE(0, mm, x, elements)[0]
     return result
 
 
@@ -287,10 +304,7 @@ def store_outputs(
         mm = ()
         for i in tl.static_range(NUM_PRODUCTS):
             mm = mm + (accs[i].to(DTYPE).to(tl.float32),)  # type: ignore[assignment]
-        results = EPILOGUE(
-            GROUP, mm, x, elements.rows, elements.columns, elements.places, elements.in_rows, elements.in_columns,
-            elements.inside,
-        )  # fmt: skip
+        results = EPILOGUE(GROUP, mm, x, elements)
     for i in tl.static_range(NUM_OUTS):
         out = outs[FIRST_OUT + i]
         result = tl.where(ok != 0, results[i], float("nan")).to(out.dtype.element_ty)
@@ -307,7 +321,8 @@ def store_sum(total, ok, x, outs, elements, DTYPE: tl.constexpr, EPILOGUE: tl.co
 @triton.jit
 def store_flat_sum(total, ok, x, outs, places, inside, N, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr):
     """Does `store_sum` for consecutive elements of a reduced sum [.., N]."""
-    store_sum(total, ok, x, outs, Elements(places // N, places % N, places, inside, inside, inside), DTYPE, EPILOGUE)
+    elements = Elements(places // N, places % N, places, inside, inside, inside, N, 0)
+    store_sum(total, ok, x, outs, elements, DTYPE, EPILOGUE)
 
 
 class Layout(NamedTuple):
@@ -348,7 +363,8 @@ def apply_epilogue_kernel(
     values = ()
     for i in tl.static_range(NUM_PRODUCTS):
         values = values + (tl.load(mm[i] + held, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    results = EPILOGUE(GROUP, values, x, places // sizes.N, places % sizes.N, places, inside, inside, inside)
+    N = sizes.N
+    results = EPILOGUE(GROUP, values, x, Elements(places // N, places % N, places, inside, inside, inside, N, 0))
     for i in tl.static_range(NUM_OUTS):
         tl.store(outs[i] + held, results[i].to(outs[i].dtype.element_ty), mask=inside)
 

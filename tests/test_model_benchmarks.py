@@ -321,7 +321,7 @@ def test_the_limit_is_that_of_a_rank_s_share(rank_pools: RankPools) -> None:
         assert among == alone and wanted == found
 
 
-def _experts(ctx: RankContext) -> None:
+def _experts(ctx: RankContext, model: str) -> None:
     """A mixture's feed-forward, by each of its ways and cut over the ranks, is what it is as a whole."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -329,11 +329,11 @@ def _experts(ctx: RankContext) -> None:
     from benchmarks.models.experts import FEW_TOKENS, Experts
 
     mesh = init_device_mesh("cpu", (ctx.world_size,))
-    arch = MODELS["deepseek-v3"].like(TINY)
+    arch = MODELS[model].like(TINY)
     for dtype, tokens in ((torch.float32, 8), (torch.bfloat16, FEW_TOKENS), (torch.bfloat16, FEW_TOKENS + 2)):
         for scatters in (False, True):
             torch.manual_seed(0)
-            part = Experts(arch.hidden, arch.inner, arch.experts, arch.top_k, arch.shared).to(dtype)
+            part = Experts(arch.hidden, arch.inner, arch.experts, arch.top_k, arch.shared, arch.bias).to(dtype)
             whole = copy.deepcopy(part).double()
             whole.plain = True
             part.cut(mesh, scatters)
@@ -351,8 +351,9 @@ def _experts(ctx: RankContext) -> None:
                 assert error < (1e-5 if dtype == torch.float32 else 2e-2), (dtype, tokens, scatters, error)
 
 
-def test_experts_are_cut_over_the_ranks(rank_pools: RankPools) -> None:
-    rank_pools.get("cpu", 2).run(_experts)
+@pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-120b"])
+def test_experts_are_cut_over_the_ranks(rank_pools: RankPools, model: str) -> None:
+    rank_pools.get("cpu", 2).run(_experts, model)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-32b"])

@@ -2,7 +2,8 @@
 
 A token is computed by its `top_k` experts, and the results are weighted by the router and added up. Few tokens are
 multiplied with copies of their experts' weights (`batched_mm`), many by torch's grouped matmul over slots that are
-sorted by expert (`grouped_mm`). A slot is a token's use of one expert.
+sorted by expert (`grouped_mm`). A slot is a token's use of one expert. Experts with biases are those of GPT-OSS: gate
+and up lie in alternate columns of a weight, whose columns are contiguous, and the activation is clamped.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ FEW_TOKENS = 64
 DRAWN = 1 << 20
 """The drawn scores, which are used again for further tokens."""
 NEGLIGIBLE = 1e-6
+LIMIT, ALPHA = 7.0, 1.702
+"""Of the clamped activation."""
 
 
 class Experts(nn.Module):
@@ -27,21 +30,26 @@ class Experts(nn.Module):
     wider dtype chooses the same experts. The router is multiplied all the same. None: the router chooses. mesh: the
     ranks over which results are added up, None if there are no others. layout: of the results, which are whole, or of
     which a rank gets its own part of the sequence. plain: every expert in a plain matmul, as in the model that all
-    results are compared with.
+    results are compared with. biased: experts as GPT-OSS has them, see the module; each rank adds its part of the
+    biases of down, as DTensor divides them. shared: the width of an expert that all tokens take; 0 without.
     """
 
     scores: torch.Tensor | None
 
-    def __init__(self, hidden: int, inner: int, experts: int, top_k: int, shared: int = 0) -> None:
+    def __init__(
+        self, hidden: int, inner: int, experts: int, top_k: int, shared: int = 0, biased: bool = False
+    ) -> None:
         super().__init__()
-        self.top_k = top_k
-        self.router = nn.Linear(hidden, experts, bias=False)
-        # The gates of all columns, then what they open.
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
-        for weight in (self.gate_up_proj, self.down_proj):
-            nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
-        # An expert that all tokens take.
+        self.top_k, self.biased = top_k, biased
+        self.router = nn.Linear(hidden, experts, bias=biased)
+        # The gates of all columns, then what they open; with biases in turns.
+        shapes = ((hidden, 2 * inner), (inner, hidden)) if biased else ((2 * inner, hidden), (hidden, inner))
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(experts, *shape)) for shape in shapes)
+        for weight, depth in ((self.gate_up_proj, hidden), (self.down_proj, inner)):
+            nn.init.uniform_(weight, -(depth**-0.5), depth**-0.5)
+        if biased:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * inner).normal_(std=0.1))
+            self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden).normal_(std=0.1))
         self.shared_gate_up_proj = nn.Linear(hidden, 2 * shared, bias=False) if shared else None
         self.shared_down_proj = nn.Linear(shared, hidden, bias=False) if shared else None
         scores = torch.empty(DRAWN // experts, experts, dtype=torch.float32).normal_()
@@ -53,6 +61,13 @@ class Experts(nn.Module):
     def cut(self, mesh: DeviceMesh, scatters: bool) -> None:
         """Keeps this rank's part of the width of each expert."""
         world_size, rank = mesh.size(), mesh.get_local_rank()
+        self.mesh, self.layout = mesh, Shard(1) if scatters else Replicate()
+        if self.biased:
+            for name, dim in (("gate_up_proj", 2), ("gate_up_proj_bias", 1), ("down_proj", 1)):
+                part = getattr(self, name).detach().chunk(world_size, dim)[rank].clone()
+                setattr(self, name, nn.Parameter(part))
+            self.down_proj_bias = nn.Parameter(self.down_proj_bias.detach() / world_size)
+            return
 
         def gates(weight: torch.Tensor) -> nn.Parameter:
             return nn.Parameter(weight.detach().unflatten(-2, (2, world_size, -1))[..., rank, :, :].flatten(-3, -2))
@@ -64,7 +79,6 @@ class Experts(nn.Module):
         if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
             self.shared_gate_up_proj.weight = gates(self.shared_gate_up_proj.weight)
             self.shared_down_proj.weight = downs(self.shared_down_proj.weight)
-        self.mesh, self.layout = mesh, Shard(1) if scatters else Replicate()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = self._entering(x)
@@ -96,24 +110,45 @@ class Experts(nn.Module):
         return given.to_local(grad_placements=[Partial()])
 
     def _activated(self, both: torch.Tensor) -> torch.Tensor:
+        if self.biased:
+            gate, up = both[..., ::2].clamp(max=LIMIT), both[..., 1::2].clamp(-LIMIT, LIMIT)
+            return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
         gate, up = both.chunk(2, -1)
         return F.silu(gate) * up
 
     def _with_copies(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         ids = chosen.flatten()
         repeated = rows.unsqueeze(1).expand(-1, self.top_k, -1).reshape(-1, rows.shape[1])
-        both = torch.bmm(self.gate_up_proj[ids], repeated.unsqueeze(-1)).squeeze(-1)
-        found = torch.bmm(self.down_proj[ids], self._activated(both).unsqueeze(-1)).squeeze(-1)
+        found = self._by_copies(self._activated(self._by_copies(repeated, "gate_up_proj", ids)), "down_proj", ids)
         scaled = found * weights.reshape(-1, 1)
         return scaled.view(-1, self.top_k, rows.shape[1]).sum(1).to(rows.dtype)
+
+    def _by_copies(self, rows: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the products of a row for each slot with copies of the weights of its expert."""
+        weights = getattr(self, name)[ids]
+        if not self.biased:
+            return torch.bmm(weights, rows.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(rows.unsqueeze(1), weights).squeeze(1) + getattr(self, f"{name}_bias")[ids]
+
+    def _by_groups(self, rows: torch.Tensor, name: str, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Returns the products of rows that are sorted by expert."""
+        weight = getattr(self, name)
+        if not self.biased:
+            return torch._grouped_mm(rows, weight.mT, offs=ends)
+        return torch._grouped_mm(rows, weight, offs=ends) + getattr(self, f"{name}_bias")[ids]
+
+    def _by_one(self, rows: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+        """Returns the products of rows of one expert."""
+        weight = getattr(self, name)[expert]
+        return rows @ weight + getattr(self, f"{name}_bias")[expert] if self.biased else rows @ weight.mT
 
     def _sorted(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         ids, order = chosen.flatten().sort()
         # A histogram on the CPU takes floating-point numbers only.
         counted, last = ids.float() if ids.device.type == "cpu" else ids.int(), self.router.out_features - 1
         ends = torch.histc(counted, bins=last + 1, min=0, max=last).cumsum(0, dtype=torch.int32)
-        both = torch._grouped_mm(rows[order // self.top_k], self.gate_up_proj.mT, offs=ends)
-        found = torch._grouped_mm(self._activated(both), self.down_proj.mT, offs=ends)
+        both = self._by_groups(rows[order // self.top_k], "gate_up_proj", ids, ends)
+        found = self._by_groups(self._activated(both), "down_proj", ids, ends)
         scaled = found * weights.flatten()[order].unsqueeze(-1)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
@@ -123,7 +158,7 @@ class Experts(nn.Module):
         total = torch.zeros_like(rows)
         for expert in range(self.router.out_features):
             tokens, place = (chosen == expert).nonzero(as_tuple=True)
-            both = rows[tokens] @ self.gate_up_proj[expert].mT
-            found = self._activated(both) @ self.down_proj[expert].mT
+            both = self._by_one(rows[tokens], "gate_up_proj", expert)
+            found = self._by_one(self._activated(both), "down_proj", expert)
             total = total.index_add(0, tokens, found * weights[tokens, place].unsqueeze(-1))
         return total

@@ -57,6 +57,20 @@ MODELS: dict[str, Architecture] = {
         note="a dense approximation: one feed-forward as wide as the four experts that a token takes, without router, "
         "sinks and sliding windows, SwiGLU unclamped",
     ),
+    "gpt-oss-120b": Architecture(
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        inner=2880,
+        depth=36,
+        bias=True,
+        theta=150000.0,
+        experts=128,
+        top_k=4,
+        note=f"{ROUTED}; attention has no sinks, and every layer sees the whole sequence, although every second one "
+        "of the model has a window of 128 tokens",
+    ),
     "mixtral-8x7b": Architecture(
         hidden=4096,
         heads=32,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece
+from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece, matmul_steps_of_few_rows
 
 
 @triton.jit
@@ -88,6 +88,19 @@ def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
         b_ptrs += step
         other_ptrs += other_step
     return acc, other_acc
+
+
+@triton.jit
+def interleaved_pair_of_few_rows(rows, weight, column, N, K, TILES: tl.constexpr, WIDE: tl.constexpr):
+    """Returns (A @ B, A @ other) of these Rows of A, each as `matmul_tile_of_few_rows` computes it. Column n of B and
+    of the other one are columns 2 n and 2 n + 1 of `weight`, which is read once. WIDE: TILES with twice the columns.
+    """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
+    acc = matmul_steps_of_few_rows(acc, rows, weight, 2 * column, 2 * N, K, WIDE)
+    first, second = tl.split(tl.reshape(acc.T, (BLOCK_M, BLOCK_N, 2)))
+    return first, second
 
 
 @triton.jit

@@ -15,6 +15,9 @@ In this part mm0 is the rank's product, with all its rows, and the result has th
     full(x0)                              extra tensor 0, with an element for each element of the output
     row(x0), column(x0), scalar(x0)       extra tensor 0, with N elements, the same in every row; with one element for
                                           each row; with one element
+    expert(x0)                            extra tensor 0, with N elements for each expert, of the expert of a row; only
+                                          behind the matmuls of experts
+    even(x0), odd(x0)                     the same of extra tensors with 2 N elements, of which every second is taken
     0.5                                   a number
 
 Everything is computed in fp32 and rounded to the output's dtype at its end; `cast(e, bf16)` rounds in between, where
@@ -36,11 +39,15 @@ from ditron_inductor.errors import InvalidEpilogue
 from ditron_inductor.task.dtypes import ACTIVATIONS
 
 KINDS: tuple[str, ...] = ("scalar", "row", "column", "full")
+EXPERT_KINDS: tuple[str, ...] = ("expert", "even", "odd")
+"""The kinds of extra tensors that are tables of experts."""
 FUNCTIONS: tuple[str, ...] = (
     "neg", "relu", "square", "exp", "erf", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh",
 )  # fmt: skip
 DTYPES: tuple[str, ...] = tuple(dtype.short for dtype in ACTIVATIONS)
+FUNCTIONS_OF_TWO: tuple[str, ...] = ("minimum", "maximum")
 OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+READ = (*KINDS, *EXPERT_KINDS)
 PRE = "pre:"
 MAX_TEXT = 8192
 MAX_DEPTH = 128
@@ -62,7 +69,7 @@ class ProductTerm:
 
 @dataclass(frozen=True)
 class Extra:
-    """Extra tensor `index`, read as `kind`, one of KINDS."""
+    """Extra tensor `index`, read as `kind`, one of KINDS and EXPERT_KINDS."""
 
     kind: str
     index: int
@@ -83,7 +90,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Binary:
-    """left operator right, with one of the four operators."""
+    """left operator right, with one of the four operators, or operator(left, right), one of FUNCTIONS_OF_TWO."""
 
     operator: str
     left: Expression
@@ -170,8 +177,12 @@ class Epilogue:
         biases = {product: row for (product, row), count in sums.items() if count == uses[product]}
         return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
 
-    def verify(self, num_weights: int, num_extras: int, *, reduces: bool = False) -> None:
-        """Raises `InvalidEpilogue` unless it fits a node with so many weights and extras. reduces: the node reduces."""
+    def verify(
+        self, num_weights: int, num_extras: int, *, reduces: bool = False, of_experts: bool = False
+    ) -> None:
+        """Raises `InvalidEpilogue` unless it fits a node with so many weights and extras. reduces: the node reduces.
+        of_experts: its rows have experts.
+        """
         if self.pre is not None:
             self._verify_pre(reduces)
         _check(bool(self.outputs), self.text(), "has no output")
@@ -181,6 +192,8 @@ class Epilogue:
         _check(used == set(range(num_weights)), self.text(), f"uses the products {sorted(used)} of {num_weights}")
         indices = [extra.index for extra in self.extras()]
         _check(indices == list(range(num_extras)), self.text(), f"uses the extra tensors {indices} of {num_extras}")
+        tables = [extra.kind for extra in self.extras() if extra.kind in EXPERT_KINDS]
+        _check(of_experts or not tables, self.text(), f"reads tables of experts {tables}, but its rows have none")
         most = max(len(group.products) for group in self.groups())
         _check(most <= MAX_TOGETHER, self.text(), f"combines {most} products, more than {MAX_TOGETHER}")
 
@@ -216,6 +229,8 @@ def text(expression: Expression) -> str:
             return f"{name}({text(argument)})"
         case Cast(argument, dtype):
             return f"cast({text(argument)}, {dtype})"
+        case Binary(operator, left, right) if operator in FUNCTIONS_OF_TWO:
+            return f"{operator}({text(left)}, {text(right)})"
         case Binary(operator, left, right):
             level = _level(expression)
             first = f"({text(left)})" if _level(left) < level else text(left)
@@ -282,7 +297,7 @@ def products(expression: Expression) -> frozenset[int]:
 
 def _level(expression: Expression) -> int:
     """Returns how tightly an expression binds."""
-    if not isinstance(expression, Binary):
+    if not isinstance(expression, Binary) or expression.operator in FUNCTIONS_OF_TWO:
         return 3
     return 1 if expression.operator in "+-" else 2
 
@@ -319,8 +334,10 @@ class _Reader:
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS:
                 operands = self.read(left, depth + 1), self.read(right, depth + 1)
                 return Binary(OPERATORS[type(operator)], *operands)
-            case ast.Call(func=ast.Name(id=kind), args=[ast.Name(id=name)], keywords=[]) if kind in KINDS:
+            case ast.Call(func=ast.Name(id=kind), args=[ast.Name(id=name)], keywords=[]) if kind in READ:
                 return Extra(kind, self.index(name, "x"))
+            case ast.Call(func=ast.Name(id=name), args=[left, right], keywords=[]) if name in FUNCTIONS_OF_TWO:
+                return Binary(name, self.read(left, depth + 1), self.read(right, depth + 1))
             case ast.Call(func=ast.Name(id="cast"), args=[value, ast.Name(id=dtype)], keywords=[]) if dtype in DTYPES:
                 return Cast(self.read(value, depth + 1), dtype)
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:

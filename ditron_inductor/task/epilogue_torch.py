@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, Number, ProductTerm
+from ditron_inductor.task.epilogue import (
+    EXPERT_KINDS,
+    Binary,
+    Cast,
+    Epilogue,
+    Expression,
+    Extra,
+    Function,
+    Number,
+    ProductTerm,
+    mapped,
+)
 from ditron_inductor.task.epilogue import products as product_indices
 from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 
@@ -31,6 +43,8 @@ _OPERATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "-": torch.sub,
     "*": torch.mul,
     "/": torch.div,
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
 }
 
 
@@ -85,6 +99,32 @@ def _value(
                 result = result.to(TORCH_DTYPES[dtype]).to(compute)
     known[expression] = result
     return result
+
+
+def without_tables(
+    epilogue: Epilogue, extras: Sequence[Tensor], experts: Tensor
+) -> tuple[Epilogue, list[Tensor]]:
+    """Returns the same epilogue, and its extra tensors, with a row for each row of the outputs in the place of tables
+    of experts. experts: of each row.
+    """
+    kinds = {extra.index: extra.kind for extra in epilogue.extras() if extra.kind in EXPERT_KINDS}
+    taken = [_columns(extra, kinds[i])[experts] if i in kinds else extra for i, extra in enumerate(extras)]
+    return without_kinds(epilogue), taken
+
+
+def without_kinds(epilogue: Epilogue) -> Epilogue:
+    """Returns the epilogue that reads as a whole what this one reads as tables of experts."""
+
+    def whole(operand: Expression) -> Expression:
+        if isinstance(operand, Extra) and operand.kind in EXPERT_KINDS:
+            return replace(operand, kind="full")
+        return operand
+
+    return replace(epilogue, outputs=tuple(mapped(output, whole) for output in epilogue.outputs))
+
+
+def _columns(table: Tensor, kind: str) -> Tensor:
+    return {"expert": table, "even": table[:, 0::2], "odd": table[:, 1::2]}[kind]
 
 
 def extra_shape(kind: str, shape: Sequence[Any]) -> tuple[Any, ...]:

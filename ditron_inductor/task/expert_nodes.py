@@ -25,33 +25,53 @@ class ExpertProjections(LocalProducts):
     * top_k], token by token, and the experts of one token differ. x is [T, K] if `by_token`: all slots of a token have
     its row. Otherwise x is [T * top_k, K], with a row for each slot. weight_i is [E, K, N_i], a matrix for each of E
     experts, and out_i [T * top_k, N_i].
+
+    If `has_absent`, slots may also name E or more, as under expert parallelism those of other ranks' experts do. Such a
+    slot has zeros in all outputs, whatever the epilogue is.
+
+    If `interleaved`, there are two products and one weight [E, K, 2 N]. Its even columns are weight_0, its odd ones
+    weight_1.
     """
 
     kind: ClassVar[str] = "expert_projections"
+    of_experts: ClassVar[bool] = True
     top_k: int
     by_token: bool
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""
     strategy: str = "auto"
+    has_absent: bool = False
+    interleaved: bool = False
 
     def verify(self) -> None:
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
+        right = not self.interleaved or self.num_weights == 2
+        check(right, self.kind, "num_weights", self.num_weights, "2, as these are the columns of one weight in turns")
         super().verify()
 
+    @property
+    def num_stored(self) -> int:
+        """The number of operands that are weights."""
+        return 1 if self.interleaved else self.num_weights
+
     def slots(self) -> Slots:
-        return (("x", None), ("experts", None), ("weights", self.num_weights), *self.extra_slots())
+        return (("x", None), ("experts", None), ("weights", self.num_stored), *self.extra_slots())
 
     def sizes(self, shapes: Shapes) -> Sizes:
         S, K = shapes["experts"][0], shapes["x"][1]
         return Sizes(S, sum(shape[2] for shape in shapes["weights"]), K, "n", (S, K))
 
+    def widths(self, weights: Sequence[Shape]) -> list[Any]:
+        """Returns the numbers of columns of the products, from the shapes of the weights."""
+        return [weights[0][2] // 2] * 2 if self.interleaved else [shape[2] for shape in weights]
+
     def outputs(self, shapes: Shapes) -> list[Output]:
-        return self.made([(shapes["experts"][0], shape[2]) for shape in shapes["weights"]])
+        return self.made([(shapes["experts"][0], width) for width in self.widths(shapes["weights"])])
 
     def split(self, operands: Sequence[T]) -> tuple[T, T, Sequence[T], Sequence[T]]:
         """Returns (x, experts, weights, extra tensors)."""
-        end = 2 + self.num_weights
+        end = 2 + self.num_stored
         return operands[0], operands[1], operands[2:end], operands[end:]
 
 
@@ -70,26 +90,31 @@ class CombineExperts(Node):
     floating-point [S]. absent, a bool [S] if there is one, marks slots whose products count as 0: under expert
     parallelism those of other ranks' experts. added [T, N], if there is one, is what an expert returns that all tokens
     use, in the dtype of products, as out [T, N] is. The sum is made in fp32 and rounded once.
+
+    If the experts have biases, products[s] + bias[experts[s]], rounded to its dtype, stands in the place of
+    products[s]. bias [E, N] has the dtype of products, and experts is int64 [S]; both count from the end if negative.
     """
 
     kind: ClassVar[str] = "combine_experts"
     top_k: int
     has_added: bool = False
     has_absent: bool = False
+    has_bias: bool = False
     strategy: str = "auto"
     in_order: bool = False
 
     @property
     def pattern(self) -> str:
         of_ranks = "of a rank's" if self.has_absent else "of"
-        return f"weighted sum {of_ranks} {self.top_k} experts" + " + all tokens' expert" * self.has_added
+        experts = f"{self.top_k} experts" + " with biases" * self.has_bias
+        return f"weighted sum {of_ranks} {experts}" + " + all tokens' expert" * self.has_added
 
     def verify(self) -> None:
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
     def slots(self) -> Slots:
-        return single(("products", *summed_slots(self)))
+        return single(("products", *summed_slots(self), *BIASED * self.has_bias))
 
     def sizes(self, shapes: Shapes) -> Sizes:
         return Sizes(*self._summed(shapes), self.top_k, "n", shapes["products"])
@@ -98,8 +123,8 @@ class CombineExperts(Node):
         return [Output(self._summed(shapes))]
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (products, places or None, scale, absent or None, added or None)."""
-        return parted(self, operands, ("products", *SUMMED))
+        """Returns (products, places or None, scale, absent or None, added or None, bias or None, experts or None)."""
+        return parted(self, operands, ("products", *SUMMED, *BIASED))
 
     def _summed(self, shapes: Shapes) -> tuple[Any, Any]:
         """Returns (T, N), the shape of the sum."""
@@ -108,6 +133,8 @@ class CombineExperts(Node):
 
 SUMMED = ("places", "scale", "absent", "added")
 """The operands of a sum of slots, beside the products."""
+BIASED = ("bias", "experts")
+"""The operands by which a sum of slots adds biases to the products."""
 
 
 def summed_slots(node: CombineExperts | ReducedExperts) -> tuple[str, ...]:
@@ -125,8 +152,9 @@ def parted(node: Node, operands: Sequence[T], names: Sequence[str]) -> tuple[T |
 class ReducedExperts(TaskNode):
     """The sum that `CombineExperts` describes, of products = x @ weight[expert of the slot], reduced over the ranks. x
     [S, K] is sorted by expert; weight is [E, K, N]. ends is int32 [E]: the slots of expert e end before slot ends[e]. A
-    rank has its own slice of K, and its routing may differ from that of its peers. The products [S, N] are a second
-    output if `returns_products`, as a backward reads them.
+    rank has its own slice of K, and its routing may differ from that of its peers. If there is a bias [E, N], in the
+    dtype of x, the bias of its expert is added to each product, and the sum is rounded, as the product was before. The
+    products [S, N], with their biases, are a second output if `returns_products`, as a backward reads them.
     """
 
     # No table has times of it.
@@ -137,6 +165,7 @@ class ReducedExperts(TaskNode):
     top_k: int
     has_added: bool
     has_absent: bool
+    has_bias: bool
     returns_products: bool
 
     @property
@@ -151,14 +180,14 @@ class ReducedExperts(TaskNode):
 
     @property
     def sums(self) -> CombineExperts:
-        """The sum of the products as a node of its own."""
-        return CombineExperts(self.top_k, self.has_added, self.has_absent)
+        """The sum of the products as a node of its own. Products that are returned have their biases already."""
+        return CombineExperts(self.top_k, self.has_added, self.has_absent, self.has_bias and not self.returns_products)
 
     @property
     def grouped_pattern(self) -> str:
         """The products and their sum as text."""
-        used = ", products used" * self.returns_products
-        return f"grouped matmul{used} -> {self.sums.pattern}"
+        details = ", biases" * self.has_bias + ", products used" * self.returns_products
+        return f"grouped matmul{details} -> {CombineExperts(self.top_k, self.has_added, self.has_absent).pattern}"
 
     def verify(self) -> None:
         self.sums.verify()
@@ -166,7 +195,7 @@ class ReducedExperts(TaskNode):
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def slots(self) -> Slots:
-        return single(("x", "weight", "ends", *summed_slots(self)))
+        return single(("x", "weight", "ends", *("bias",) * self.has_bias, *summed_slots(self)))
 
     def summed(self, shapes: Shapes) -> tuple[Any, Any]:
         """Returns (T, N), the shape of the sum."""
@@ -184,8 +213,8 @@ class ReducedExperts(TaskNode):
         return Sizes(*self.summed(shapes), self.top_k * shapes["x"][1], "k", self.contributed(shapes))
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (x, weight, ends, places, scale, absent or None, added or None)."""
-        return parted(self, operands, ("x", "weight", "ends", *SUMMED))
+        """Returns (x, weight, ends, bias or None, places, scale, absent or None, added or None)."""
+        return parted(self, operands, ("x", "weight", "ends", "bias", *SUMMED))
 
 
 @dataclass(frozen=True)
@@ -202,6 +231,7 @@ class GroupedMatmulAllReduce(ReducedExperts):
     policy: Policy = field(metadata=INLINED)
     has_added: bool = False
     has_absent: bool = False
+    has_bias: bool = False
     returns_products: bool = False
 
     @property
@@ -228,6 +258,7 @@ class GroupedMatmulReduceScatter(ReducedExperts):
     policy: Policy = field(metadata=INLINED)
     has_added: bool = False
     has_absent: bool = False
+    has_bias: bool = False
     returns_products: bool = False
     outer: int = 1
 

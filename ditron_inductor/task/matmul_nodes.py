@@ -43,6 +43,7 @@ class WithEpilogue(Node):
 
     kind: ClassVar[str]
     reduces: ClassVar[bool] = False
+    of_experts: ClassVar[bool] = False
     num_extras: int
     epilogue: str
 
@@ -58,7 +59,7 @@ class WithEpilogue(Node):
             return None
         try:
             parsed = parse(self.epilogue)
-            parsed.verify(self.num_operands, self.num_extras, reduces=self.reduces)
+            parsed.verify(self.num_operands, self.num_extras, reduces=self.reduces, of_experts=self.of_experts)
         except InvalidEpilogue as error:
             raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
         return parsed

@@ -144,11 +144,14 @@ def combined(
     scale: torch.Tensor,
     absent: torch.Tensor | None,
     added: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns [T, N], the scaled sum of the slots of each token, with `added`; see `nodes.CombineExperts`."""
+    terms = wide(products if bias is None or experts is None else products + bias[experts])
     if places is None:
         places = torch.arange(products.shape[0], device=products.device)
-    terms = wide(products)[places]
+    terms = terms[places]
     if absent is not None:
         terms = terms.masked_fill(absent[places].unsqueeze(1), 0.0)
     terms = terms * wide(scale).view(-1)[places].unsqueeze(1)

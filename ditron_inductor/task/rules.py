@@ -15,7 +15,7 @@ import torch
 
 from ditron_inductor.task import nodes
 from ditron_inductor.task.attention_masks import ALIGNED
-from ditron_inductor.task.epilogue import extras_of, products
+from ditron_inductor.task.epilogue import EXPERT_KINDS, extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OPERAND_DTYPES
@@ -146,11 +146,25 @@ def _experts(node: nodes.ExpertProjections, given: Given) -> Rules:
         yield weight.ndim == 3, f"has a weight with {weight.ndim} dimensions, not 3"
         yield weight.shape[0] == weights[0].shape[0], "has weights of different numbers of experts"
         yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
-    yield from _epilogue(node, given, experts.shape[0], [weight.shape[2] for weight in weights])
+        yield not node.interleaved or weight.shape[2] % 2 == 0, "has two products of an odd number of columns"
+    widths = node.widths([tuple(weight.shape) for weight in weights])
+    yield from _epilogue(node, given, experts.shape[0], widths, experts=weights[0].shape[0])
 
 
 def _combined(node: nodes.CombineExperts, given: Given) -> Rules:
-    yield from _slots_summed(node.top_k, given, given["products"].shape, given["products"].dtype)
+    products = given["products"]
+    yield from _slots_summed(node.top_k, given, products.shape, products.dtype)
+    if node.has_bias:
+        experts = given["experts"]
+        yield experts.dtype == torch.int64 and experts.ndim == 1, "has experts that are no int64 vector"
+        yield experts.shape[0] == products.shape[0], "has experts that do not fit the slots"
+        yield from _biases_fit(given["bias"], products)
+
+
+def _biases_fit(bias: torch.Tensor, products: torch.Tensor) -> Rules:
+    """Yields the rules for biases of experts that are added to tensors with these columns and dtype."""
+    yield bias.ndim == 2 and bias.dtype == products.dtype, "has biases of another dtype or of other dimensions"
+    yield bias.shape[-1] == products.shape[-1], "has biases that do not fit the columns"
 
 
 def _slots_summed(top_k: int, given: Given, shape: Sequence[Any], dtype: torch.dtype) -> Rules:
@@ -183,6 +197,9 @@ def _experts_reduced(node: nodes.ReducedExperts, given: Given) -> Rules:
     yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
     yield ends.dtype == torch.int32 and ends.ndim == 1, "has ends that are no int32 vector"
     yield ends.shape[0] == weight.shape[0], "has ends that do not fit the experts"
+    if node.has_bias:
+        yield from _biases_fit(given["bias"], weight)
+        yield given["bias"].shape[0] == weight.shape[0], "has biases that do not fit the experts"
     yield from _slots_summed(node.top_k, given, (x.shape[0], weight.shape[2]), x.dtype)
 
 
@@ -227,8 +244,12 @@ def _experts_normed(node: nodes.ExpertsAllReduceRmsNorm, given: Given) -> Rules:
     yield from _norm_operands(node, given, given["x"], given["matrices"].shape[2])
 
 
-def _epilogue(node: nodes.WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0) -> Rules:
-    """Yields the rules for products that are combined and extras beside so many `rows`. whole: the rows reduced."""
+def _epilogue(
+    node: nodes.WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0, *, experts: Any = 0
+) -> Rules:
+    """Yields the rules for products that are combined and extras beside so many `rows`. whole: the rows reduced.
+    experts: the rows of tables of experts.
+    """
     epilogue = node.parsed
     if epilogue is None:
         return
@@ -242,7 +263,11 @@ def _epilogue(node: nodes.WithEpilogue, given: Given, rows: Any, widths: list[An
         for extra in extras_of([part]):
             value = given["extras"][extra.index]
             yield value.dtype in ACTIVATION_DTYPES, f"has an extra tensor of {value.dtype}"
-            fits = value.numel() == math.prod(extra_shape(extra.kind, shape))
+            if extra.kind in EXPERT_KINDS:
+                columns = shape[1] * (1 if extra.kind == "expert" else 2)
+                fits = value.ndim == 2 and value.shape[0] == experts and value.shape[1] == columns
+            else:
+                fits = value.numel() == math.prod(extra_shape(extra.kind, shape))
             yield fits, f"has an extra tensor that is no {extra.kind}: x{extra.index}"
 
 

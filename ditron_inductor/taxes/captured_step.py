@@ -33,7 +33,7 @@ PARTS = (COLLECTIVES, EXCHANGING, LOCAL, INDUCTORS, OTHERS, IDLE)
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TimedKernel:
     """A kernel or a copy. begin_us: from the start of the replay. stream: the number of the stream that it ran on."""
 
     name: str
@@ -49,7 +49,7 @@ class CapturedStep:
     """
 
     us: float
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[TimedKernel, ...]
     exchanging: frozenset[str]
     local: frozenset[str]
 
@@ -78,7 +78,7 @@ class CapturedStep:
         return {name: (launches[name], us) for name, us in times}
 
 
-def shares(kernels: Iterable[Kernel]) -> dict[str, float]:
+def shares(kernels: Iterable[TimedKernel]) -> dict[str, float]:
     """Returns the microseconds of each kernel's name. What several kernels run at once is divided among them."""
     edges = sorted(
         (time, number, kernel.name)
@@ -97,7 +97,7 @@ def shares(kernels: Iterable[Kernel]) -> dict[str, float]:
     return found
 
 
-def divided(kernels: Sequence[Kernel], replays: int) -> list[list[Kernel]]:
+def divided(kernels: Sequence[TimedKernel], replays: int) -> list[list[TimedKernel]]:
     """Returns the kernels of each replay, the earliest first. Raises ValueError if the replays differ."""
     ordered = sorted(kernels, key=lambda kernel: kernel.begin_us)
     length = len(ordered) // replays
@@ -108,13 +108,15 @@ def divided(kernels: Sequence[Kernel], replays: int) -> list[list[Kernel]]:
     return parts
 
 
-def median_step(parts: Sequence[Sequence[Kernel]], exchanging: frozenset[str], local: frozenset[str]) -> CapturedStep:
+def median_step(
+    parts: Sequence[Sequence[TimedKernel]], exchanging: frozenset[str], local: frozenset[str]
+) -> CapturedStep:
     """Returns the replay with the median time, of all but the last one, whose end nothing marks."""
     lasted = [after[0].begin_us - part[0].begin_us for part, after in itertools.pairwise(parts)]
     median = statistics.median_low(lasted)
     part = parts[lasted.index(median)]
     begin = part[0].begin_us
-    kernels = tuple(Kernel(kernel.name, kernel.begin_us - begin, kernel.us, kernel.stream) for kernel in part)
+    kernels = tuple(TimedKernel(kernel.name, kernel.begin_us - begin, kernel.us, kernel.stream) for kernel in part)
     return CapturedStep(median, kernels, exchanging, local)
 
 
@@ -159,7 +161,7 @@ def ditron_kernels() -> tuple[frozenset[str], frozenset[str]]:
     return exchanging, frozenset(kernels) - exchanging
 
 
-def _profiled(replay: Callable[[int], Any], clock: Clock) -> list[Kernel]:
+def _profiled(replay: Callable[[int], Any], clock: Clock) -> list[TimedKernel]:
     """Returns the kernels of `REPLAYS` replays, which all ranks make, whether or not the profiler starts."""
     import torch
     from torch.autograd import DeviceType
@@ -179,7 +181,7 @@ def _profiled(replay: Callable[[int], Any], clock: Clock) -> list[Kernel]:
         raise problem
     profiler.stop()
     return [
-        Kernel(event.name, event.time_range.start, event.time_range.elapsed_us(), event.device_resource_id)
+        TimedKernel(event.name, event.time_range.start, event.time_range.elapsed_us(), event.device_resource_id)
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA
     ]

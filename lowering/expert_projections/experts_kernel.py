@@ -6,14 +6,17 @@ tokens by expert in several launches. Algorithm. One grid has a program for each
 columns. If there are fewer slots than experts, the pairs are of slots and tiles, and the first slot of an expert stands
 for all of its slots. A program reads all slots, which are few, and masks the tokens that do not take its expert, so
 nothing is sorted or copied. The tokens are the rows of one tile (see `matmul_tile_of_few_rows`), and each weight is
-read once. Products that an epilogue combines, such as gate and up, are computed in one tile. Nothing is communicated,
-and no program waits. Limits. There are few tokens, K of x and of the weights is contiguous, and the experts of one
-token differ. Anything else is computed by the library, which copies the weights of each slot.
+read once. Products that an epilogue combines, such as gate and up, are computed in one tile; if their columns lie in
+turns in one weight, a tile of twice the columns is computed and then separated. Slots of other ranks'
+experts get zeros: from their own program, or from those of the first expert. Nothing is communicated, and no program
+waits. Limits. There are few tokens, K of x is contiguous, and so are K or the columns of the weights, and the experts
+of one token differ. Anything else is computed by the library, which copies the weights of each slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +26,18 @@ import triton.language as tl
 from ditron_inductor.core.matmul import Rows
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import EXPERTS, PAIRED_EXPERTS, Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange
+from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, unpacked
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
-from ditron_inductor.lowering.projections.projections_kernel import pair_of, store_projections, tensors_of, tiles_of
+from ditron_inductor.lowering.projections.projections_kernel import (
+    Places,
+    pair_of,
+    store_projections,
+    tensors_of,
+    tiles_of,
+)
+from ditron_inductor.task.epilogue_torch import without_kinds, without_tables
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -36,9 +46,12 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[
 
 
 class Sizes(NamedTuple):
-    """The numbers of tokens and of tiles of one expert, K, and, for each weight, the stride from expert to expert."""
+    """The numbers of tokens, of experts and of tiles of one expert, K, and, for each weight, the stride from expert to
+    expert.
+    """
 
     T: Any
+    E: Any
     tiles: Any
     K: Any
     strides_be: Any
@@ -46,7 +59,8 @@ class Sizes(NamedTuple):
 
 class How(NamedTuple):
     """How tokens take experts, known at compile time: TOP_K experts each, BY_TOKEN as in the node, and whether programs
-    are of slots (BY_SLOT) or of experts. RANKS and SLOTS: powers of two of at least TOP_K and the number of slots.
+    are of slots (BY_SLOT) or of experts, and whether slots may be absent. RANKS and SLOTS: powers of two of at least
+    TOP_K and the number of slots.
     """
 
     TOP_K: Any
@@ -54,6 +68,7 @@ class How(NamedTuple):
     SLOTS: Any
     BY_TOKEN: Any
     BY_SLOT: Any
+    HAS_ABSENT: Any
 
 
 @triton.jit
@@ -74,6 +89,10 @@ def expert_projections_kernel(
     else:
         expert = number.to(tl.int64)
         idle = tl.sum((taken == expert).to(tl.int32)) == 0
+    if HOW.HAS_ABSENT:
+        absent = (taken >= sizes.E) & ((slots == number) if HOW.BY_SLOT else (number == 0))
+        store_zeros(tl.where(tl.sum(absent.to(tl.int32)) > 0, tile, -1), slots, absent, outs, widths, GROUPS, TILES)
+        idle = idle | (expert >= sizes.E)
     tokens = tl.arange(0, TILES.BLOCK_M)
     ranks = tl.arange(0, HOW.RANKS)
     inside = (tokens < sizes.T)[:, None] & (ranks < TOP_K)[None, :]
@@ -87,7 +106,29 @@ def expert_projections_kernel(
     for i in tl.static_range(NUM_WEIGHTS):
         of_expert = of_expert + (weights[i] + expert * sizes.strides_be[i],)  # type: ignore[assignment]
     tile = tl.where(idle, -1, tile)
-    store_projections(tile, rows, places, of_expert, extras, outs, widths, sizes.K, GROUPS, EPILOGUE, TILES, PAIR)
+    store_projections(
+        tile, rows, Places(places, expert), of_expert, extras, outs, widths, sizes.K, GROUPS, EPILOGUE, TILES, PAIR
+    )
+
+
+@triton.jit
+def store_zeros(tile, rows, there, outs, widths, GROUPS: tl.constexpr, TILES: tl.constexpr):
+    """Stores zeros in those `rows` that are `there`, in the columns of tile number `tile`, counted as
+    `store_projections` does. It does nothing if the number is negative.
+    """
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
+    for g in tl.static_range(NUM_GROUPS):
+        N = widths.columns[unpacked(GROUPS.FIRST_WEIGHTS, g)]
+        tiles = tl.cdiv(N, BLOCK_N)
+        if (tile >= 0) & (tile < tiles):
+            columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = there[:, None] & (columns < N)[None, :]
+            NUM_OUTS: tl.constexpr = unpacked(GROUPS.NUM_OUTS, g)
+            for i in tl.static_range(NUM_OUTS):
+                out = outs[unpacked(GROUPS.FIRST_OUTS, g) + i]
+                tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], 0.0, mask=inside)
+        tile -= tiles
 
 
 def prepare(
@@ -105,43 +146,70 @@ def prepare(
     if x.device.type == "cpu" and strategy != "tile":
         return by_library(node, x, extras)
     fits = 0 < tokens <= MOST_EXPERT_TOKENS and K > 0 and x.dtype in OPERAND_DTYPES
-    lies = x.is_contiguous() and experts.is_contiguous() and all(weight.stride(1) == 1 for weight in weights)
+    lies = x.is_contiguous() and experts.is_contiguous() and all(1 in weight.stride()[1:] for weight in weights)
     if not (fits and lies) or 0 in weights[0].shape or facts_of(x.device).tile_problem:
         return by_library(node, x, extras)
     arrangement = arrange(node.parsed, node.num_weights)
-    ordered = [weights[index] for index in arrangement.weights]
+    if node.interleaved and len(arrangement.groups) > 1:
+        return by_library(node, x, extras)
     facts = facts_of(x.device)
-    shapes = PAIRED_EXPERTS if arrangement.together > 1 else EXPERTS
+    across = any(weight.stride(1) != 1 for weight in weights)
+    shapes = shapes_of(arrangement.together > 1, across=across, interleaved=node.interleaved)
     interpreted = x.device.type == "cpu"
     config = select_few_rows_config(rows=tokens, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
     launcher = local_launcher(expert_projections_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
-    arguments = _arguments(node, x, experts, ordered, arrangement, config.for_arch(facts.arch))
+    arguments = _arguments(node, x, experts, weights, arrangement, config.for_arch(facts.arch))
 
     def run(
         x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        outs, tensors = tensors_of(arrangement, experts.shape[0], x, weights, extras)
+        outs, tensors = tensors_of(arrangement, experts.shape[0], x, products_of(node, weights), extras)
         tensors["experts"] = experts
+        if node.interleaved:
+            tensors["weights"] = tuple(weights)
         launcher(handle_for(x), lambda: arguments, (), (), tensors)
         return outs
 
     return run
 
 
+def shapes_of(together: bool, *, across: bool, interleaved: bool) -> Mapping[int, Config]:
+    """Returns the tile shapes by the largest number of tokens. together: of two weights that are multiplied in one
+    tile. across: the columns of a weight are contiguous, of which narrow tiles would read short pieces. interleaved: of
+    one weight with two products in turns, which is read in tiles of twice the columns.
+    """
+    if interleaved:
+        return {most: replace(config, block_n=config.block_n // 2) for most, config in EXPERTS.items()}
+    return PAIRED_EXPERTS if together and not across else EXPERTS
+
+
+def products_of(node: ExpertProjections, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns the weight of each product, or views of every second column of one weight."""
+    return [weights[0][..., half::2] for half in range(2)] if node.interleaved else weights
+
+
 def by_library(node: ExpertProjections, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Runner:
     """Returns what copies the weights of each slot, multiplies them by the library, and then computes the epilogue."""
+    parsed = node.parsed
     # `reduced`: no matmul of the library adds a bias to these products.
-    finisher = None if node.parsed is None else Finisher(node.parsed, x, extras, reduced=True)
+    finisher = None if parsed is None else Finisher(without_kinds(parsed), x, extras, reduced=True)
 
     def run(
         x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         rows = x.repeat_interleave(node.top_k, 0) if node.by_token else x
-        products = [
-            torch.bmm(rows.unsqueeze(1), weight.index_select(0, experts)).squeeze(1).contiguous() for weight in weights
-        ]
-        return products if finisher is None else finisher.finish(products, extras)
+        there = experts.clamp(max=weights[0].shape[0] - 1) if node.has_absent else experts
+        products = [torch.bmm(rows.unsqueeze(1), weight.index_select(0, there)).squeeze(1) for weight in weights]
+        if node.interleaved:
+            products = [products[0][:, half::2] for half in range(2)]
+        outs = [product.contiguous() for product in products]
+        if finisher is not None and parsed is not None:
+            outs = finisher.finish(outs, without_tables(parsed, extras, there)[1])
+        if node.has_absent:
+            absent = (experts != there).unsqueeze(1)
+            outs = [out.masked_fill_(absent, 0.0) for out in outs]
+        return outs
 
     return run
 
@@ -154,24 +222,30 @@ def _arguments(
     arrangement: Arrangement,
     config: Config,
 ) -> Arguments:
-    """Returns the Arguments of a launch. weights: in the kernel's order."""
+    """Returns the Arguments of a launch."""
     S, E = experts.shape[0], weights[0].shape[0]
-    tile = tiles_of(x, config)
-    tiles = sum(ceil_div(weights[first].shape[2], config.block_n) for first in arrangement.first_weights)
+    tile, separate = tiles_of(x, config), products_of(node, weights)
+    ordered = [separate[index] for index in arrangement.weights]
+    tiles = sum(ceil_div(ordered[first].shape[2], config.block_n) for first in arrangement.first_weights)
+    # A weight with two products in turns is read as it lies.
+    stored = weights if node.interleaved else ordered
+    columns = widths_of([weight[0] for weight in ordered[: len(stored)]])
+    strides = tuple(weight.stride(2) for weight in stored)
     how = How(
         TOP_K=node.top_k,
         RANKS=triton.next_power_of_2(node.top_k),
         SLOTS=triton.next_power_of_2(S),
         BY_TOKEN=node.by_token,
         BY_SLOT=S <= E,
+        HAS_ABSENT=node.has_absent,
     )
     values: dict[str, Any] = {
-        "sizes": Sizes(S // node.top_k, tiles, x.shape[1], tuple(weight.stride(0) for weight in weights)),
-        "widths": widths_of([weight[0] for weight in weights]),
+        "sizes": Sizes(S // node.top_k, E, tiles, x.shape[1], tuple(weight.stride(0) for weight in stored)),
+        "widths": columns._replace(strides_bn=strides),
         "GROUPS": arrangement.packed_groups,
         "EPILOGUE": arrangement.function,
         "TILES": tile,
-        "PAIR": pair_of(tile),
+        "PAIR": tile._replace(BLOCK_N=2 * tile.BLOCK_N) if node.interleaved else pair_of(tile),
         "HOW": how,
         **config.options,
     }

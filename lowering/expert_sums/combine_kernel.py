@@ -3,7 +3,8 @@
 Problem. The products [S, N] of a grouped matmul lie sorted by expert, and a token has `top_k` of them. Indexing them
 and adding up the result writes and reads a tensor of the size of all slots, in fp32 where the weights are in fp32.
 Algorithm. A program has a block of tokens and a block of columns. It reads the places of the tokens' slots, their
-factors and their rows, adds in fp32, and rounds once. So each product is read once, and only the sums are written.
+factors and their rows, adds in fp32, and rounds once. So each product is read once, and only the sums are written. To
+a product of experts with biases the bias of its expert is added first, and the sum is rounded as eager rounds it.
 Nothing is communicated, and no program waits. Limits. The columns of the operands are contiguous. Anything else is
 computed by the library.
 """
@@ -26,37 +27,41 @@ from ditron_inductor.task.nodes import CombineExperts
 
 ROWS, BLOCK, WARPS = 4, 512, 4
 """The tokens and columns of a program's block, and the warps of a program."""
-Runner = Callable[
-    [torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None], list[torch.Tensor]
-]
-"""A function of (products, places or None, scale, absent or None, added or None)."""
+Runner = Callable[..., list[torch.Tensor]]
+"""A function of (products, places or None, scale, absent, added, bias, experts), of which the last four may be None."""
 
 
 class Sizes(NamedTuple):
-    """The tokens, the columns, and the elements from row to row of the products and of what is added."""
+    """The tokens, the columns, the elements from row to row of the products and of what is added, and the experts that
+    have a bias.
+    """
 
     T: Any
     N: Any
     pitch: Any
     added_pitch: Any
+    E: Any
 
 
 class How(NamedTuple):
     """What is known at compile time: the experts of a token, whether something is added, whether slots are absent,
-    whether the products lie token by token, and the block.
+    whether the products lie token by token, whether experts have biases, and the block.
     """
 
     TOP_K: Any
     HAS_ADDED: Any
     HAS_ABSENT: Any
     IN_ORDER: Any
+    HAS_BIAS: Any
     ROWS: Any
     BLOCK: Any
 
 
 @triton.jit
-def combine_kernel(products, places, scale, absent, added, out, sizes, HOW: tl.constexpr):
-    """See the module and the node. products: [S, N]. places, scale, absent: [S]. added, out: [T, N]."""
+def combine_kernel(products, places, scale, absent, added, bias, experts, out, sizes, HOW: tl.constexpr):
+    """See the module and the node. products: [S, N]. places, scale, absent, experts: [S]. added, out: [T, N]. bias:
+    [E, N]. What HOW says is not there may be anything.
+    """
     TOP_K: tl.constexpr = HOW.TOP_K
     ROWS: tl.constexpr = HOW.ROWS
     BLOCK: tl.constexpr = HOW.BLOCK
@@ -83,6 +88,12 @@ def combine_kernel(products, places, scale, absent, added, out, sizes, HOW: tl.c
         product = tl.load(
             products + place[:, None] * sizes.pitch + columns[None, :], mask=inside & there[:, None], other=0.0
         )
+        if HOW.HAS_BIAS:
+            expert = tl.load(experts + place, mask=exists & there, other=0)
+            expert = tl.where(expert < 0, expert + sizes.E, expert)
+            known = inside & (there & (expert >= 0) & (expert < sizes.E))[:, None]
+            row = tl.load(bias + expert[:, None] * sizes.N + columns[None, :], mask=known, other=0.0)
+            product = (product.to(tl.float32) + row.to(tl.float32)).to(product.dtype)
         total += product.to(tl.float32) * factor[:, None]
     if HOW.HAS_ADDED:
         more = tl.load(added + tokens[:, None] * sizes.added_pitch + columns[None, :], mask=inside, other=0.0)
@@ -97,6 +108,8 @@ def prepare(
     scale: torch.Tensor,
     absent: torch.Tensor | None,
     added: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor | None,
     strategy: str,
 ) -> Runner:
     """Returns what computes the sums for operands of these forms: the kernel if it can run, and otherwise the library.
@@ -105,15 +118,15 @@ def prepare(
     if products.device.type == "cpu" and strategy != "tile":
         return by_library(node)
     rows = [products] if added is None else [products, added]
-    vectors = [one for one in (places, scale, absent) if one is not None]
-    lies = all(one.stride(1) == 1 for one in rows) and all(one.is_contiguous() for one in vectors)
+    whole = [one for one in (places, scale, absent, bias, experts) if one is not None]
+    lies = all(one.stride(1) == 1 for one in rows) and all(one.is_contiguous() for one in whole)
     if not lies or products.numel() == 0 or facts_of(products.device).tile_problem:
         return by_library(node)
     N = products.shape[1]
     T = products.shape[0] // node.top_k
-    sizes = Sizes(T, N, products.stride(0), rows[-1].stride(0))
-    optional = node.has_added, node.has_absent, places is None
-    how = How(node.top_k, *optional, ROWS, min(BLOCK, triton.next_power_of_2(N)))
+    sizes = Sizes(T, N, products.stride(0), rows[-1].stride(0), 0 if bias is None else len(bias))
+    has = node.has_added, node.has_absent, places is None, node.has_bias
+    how = How(node.top_k, *has, ROWS, min(BLOCK, triton.next_power_of_2(N)))
     arguments = Arguments(ceil_div(T, ROWS) * ceil_div(N, how.BLOCK), {"sizes": sizes, "HOW": how, "num_warps": WARPS})
     launcher = local_launcher(combine_kernel, products.device)
 
@@ -123,12 +136,21 @@ def prepare(
         scale: torch.Tensor,
         absent: torch.Tensor | None,
         added: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        experts: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         out = products.new_empty(T, N)
-        rest = products if added is None else added
         of_slots = scale if places is None else places
-        marks = of_slots if absent is None else absent.view(torch.uint8)
-        tensors = {"products": products, "places": of_slots, "scale": scale, "absent": marks, "added": rest, "out": out}
+        tensors = {
+            "products": products,
+            "places": of_slots,
+            "scale": scale,
+            "absent": of_slots if absent is None else absent.view(torch.uint8),
+            "added": products if added is None else added,
+            "bias": products if bias is None else bias,
+            "experts": of_slots if experts is None else experts,
+            "out": out,
+        }
         launcher(handle_for(products), lambda: arguments, (), (), tensors)
         return [out]
 

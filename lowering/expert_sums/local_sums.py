@@ -16,9 +16,22 @@ def by_library(node: ReducedExperts, reduce: Callable[[torch.Tensor], torch.Tens
     """Returns a function of node.split(operands). reduce: reduces the sums [T, N] by the library."""
     sums = node.sums
 
-    def call(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *slots: torch.Tensor | None) -> Any:
+    def call(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        ends: torch.Tensor,
+        bias: torch.Tensor | None,
+        *slots: torch.Tensor | None,
+    ) -> Any:
         products = torch._grouped_mm(x, weight, offs=ends)
-        (total,) = combine_experts(sums, [products, *(one for one in slots if one is not None)])
+        operands = [products, *(one for one in slots if one is not None)]
+        if bias is not None:
+            experts = experts_of_rows(ends, len(x))
+            if sums.has_bias:
+                operands += [bias, experts]
+            else:
+                products += bias[experts]
+        (total,) = combine_experts(sums, operands)
         return [reduce(total), *[products] * node.returns_products]
 
     return call
@@ -36,3 +49,9 @@ def local_sums(
     (products,) = expert_projections(node.products, [x, experts, matrices])
     (total,) = combine_experts(node.sums, [products, factors.reshape(-1), *extras])
     return total
+
+
+def experts_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns the expert of each row of a grouped matmul, int64 [rows]; the last one for rows behind the last end."""
+    numbers = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, numbers, right=True).clamp_(max=len(ends) - 1)

@@ -8,6 +8,7 @@ this rank, which waits for the peers' sums, adds all in rank order in fp32, and 
 multiply while some add up what is still in the L2 cache, and every sum arrives long before it is wanted. If all ranks
 want all tokens, the owner sends its results too, and stage s has the copies of those of chunk s - 3 to the output. A
 tile of the matmul has rows of one expert; a program finds it by the ends of the experts, which only the device knows.
+So all rows of a tile have one bias, which is added to the rounded products.
 Signal protocol. Sums are stored in the slot of their owner and results in the slots of all ranks, in rows as they lie
 in the output. Flag row c has one word for each peer, about its sums of chunk c, and this rank's own word, about the
 products of chunk c in its memory. Flag row C + c has one word for each owner, about its results of chunk c. What a
@@ -84,8 +85,9 @@ class Sizes(NamedTuple):
 
 class How(NamedTuple):
     """What is known at compile time: WORLD, see `matmul.Tiles`, a power of two of at least E, whether all ranks want
-    all tokens, whether the mean is taken, the experts of a token, whether something is added, and whether slots are
-    absent. ROWS tokens are summed at once, a chunk has BLOCK columns, and a ticket has TOKENS tokens.
+    all tokens, whether the mean is taken, the experts of a token, whether something is added, whether slots are absent,
+    and whether experts have biases. ROWS tokens are summed at once, a chunk has BLOCK columns, and a ticket has TOKENS
+    tokens.
     """
 
     WORLD: Any
@@ -96,6 +98,7 @@ class How(NamedTuple):
     TOP_K: Any
     HAS_ADDED: Any
     HAS_ABSENT: Any
+    HAS_BIAS: Any
     ROWS: Any
     BLOCK: Any
     TOKENS: Any
@@ -325,11 +328,12 @@ def sum_block(use, slots, out, kind, block, sends, good, sizes, HOW: tl.constexp
 
 @triton.jit(do_not_specialize=["rank"])
 def reduced_experts_kernel(
-    x, weight, routing, added, products, out, pointers, rank, sizes, HOW: tl.constexpr, TRACE: tl.constexpr = 0
+    x, weight, bias, routing, added, products, out, pointers, rank, sizes, HOW: tl.constexpr, TRACE: tl.constexpr = 0
 ):
-    """See the module. x: [S, K], contiguous K. weight: [E, K, N]. routing: the ends [E], the places [S], the scale [S],
-    and the marks of absent slots [S], or anything. added: [T, N], or anything. products: [S, N], for this launch alone.
-    out: [owned, N], or [T, N] if GATHERS.
+    """See the module. x: [S, K], contiguous K. weight: [E, K, N]. bias: [E, N]. routing: the ends [E], the places [S],
+    the scale [S], and the marks of absent slots [S]. added: [T, N]. The bias, the marks and what is added may be
+    anything if HOW says that they are not there. products: [S, N], for this launch alone. out: [owned, N], or [T, N] if
+    GATHERS.
     """
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
@@ -404,7 +408,16 @@ def reduced_experts_kernel(
             offs_n = column + tl.arange(0, BLOCK_N)
             corner = products + row.to(tl.int64) * N
             in_tile = (row + offs_m < stop)[:, None] & (offs_n < N)[None, :]
-            tl.store(corner + offs_m[:, None] * N + offs_n[None, :], acc.to(dtype), mask=in_tile)
+            product = acc.to(dtype)
+            if HOW.HAS_BIAS:
+                of_columns = tl.load(bias + expert.to(tl.int64) * N + offs_n, mask=offs_n < N, other=0.0)[None, :]
+                # The same bits in both ways. Values in fp32 do not fit into the registers, and the interpreter has no
+                # sums of narrow numbers.
+                if TILES.UPCAST:
+                    product = (product.to(tl.float32) + of_columns.to(tl.float32)).to(dtype)
+                else:
+                    product += of_columns
+            tl.store(corner + offs_m[:, None] * N + offs_n[None, :], product, mask=in_tile)
             done = Done(rank + 0, stage, stages.tiles)
             event(use, began, number, rank, TILE, TRACE)
         else:
@@ -486,6 +499,7 @@ def reduced_experts(
     x: torch.Tensor,
     weight: torch.Tensor,
     ends: torch.Tensor,
+    bias: torch.Tensor | None,
     places: torch.Tensor,
     scale: torch.Tensor,
     absent: torch.Tensor | None,
@@ -516,6 +530,7 @@ def reduced_experts(
             TOP_K=node.top_k,
             HAS_ADDED=node.has_added,
             HAS_ABSENT=node.has_absent,
+            HAS_BIAS=node.has_bias,
             ROWS=max(1, loads // node.top_k),
             BLOCK=block,
             TOKENS=max(1, slots // node.top_k),
@@ -528,6 +543,7 @@ def reduced_experts(
     tensors: dict[str, Any] = {
         "x": x,
         "weight": weight,
+        "bias": x if bias is None else bias.contiguous(),
         "routing": tuple(one.contiguous() for one in (ends, places, scale, marks)),
         "added": rest,
         "products": products,

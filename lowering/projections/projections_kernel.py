@@ -11,14 +11,14 @@ computed by the library, one product after the other, with one launch for the ep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ditron_inductor.core.matmul import Tiles, first_rows, matmul_steps_of_few_rows, weight_of
-from ditron_inductor.core.matmul_pair import matmul_pair_of_few_rows
+from ditron_inductor.core.matmul_pair import interleaved_pair_of_few_rows, matmul_pair_of_few_rows
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import (
@@ -42,6 +42,13 @@ Runner = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 """A function of (x, weights, extra tensors)."""
 
 
+class Places(NamedTuple):
+    """The rows of the outputs that a tile is stored at, and the expert of its weights, 0 where there are no experts."""
+
+    rows: Any
+    expert: Any
+
+
 @triton.jit(do_not_specialize=["M"])
 def projections_kernel(
     x, weights, extras, outs, M, K, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr, TILES: tl.constexpr,
@@ -53,7 +60,8 @@ def projections_kernel(
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     rows = first_rows(x, K, M, BLOCK_M)
     places = tl.arange(0, BLOCK_M)
-    store_projections(tl.program_id(0), rows, places, weights, extras, outs, widths, K, GROUPS, EPILOGUE, TILES, PAIR)
+    tile = tl.program_id(0)
+    store_projections(tile, rows, Places(places, 0), weights, extras, outs, widths, K, GROUPS, EPILOGUE, TILES, PAIR)
 
 
 @triton.jit
@@ -61,9 +69,11 @@ def store_projections(
     tile, rows, places, weights, extras, outs, widths, K, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr,
     TILES: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Computes tile number `tile`, counted through all groups of weights, of these Rows, and stores it at the rows
-    `places` of the outputs. It does nothing if the number is negative. See `projections_kernel`.
+    """Computes tile number `tile`, counted through all groups of weights, of these Rows, and stores it at these Places.
+    It does nothing if the number is negative. One weight for two products has its columns in turns; PAIR has the Tiles
+    of such a weight. See `projections_kernel`.
     """
+    NUM_WEIGHTS: tl.constexpr = len(weights)
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
@@ -76,14 +86,17 @@ def store_projections(
             column = tile * BLOCK_N
             if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
                 first = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
-                second = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
-                accs = matmul_pair_of_few_rows(rows, first, second, column, N, K, PAIR)
+                if NUM_WEIGHTS == 1:
+                    accs = interleaved_pair_of_few_rows(rows, first, column, N, K, TILES, PAIR)
+                else:
+                    second = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
+                    accs = matmul_pair_of_few_rows(rows, first, second, column, N, K, PAIR)
             else:
                 acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
                 weight = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
                 accs = (matmul_steps_of_few_rows(acc, rows, weight, column, N, K, TILES).T,)
             offs_n = column + tl.arange(0, BLOCK_N)
-            elements = elements_at(places, offs_n, rows.inside[:, None], (offs_n < N)[None, :], N)
+            elements = elements_at(places.rows, offs_n, rows.inside[:, None], (offs_n < N)[None, :], N, places.expert)
             store_outputs(
                 accs, 1, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g), unpacked(GROUPS.FIRST_OUTS, g),
                 unpacked(GROUPS.NUM_OUTS, g), DTYPE, EPILOGUE,

@@ -46,6 +46,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb.expert_tables import table_of_experts
 from ditron_inductor.passes.graph import expressions, proofs, rewriting
 from ditron_inductor.passes.graph.launches import launches_collective
 from ditron_inductor.task import schema
@@ -205,15 +206,22 @@ def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: EpilogueC
     operand = proofs.fake(node)
     if operand.device != value.device:
         return None
+    table = table_of_experts(node, chain.call, width) if value.ndim == 2 else None
+    if table is not None and not _is_late(table[0], chain):
+        return Extra(table[1], chain.extras.setdefault(table, len(chain.extras)))
     if not is_stored(node):
         if node.target not in expressions.POINTWISE:
             return None
         return expressions.read_pointwise(node, lambda operand: _read_extra(operand, value, width, chain))
     kind = expressions.spread(operand, value, width)
-    late = proofs.depends_on(node, {chain.call}) or rewriting.pinned(node, chain.call) is not None
-    if not kind or late or not proofs.row_major(operand):
+    if not kind or _is_late(node, chain) or not proofs.row_major(operand):
         return None
     return Extra(kind, chain.extras.setdefault((node, kind), len(chain.extras)))
+
+
+def _is_late(node: fx.Node, chain: EpilogueChain) -> bool:
+    """Returns whether a tensor cannot be computed before the call."""
+    return proofs.depends_on(node, {chain.call}) or rewriting.pinned(node, chain.call) is not None
 
 
 def is_stored(node: fx.Node) -> bool:
@@ -280,7 +288,7 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     # The part that is computed before the reduction stays.
     extras = [*operands.get("extras", ()), *match.extras]
     epilogue = Epilogue(tuple(match.outputs.values()), None if known is None else known.pre)
-    epilogue.verify(task.num_operands, len(extras), reduces=task.reduces)
+    epilogue.verify(task.num_operands, len(extras), reduces=task.reduces, of_experts=task.of_experts)
     old = call.meta["val"]
     values = []
     for node, made in match.outputs.items():
@@ -304,7 +312,8 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
         node.replace_all_uses_with(output)
     rewriting.erase_unused(graph, [*match.covered, *call.users])
     # Erase also what was computed on the way to an operand.
-    rewriting.erase_unused(graph, [call, *(node for node in graph.nodes if node.target in expressions.POINTWISE)])
+    on_the_way = (*expressions.POINTWISE, aten.index.Tensor, aten.slice.Tensor)
+    rewriting.erase_unused(graph, [call, *(node for node in graph.nodes if node.target in on_the_way)])
     return new
 
 

@@ -17,7 +17,8 @@ its registers. A view costs nothing.
 
 A bias of the whole product becomes two views of it likewise: `silu(mm0 + row(x0)) * (mm1 + row(x1))`.
 
-The same is done for the weight of `expert_projections`, and for a plain `mm` or `addmm` of a few rows, which
+The same is done for the weight of `expert_projections`, also if gate and up lie in alternate columns of it (see
+split_columns.py), and for a plain `mm` or `addmm` of a few rows, which
 `projections` then takes. It is tried on a copy of the graph. A product whose parts no epilogue combines stays one
 product, such as Q, K and V in one weight.
 
@@ -44,6 +45,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.forms import split_columns
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul
@@ -266,15 +268,25 @@ def split_weights(graph: fx.Graph, *, options: Options) -> int:
         if match is not None:
             # One product of a call at a time: the others are made anew with it.
             found.setdefault(node.args[0] if node.target is getitem else node, match)
-    if not found:
+    columns = [pair for node in graph.nodes if (pair := split_columns.find_columns(node)) is not None]
+    if not found and not columns:
         return 0
     copy, twins = rewriting.copied(graph)
     views = {}
     for match in found.values():
         views[match.product] = rewrite(copy, twins[match.product])
+    weights = {}
+    for pair in columns:
+        twin = split_columns.find_columns(twins[pair.product])
+        weights[pair.product] = None if twin is None else split_columns.rewrite(copy, twin)
     projections(copy, options=options)
     absorb_epilogues(copy, options=options)
     taken = [match for match in found.values() if _combines(views[match.product])]
     for match in taken:
         rewrite(graph, match.product)
-    return len(taken)
+    both = [pair for pair in columns if (made := weights[pair.product]) is not None and split_columns.combines(made)]
+    for pair in both:
+        again = split_columns.find_columns(pair.product)
+        assert again is not None, pair.product
+        split_columns.rewrite(graph, again)
+    return len(taken) + len(both)

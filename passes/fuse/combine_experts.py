@@ -2,19 +2,21 @@
 
 Before, with T tokens that take k experts each, in S = T * k slots sorted by expert, as `transformers` writes it:
 
-    _grouped_mm(..) [S, N] -> [where(absent [S, 1], 0, ..)] -> mul(.., unsqueeze(scale [S], -1))
+    _grouped_mm(..) [S, N] -> [add(.., index(bias [E, N], [experts [S]]))] -> [where(absent [S, 1], 0, ..)]
+    -> mul(.., unsqueeze(scale [S], -1))
     -> index(.., [places [S]]) -> reshape [T, k, N] -> sum over k -> [cast] -> [add(.., added)]
 
 and as TorchTitan writes it, also with `index_add` and `index_put`:
 
-    _grouped_mm(..) [S, N] -> [where] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
+    _grouped_mm(..) [S, N] -> [add] -> [where] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
     -> scatter_add(added or zeros [T, N], 0, expand(order [S] // k), ..)             order: the indices of a sort
 
 The backward of `x[order // k]` is the second form without a scale.
 
 After:
 
-    _grouped_mm(..), places, reshape(scale) [S], [absent], [added] -> ditron.combine_experts -> getitem 0 [T, N]
+    _grouped_mm(..), places, reshape(scale) [S], [absent], [added], [bias, experts] -> ditron.combine_experts
+    -> getitem 0 [T, N]
 
 In the first form Inductor writes the scaled terms of all slots, in fp32 where the scale is in fp32, before it reads
 them by their places. Only sums of few terms are unrolled, which makes one kernel of all of it, as fast as the node's.
@@ -40,7 +42,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -51,7 +53,7 @@ from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.passes.graph.slot_sums import added_to, casts, rounded_to
-from ditron_inductor.passes.normalize.mark_sorts import sorted_slots
+from ditron_inductor.passes.graph.sorts import sorted_slots
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
@@ -64,15 +66,33 @@ LEAST_SCATTERED = 512
 
 
 @dataclass(frozen=True)
+class SlotBias:
+    """A sum of products and of the biases of their experts, `rows` of a table. table: [E, N]. experts: [S]."""
+
+    total: fx.Node
+    grouped: fx.Node
+    rows: fx.Node
+    table: fx.Node
+    experts: fx.Node
+
+
+@dataclass(frozen=True)
 class ScaledProducts:
-    """The scaled products of all slots. scale: [S, 1], or None if there is none. absent: bool [S, 1], the slots that
-    count as 0, or None. steps: the nodes from behind the matmul to the terms.
+    """The scaled products of all slots. bias: what is added to the products, or None. scale: [S, 1], or None if there
+    is none. absent: bool [S, 1], the slots that count as 0, or None. steps: the nodes from behind `summed` to the
+    terms.
     """
 
     grouped: fx.Node
+    bias: SlotBias | None
     scale: fx.Node | None
     absent: fx.Node | None
     steps: tuple[fx.Node, ...]
+
+    @property
+    def summed(self) -> fx.Node:
+        """The products with their biases."""
+        return self.grouped if self.bias is None else self.bias.total
 
 
 @dataclass(frozen=True)
@@ -163,10 +183,28 @@ def _terms(node: fx.Node) -> ScaledProducts | None:
     multiplied = scaled.target is aten.mul.Tensor and len(factors) == 2
     for factor, scale in (factors, factors[::-1]) if multiplied else ((scaled, None),):
         kept = proofs.operand(factor) if casts(factor) else factor
-        absent, grouped = _unmasked(kept)
+        absent, summed = _unmasked(kept)
+        bias = _biased(summed)
+        grouped = summed if bias is None else bias.grouped
         if grouped.target is GROUPED:
             behind = tuple(dict.fromkeys((kept, factor, scaled, node)))
-            return ScaledProducts(grouped, scale, absent, tuple(step for step in behind if step is not grouped))
+            return ScaledProducts(grouped, bias, scale, absent, tuple(step for step in behind if step is not summed))
+    return None
+
+
+def _biased(node: fx.Node) -> SlotBias | None:
+    """Reads `node` as a sum, in their dtype, of products of a grouped matmul and of a row of a table for each of them;
+    None if it is not.
+    """
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    for products, rows in (node.args, node.args[::-1]):
+        indexed = proofs.indexed_rows(rows)
+        if indexed is None or not isinstance(products, fx.Node) or products.target is not GROUPED:
+            continue
+        dtypes = {proofs.fake(one).dtype for one in (node, products, rows)}
+        if len(dtypes) == 1 and proofs.alike(node, products) and proofs.alike(node, rows):
+            return SlotBias(node, products, cast("fx.Node", rows), *indexed)
     return None
 
 
@@ -217,7 +255,8 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
     *inner, last = found.steps
     value = proofs.fake(found.result)
     terms = found.terms
-    optional = [one for one in (terms.scale, terms.absent, found.added) if one is not None]
+    biases = () if terms.bias is None else (terms.bias.table, terms.bias.experts)
+    optional = [one for one in (terms.scale, terms.absent, found.added, *biases) if one is not None]
     operands = [terms.grouped, found.index, *optional]
     wrong = (
         proofs.other_user(inner, {*inner, last}) is not None
@@ -242,7 +281,9 @@ def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:
 
 
 def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torch.Tensor]:
-    """Inserts what makes the operands of the node of a sum. Returns them, and a fake of the sum [T, N]."""
+    """Inserts what makes the operands of the node of a sum. Returns them, but for the products and their biases, and a
+    fake of the sum [T, N].
+    """
     terms = match.terms
     like = proofs.fake(terms.grouped)
     (S,), N = proofs.fake(match.index).shape, like.shape[1]
@@ -252,7 +293,7 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
     else:
         scale = rewriting.call(graph, aten.reshape.default, (terms.scale, [-1]), terms.scale, (S,))
     places = _inverse(graph, match.index) if match.sorts else match.index
-    operands = {"products": terms.grouped, "places": places, "scale": scale}
+    operands = {"places": places, "scale": scale}
     if terms.absent is not None:
         operands["absent"] = rewriting.call(graph, aten.reshape.default, (terms.absent, [-1]), terms.absent, (S,))
     if match.added is not None:
@@ -264,9 +305,16 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
     """Replaces a sum by one op call."""
     result = match.result
-    task = CombineExperts(match.top_k, match.added is not None, match.terms.absent is not None, options.strategy)
+    terms = match.terms
+    # Where something else reads products with their biases, they are made anyhow.
+    bias = terms.bias if terms.bias is not None and len(terms.summed.users) == 1 else None
+    has = {"has_added": match.added is not None, "has_absent": terms.absent is not None, "has_bias": bias is not None}
+    task = CombineExperts(match.top_k, **has, strategy=options.strategy)
     with graph.inserting_before(result):
         operands, made = operands_of(graph, match)
+        operands["products"] = terms.summed if bias is None else terms.grouped
+        if bias is not None:
+            operands |= {"bias": bias.table, "experts": bias.experts}
         call = rewriting.call_task(graph, task, operands, result, [made])
         output = rewriting.output(graph, call, 0, result)
         for view in match.views:
@@ -274,7 +322,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
                 graph, view.target, (output, *view.args[1:]), view, proofs.fake(view).shape, proofs.fake(view).stride()
             )
     result.replace_all_uses_with(output)
-    rewriting.erase_unused(graph, match.steps)
+    rewriting.erase_unused(graph, [*match.steps, *(() if bias is None else (bias.total, bias.rows))])
 
 
 def combine_experts(graph: fx.Graph, *, options: Options) -> int:

@@ -13,17 +13,20 @@ After:
 Rows that are not repeated, such as what the second matmul of an expert multiplies, are a row for each slot. The factors
 of the bmm may also stand the other way round, `bmm(rows [S, 1, K], index [S, K, N])`.
 
+Under expert parallelism the experts are clamped ids, of which E says that an expert is elsewhere (see
+graph/slots_elsewhere.py). The call gets the ids, and computes nothing for such slots.
+
 Each weight is read once (see lowering/expert_projections/experts_kernel.py). For gate and up in one weight see
 split_weights.py.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * the experts are not the indices of a `topk` over no more than E values: only then they differ for one token, and all
-  of them exist;
+  of them exist; or those of these indices that are on this rank, if what is computed for the others is never used;
 * the number of tokens is dynamic, or more than `MOST_EXPERT_TOKENS`;
 * the copied weights have another reader, or the product is not used as [S, N];
 * something writes into x, the experts or the weight;
-* the contracted dimension of the weight is not contiguous, as in the plans that store experts as [E, K, N];
+* neither dimension of the matrices is contiguous;
 * the dtype is none of bfloat16, float16 and float32.
 """
 
@@ -37,7 +40,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph import proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
@@ -52,7 +55,7 @@ INDICES = 1
 class Match:
     """A bmm whose one factor is a copy of the weights of each slot. rows: [T, K] if `by_token`, else [S, K] or a view
     of that. experts: [S]. weight: [E, .., ..], in which `swapped` says that N stands before K. result: the view [S, N]
-    of the product. top_k: the slots of a token.
+    of the product. top_k: the slots of a token. has_absent: experts may be E, for an expert elsewhere.
     """
 
     bmm: fx.Node
@@ -63,6 +66,7 @@ class Match:
     swapped: bool
     by_token: bool
     top_k: int
+    has_absent: bool
 
     @property
     def copies(self) -> list[fx.Node]:
@@ -94,29 +98,38 @@ def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> M
     experts, value, given = indices[0], proofs.tensor(weight), proofs.tensor(rows)
     if not isinstance(experts, fx.Node) or value is None or given is None or proofs.sole_user(copied) is not bmm:
         return None
-    top_k = _slots_of_a_token(experts, value.shape[0])
+    ids, chosen = _ids(experts, value.shape[0])
+    top_k = _slots_of_a_token(ids, chosen, value.shape[0], ids is not experts)
     S = proofs.size(experts.meta["val"].shape[0])
     if top_k is None or not isinstance(S, int) or not 0 < S <= MOST_EXPERT_TOKENS * top_k or value.ndim != 3:
         return None
     contracted = 2 if swapped else 1
     if value.dtype not in OPERAND_DTYPES or given.dtype != value.dtype:
         return None
-    if not proofs.known_equal(value.stride(contracted), 1):
+    if not any(proofs.known_equal(stride, 1) for stride in value.stride()[1:]):
         return None
     result = _as_matrix(bmm, S, value.shape[3 - contracted])
-    if result is None:
+    if result is None or (ids is not experts and not slots_elsewhere.are_never_used(result, ids, value.shape[0])):
         return None
     of_tokens = _repeated(proofs.views_up(rows)[-1], S // top_k, top_k)
     x = of_tokens or proofs.view_in_shape(rows, (S, value.shape[contracted])) or rows
-    if written((x, experts, weight)) is not None:
+    if written((x, ids, weight)) is not None:
         # The call would read it later than the copy does.
         return None
-    return Match(bmm, x, experts, weight, result, swapped, of_tokens is not None, top_k)
+    return Match(bmm, x, ids, weight, result, swapped, of_tokens is not None, top_k, ids is not experts)
 
 
-def _slots_of_a_token(experts: fx.Node, num_experts: Any) -> int | None:
-    """Returns the experts of a token if `experts` [S] are indices of a topk over no more values; else None."""
-    found, value = proofs.views_up(experts)[-1], proofs.tensor(experts)
+def _ids(experts: fx.Node, num_experts: Any) -> tuple[fx.Node, fx.Node]:
+    """Returns (the ids of which `experts` are those on this rank, or `experts`; the choices that these are made of)."""
+    found = slots_elsewhere.ids_of(experts, num_experts) if isinstance(num_experts, int) else None
+    return (experts, proofs.views_up(experts)[-1]) if found is None else found
+
+
+def _slots_of_a_token(experts: fx.Node, found: fx.Node, num_experts: Any, of_ranks: bool) -> int | None:
+    """Returns the experts of a token if `experts` [S] are made of `found`, the indices of a topk over no more values
+    than experts, unless they are of several ranks; else None.
+    """
+    value = proofs.tensor(experts)
     if value is None or value.ndim != 1 or value.dtype != torch.int64:
         return None
     if found.target is not getitem or found.args[1] != INDICES:
@@ -131,7 +144,7 @@ def _slots_of_a_token(experts: fx.Node, num_experts: Any) -> int | None:
     top_k, choices = chosen.shape[-1], scores.shape[-1]
     if not (isinstance(top_k, int) and isinstance(choices, int) and isinstance(num_experts, int)):
         return None
-    return top_k if 0 < top_k and choices <= num_experts else None
+    return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None
 
 
 def _as_matrix(bmm: fx.Node, rows: int, columns: Any) -> fx.Node | None:
@@ -162,7 +175,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the product by one op call and returns that call."""
     value: torch.Tensor = match.result.meta["val"]
     S, N = value.shape
-    task = ExpertProjections(match.top_k, match.by_token, 1, strategy=options.strategy)
+    task = ExpertProjections(
+        match.top_k, match.by_token, 1, strategy=options.strategy, has_absent=match.has_absent
+    )
     with graph.inserting_before(match.bmm):
         rows, factor = operands_of(graph, match)
         operands = {"x": rows, "experts": match.experts, "weights": [factor]}

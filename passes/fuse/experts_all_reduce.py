@@ -12,8 +12,8 @@ collective is taken by all_reduce_rms_norm.py, as behind a matmul. The call stan
 order of collectives does not change.
 
 It must not fire when
-* the bmm could not become an `expert_projections`, but for the strategy and for the other nodes of the graph. So the
-  experts of a token differ, which is not proved under expert parallelism: there each absent slot has an expert too;
+* the bmm could not become an `expert_projections`, but for the strategy and for the other nodes of the graph;
+* some slots may be of other ranks' experts, as under expert parallelism;
 * the slots of a token share its row, as in front of a first matmul;
 * the products, the terms, the sum, or a view of it in front of the collective, are used elsewhere;
 * the sum is rounded to another dtype than that of the products, or a view has rows of another length;
@@ -81,7 +81,7 @@ def find_experts_all_reduce(node: fx.Node) -> Match | Refused:
     if terms is None:
         return ReasonCode.NO_MATMUL.at(source)
     product = find_expert_projections(terms.bmm)
-    if product is None or product.by_token or product.top_k != terms.top_k:
+    if product is None or product.by_token or product.has_absent or product.top_k != terms.top_k:
         return ReasonCode.EXPERTS_FORM.at(terms.bmm)
     behind = proofs.views_up(terms.products)
     whole, N = proofs.fake(collective.operand).shape, proofs.fake(product.result).shape[1]

@@ -2,8 +2,8 @@
 
     _grouped_mm(x [S, K], weight [E, K, N], ends [E]) -> the sum of combine_experts.py, in either form [T, N]
     -> views -> all_reduce -> wait
-    =>  x, weight, ends, places, scale, [absent], [added] -> ditron.grouped_matmul_all_reduce -> getitem 0 [T, N]
-    -> views
+    =>  x, weight, ends, [bias [E, N]], places, scale, [absent], [added] -> ditron.grouped_matmul_all_reduce
+    -> getitem 0 [T, N] -> views
 
 Order-keeping views may stand between the sum and the collective. The call stands where the collective stood, so the
 order of collectives does not change. What is rounded on the way to the sum is not rounded in the node, except for the
@@ -14,7 +14,9 @@ It must not fire when
 * the sum, or a view of it in front of the collective, is used elsewhere, or the products are, except that a forward
   may keep them for its backward: then they are a second output of the node;
 * a view has rows of another length;
-* the grouped matmul has a bias or another dtype than its operands, or strides of which the kernel would need a copy;
+* the grouped matmul has another dtype than its operands, or strides of which the kernel would need a copy;
+* experts have biases, and it is not proved that the bias of a row is that of the expert by whose matrix the grouped
+  matmul multiplies the row (see graph/expert_rows.py), or there are not as many biases as matrices;
 * a size is dynamic, or there are fewer than LEAST_TOKENS tokens: the reduction of a few rows goes with its norm (see
   all_reduce_rms_norm.py), which takes longer than what could be overlapped here.
 """
@@ -30,7 +32,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse import combine_experts
-from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph import expert_rows, proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
@@ -76,27 +78,36 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     # Rows of another length would be those of another site to a rank that reduces them without experts.
     if not static or tokens < LEAST_TOKENS or not whole or not proofs.known_equal(whole[-1], N):
         return ReasonCode.GROUPED_MATMUL.at(source)
-    if not _takes(sums.terms.grouped, sums.steps[0]):
+    if not _takes(sums.terms, sums.steps[0]):
         return ReasonCode.GROUPED_MATMUL.at(sums.terms.grouped)
     behind = (*views, *between)
     other = proofs.other_user((source, *behind), {*behind, collective.node})
     return Match(collective, sums, behind) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
 
 
-def _takes(grouped: fx.Node, reader: fx.Node) -> bool:
-    """Returns whether the node can compute the products of a grouped matmul, which `reader` sums. The graph may return
-    them too, in row-major order.
+def _takes(terms: combine_experts.ScaledProducts, reader: fx.Node) -> bool:
+    """Returns whether the node can compute the products of a grouped matmul, which `reader` sums, with their biases.
+    The graph may return them too, in row-major order.
     """
+    grouped, summed = terms.grouped, terms.summed
     bound = proofs.arguments(grouped)
     x, weight, ends = (bound[name] for name in OPERANDS)
     if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
         return False
-    rows, matrices, made = proofs.fake(x), proofs.fake(weight), proofs.fake(grouped)
+    rows, matrices, made = proofs.fake(x), proofs.fake(weight), proofs.fake(summed)
     dims = rows.ndim == 2 and matrices.ndim == 3 and proofs.fake(ends).dtype == torch.int32
     lies = dims and rows.stride(1) == 1 and 1 in matrices.stride()[1:] and rows.dtype in OPERAND_DTYPES
     row_major = proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
-    kept = all(user is reader or (user.op == "output" and row_major) for user in grouped.users)
+    kept = all(user is reader or (user.op == "output" and row_major) for user in summed.users)
+    if terms.bias is not None:
+        kept = kept and proofs.sole_user(grouped) is summed and _are_biases(terms.bias, ends, matrices.shape[0])
     return lies and kept and written([x, weight, ends]) is None
+
+
+def _are_biases(bias: combine_experts.SlotBias, ends: fx.Node, num_experts: Any) -> bool:
+    """Returns whether the bias of a row is that of the expert whose rows end there."""
+    as_many = isinstance(num_experts, int) and proofs.known_equal(proofs.fake(bias.table).shape[0], num_experts)
+    return as_many and expert_rows.are_experts_of_rows(bias.experts, ends, num_experts)
 
 
 def _sums(source: fx.Node) -> Iterator[combine_experts.Match]:
@@ -119,8 +130,9 @@ def fields_of(match: Match, options: Options) -> dict[str, Any]:
     optional = {
         "has_added": sums.added is not None,
         "has_absent": sums.terms.absent is not None,
+        "has_bias": sums.terms.bias is not None,
         # Beside the sum only the graph's result reads them.
-        "returns_products": len(sums.terms.grouped.users) > 1,
+        "returns_products": len(sums.terms.summed.users) > 1,
     }
     return {"reduce_op": collective.reduce_op, "top_k": sums.top_k, **optional, **site}
 
@@ -128,11 +140,14 @@ def fields_of(match: Match, options: Options) -> dict[str, Any]:
 def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
     """Replaces the match by one call of `task` and returns that call."""
     collective, sums = match.collective, match.sums
-    wanted, source = proofs.fake(collective.wait), sums.terms.grouped
+    wanted, source = proofs.fake(collective.wait), sums.terms.summed
     with graph.inserting_before(collective.node):
         operands, total = combine_experts.operands_of(graph, sums)
-        grouped = proofs.arguments(operands.pop("products"))
+        grouped = proofs.arguments(sums.terms.grouped)
         operands |= dict(zip(("x", "weight", "ends"), (grouped[name] for name in OPERANDS), strict=True))
+        biases = () if sums.terms.bias is None else (sums.terms.bias.rows,)
+        if sums.terms.bias is not None:
+            operands["bias"] = sums.terms.bias.table
         shape = (wanted.numel() // total.shape[1], total.shape[1])
         made = rewriting.fake_like(total, shape, rewriting.contiguous_strides(shape))
         rows = (proofs.fake(sums.index).shape[0], total.shape[1])
@@ -145,7 +160,8 @@ def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
         if not proofs.same_shape(tuple(wanted.shape), shape):
             result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted.shape]), collective.wait)
     collective.wait.replace_all_uses_with(result)
-    rewriting.erase_unused(graph, [collective.wait, collective.node, *match.steps, *sums.steps, sums.terms.grouped])
+    inside = (*match.steps, *sums.steps, source, *biases, sums.terms.grouped)
+    rewriting.erase_unused(graph, [collective.wait, collective.node, *inside])
     return call
 
 

@@ -39,11 +39,14 @@ OPERATORS: dict[object, str] = {
     aten.mul.Scalar: "*",
     aten.div.Tensor: "/",
     aten.div.Scalar: "/",
+    aten.minimum.default: "minimum",
+    aten.maximum.default: "maximum",
 }
+CLAMPS: frozenset[object] = frozenset({aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default})
 CASTS: frozenset[object] = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 POWER = aten.pow.Tensor_Scalar
 GELU = aten.gelu.default
-POINTWISE: frozenset[object] = frozenset({*FUNCTIONS, *OPERATORS, *CASTS, POWER, GELU})
+POINTWISE: frozenset[object] = frozenset({*FUNCTIONS, *OPERATORS, *CLAMPS, *CASTS, POWER, GELU})
 EXACT = ("neg", "relu")
 """Functions whose results need no rounding where their arguments needed none."""
 HALF, ROOT_HALF, ROOT_2_PI, CUBIC = 0.5, 0.7071067811865476, 0.7978845608028654, 0.044715
@@ -91,12 +94,26 @@ def read_pointwise(node: fx.Node, read: Read) -> Expression | None:
             return None
         return _result(Binary(OPERATORS[node.target], left, right), value.dtype)
     argument = _operand_as(bound["self"], value.dtype, read)
+    if node.target in CLAMPS:
+        return None if argument is None else _clamped(argument, bound, value.dtype)
     name = FUNCTIONS.get(node.target, "square")
     if node.target is POWER and bound["exponent"] != 2:
         return None
     if node.target is GELU:
         name = {"none": "gelu", "tanh": "gelu_tanh"}[bound["approximate"]]
     return None if argument is None else _result(Function(name, argument), value.dtype)
+
+
+def _clamped(argument: Expression, bound: dict[str, Any], dtype: torch.dtype) -> Expression | None:
+    """Returns the argument clamped to the bounds that are given; None for other bounds than numbers."""
+    for name, operator in (("min", "maximum"), ("max", "minimum")):
+        if bound.get(name) is None:
+            continue
+        limit = _operand(bound[name], lambda _: None)
+        if limit is None:
+            return None
+        argument = Binary(operator, argument, limit)
+    return _result(argument, dtype)
 
 
 def _operand(source: object, read: Read) -> Expression | None:

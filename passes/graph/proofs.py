@@ -107,6 +107,20 @@ def alike(node: object, other: object) -> bool:
     return value is not None and like is not None and same_shape(value.shape, like.shape)
 
 
+def indexed_rows(node: object) -> tuple[fx.Node, fx.Node] | None:
+    """Returns (a matrix, int64 [S]) if `node` has, in this order, the S rows of the matrix that the numbers name."""
+    if not isinstance(node, fx.Node) or node.target is not aten.index.Tensor:
+        return None
+    table, indices = node.args
+    if not isinstance(table, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
+        return None
+    (rows,) = indices
+    value, numbers = tensor(table), tensor(rows)
+    if not isinstance(rows, fx.Node) or value is None or numbers is None:
+        return None
+    return (table, rows) if value.ndim == 2 and numbers.ndim == 1 and numbers.dtype == torch.int64 else None
+
+
 def size(argument: Any) -> Any:
     """The (symbolic) integer that an op's argument stands for: an int, or a node that computes one."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument

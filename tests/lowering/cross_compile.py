@@ -75,7 +75,9 @@ class Case:
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
-    norm: ends with a norm. trace: the clock of its time stamps, if any. tokens: whose experts are summed.
+    norm: ends with a norm. trace: the clock of its time stamps, if any. tokens: whose experts are summed. elsewhere:
+    experts whose weights have contiguous columns, with slots of other ranks' experts. interleaved: of which one weight
+    has two products in turns.
     """
 
     kernel: str
@@ -91,6 +93,8 @@ class Case:
     norm: bool = False
     trace: int = 0
     tokens: int = 0
+    elsewhere: bool = False
+    interleaved: bool = False
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -109,6 +113,8 @@ class Case:
     @property
     def length(self) -> int:
         """Of the kernel's tuples."""
+        if self.interleaved:
+            return 1
         return NUM_WEIGHTS if self.kernel in OF_WEIGHTS else self.products
 
     @property
@@ -203,7 +209,7 @@ def compile_case(case: Case) -> Compiled:
     fn = (KERNELS | LOCAL_KERNELS | EXPERT_KERNELS)[case.kernel]
     fits = case.fitted
     threads = fits.num_warps * TARGETS[case.target].warp_size
-    k_major = case.descriptors or case.kernel in OF_FEW_ROWS
+    k_major = case.descriptors or (case.kernel in OF_FEW_ROWS and not case.elsewhere)
     precision = "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee"
     tile = Tiles(
         BLOCK_M=fits.block_m,
@@ -229,7 +235,9 @@ def compile_case(case: Case) -> Compiled:
         "EARLY": case.early,
         "INTERLEAVED": not case.descriptors and case.kernel != "two_shot",
         "TILES": tile,
-        "PAIR": tile._replace(BLOCK_K=fits.block_k // 2),
+        "PAIR": tile._replace(
+            BLOCK_K=fits.block_k // (1 if case.interleaved else 2), BLOCK_N=fits.block_n * (1 + case.interleaved)
+        ),
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,
@@ -252,6 +260,7 @@ def compile_case(case: Case) -> Compiled:
         "BY_TOKEN": True,
         "BY_SLOT": True,
         "ROUTING": routing_of(case),
+        "HAS_ABSENT": case.elsewhere,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}

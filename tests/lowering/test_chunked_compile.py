@@ -31,16 +31,16 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "reduce_and_share": (transfers.reduce_partials, 8, {"HOW": transfers.How(4, True, True, 4096)}, 1, 1),
     "close_slot": (transfers.close_slot, 8, {"BLOCK": 8192}, 1, 1),
     # It sends nothing: no waits, no releases.
-    "combine": (combine.combine_kernel, combine.WARPS, {"HOW": combine.How(8, True, True, False, 4, 512)}, 0, 0),
+    "combine": (combine.combine_kernel, combine.WARPS, {"HOW": combine.How(8, True, True, False, True, 4, 512)}, 0, 0),
     "one_shot": (all_reduce_kernel, 4, {"HOW": How(4, True, True, 1024, 128)}, 4, 2),
     "two_shots": (all_reduce_kernel, 8, {"HOW": How(4, True, False, 4096, 256)}, 6, 3),
 }
-TENSORS = ("partials", "x", "products", "added", "out")
-WORDS = {"numel": "i64", "places": "*i64", "scale": "*fp32", "absent": "*u8"}
+TENSORS = ("partials", "x", "products", "added", "bias", "out")
+WORDS = {"numel": "i64", "places": "*i64", "scale": "*fp32", "absent": "*u8", "experts": "*i64"}
 SIZES = {
     "reduce_partials": transfers.Partials("i64", "i32", "i32", "i32"),
     "all_reduce_kernel": Sizes("i64", "i32"),
-    "combine_kernel": combine.Sizes(*("i32",) * 4),
+    "combine_kernel": combine.Sizes(*("i32",) * 5),
 }
 TUPLES = ("outs", "shards", "copies", "numels", "extras")
 ALIGNED = (*TENSORS, "numel")

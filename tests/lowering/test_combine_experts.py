@@ -18,7 +18,8 @@ from tests.ranks import RankPools
 @dataclass(frozen=True)
 class Case:
     """`tokens` that take `top_k` of `experts`, whose products have `n` columns. routing: `random`; or `one`, where all
-    tokens take the same experts. absent: there are as many experts elsewhere, whose slots count as 0.
+    tokens take the same experts. absent: there are as many experts elsewhere, whose slots count as 0. biased: the
+    experts have biases.
     """
 
     tokens: int
@@ -30,10 +31,12 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     scale_dtype: torch.dtype = torch.float32
     absent: bool = False
+    biased: bool = False
 
     def __str__(self) -> str:
         name = f"{self.tokens}x{self.top_k}of{self.experts}-{self.n}-{self.routing}-{str(self.dtype)[6:]}"
-        return f"{name}-{str(self.scale_dtype)[6:]}" + "-added" * self.added + "-absent" * self.absent
+        optional = "-added" * self.added + "-absent" * self.absent + "-biased" * self.biased
+        return f"{name}-{str(self.scale_dtype)[6:]}{optional}"
 
 
 CASES = (
@@ -43,6 +46,8 @@ CASES = (
     Case(1, 4, 4, 33, added=True, dtype=torch.float32),
     Case(7, 1, 3, 17),
     Case(19, 3, 4, 72, absent=True),
+    Case(23, 3, 6, 80, biased=True, scale_dtype=torch.bfloat16),
+    Case(19, 3, 4, 72, absent=True, added=True, biased=True),
 )
 LARGE_CASES = (
     Case(1000, 4, 32, 2880, added=True, scale_dtype=torch.bfloat16),
@@ -50,8 +55,9 @@ LARGE_CASES = (
     Case(333, 2, 8, 4096, routing="one"),
     Case(4097, 2, 8, 1032, added=True),
     Case(1500, 8, 64, 2048, added=True, absent=True),
+    Case(1500, 4, 32, 2880, absent=True, biased=True),
 )
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Operands = tuple[torch.Tensor | None, ...]
 
 
 def routed(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,8 +69,8 @@ def routed(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.
 
 
 def operands(case: Case, device: torch.device, seed: int = 0) -> Operands:
-    """(products, places, scale, absent or None, added or None). The rows of the operands are longer than they show.
-    The products of absent slots are no numbers.
+    """(products, places, scale, absent or None, added or None, bias or None, experts or None). The rows of the operands
+    are longer than they show. The products of absent slots are no numbers, and their experts are any.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -77,11 +83,15 @@ def operands(case: Case, device: torch.device, seed: int = 0) -> Operands:
     products = draw(case.tokens * case.top_k)
     if absent is not None:
         products[absent] = float("nan")
-    return products, order.argsort().to(device), scale.to(device, case.scale_dtype), absent, added
+    bias = draw(case.experts).contiguous() if case.biased else None
+    # As graphs clamp them, or count from the end.
+    experts = torch.where(ids % 3 == 1, ids - case.experts, ids).clamp(max=case.experts - 1).to(device)
+    places, scale = order.argsort().to(device), scale.to(device, case.scale_dtype)
+    return products, places, scale, absent, added, bias, experts if case.biased else None
 
 
 def node_of(case: Case) -> CombineExperts:
-    return CombineExperts(case.top_k, case.added, case.absent)
+    return CombineExperts(case.top_k, case.added, case.absent, case.biased)
 
 
 def wanted(
@@ -91,8 +101,12 @@ def wanted(
     scale: torch.Tensor,
     absent: torch.Tensor | None,
     added: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sums in fp64, slot by slot."""
+    if bias is not None and experts is not None:
+        products = products + bias[experts]
     total = torch.zeros(case.tokens, case.n, dtype=torch.float64, device=products.device)
     for j in range(case.top_k):
         taken = places.view(case.tokens, case.top_k)[:, j]
@@ -141,6 +155,20 @@ def test_in_a_graph_it_follows_its_operands() -> None:
                 tensor.copy_(other)
         graph.replay()
         assert_near(out, wanted(case, *given))
+
+
+def _rounded_biases(ctx: RankContext) -> None:
+    """256 + 1 is no bf16: a bias of 1 is lost where eager loses it."""
+    case = Case(4, 2, 4, 16, added=True, biased=True)
+    products, places, scale, _, added, bias, experts = operands(case, ctx.device)
+    assert products is not None and scale is not None and added is not None and bias is not None
+    given = products.fill_(256.0), places, scale.fill_(1.0), None, added.fill_(-512.0), bias.fill_(1.0), experts
+    for run in (lowering.prepare(node_of(case), *given, "tile"), lowering.by_library(node_of(case))):
+        assert not run(*given)[0].any()
+
+
+def test_a_product_with_its_bias_is_rounded(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_rounded_biases)
 
 
 def _unusual_places(ctx: RankContext) -> None:

@@ -44,6 +44,7 @@ PAIR = ((40, "column"), (40, "row"))
 CASES = (
     Case("; ".join(f"{name}(mm0)" for name in FUNCTIONS), dtype=FP32, shard=(20, 24)),
     Case("; ".join(f"mm0 * {kind}(x{i})" for i, kind in enumerate(KINDS)), dtype=FP16, gather_dim=1, shard=(2, 9, 24)),
+    Case("minimum(maximum(mm0, -0.5), 0.25); maximum(row(x0), mm0)", dtype=FP32, shard=(20, 24)),
     Case("mm0 + row(x0)", return_gathered=True),
     Case("mm0 + row(x0); mm1; mm2 + row(x1)", weights=((33, "row"), (8, "column"), (65, "padded"))),
     Case("mm0 + row(x0)", shard=(2, 9, 24), gather_dim=1),

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
-from ditron_inductor.lowering import config
 from ditron_inductor.lowering.expert_projections import experts_kernel as lowering
 from ditron_inductor.task.epilogue import parse
-from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.epilogue_torch import evaluate, without_tables
 from ditron_inductor.task.nodes import ExpertProjections
 from tests.lowering.assembly import dialect_of, resources
 from tests.lowering.cross_compile import NUM_WEIGHTS, compile_case
@@ -21,6 +20,9 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
 SWIGLU = "cast(silu(mm0), bf16) * mm1"
+GATE = "cast(minimum(cast(mm0 + even(x0), bf16), 0.5), bf16)"
+CLAMPED = f"cast(maximum(cast(mm1 + odd(x1), bf16), -0.5) + 1.0, bf16) * cast({GATE} * sigmoid({GATE} * 1.702), bf16)"
+"""As GPT-OSS has it."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Case:
     """`tokens` that take `top_k` of `experts`, whose weights are [k, n] for each of `columns`.
 
     routing: `random`; `one`, where all tokens take the same experts; or `apart`, where as few as possible share one.
+    absent: half of the experts that tokens take are elsewhere. across: the columns of the weights are contiguous.
+    interleaved: two weights lie column by column in one.
     """
 
     tokens: int
@@ -39,11 +43,15 @@ class Case:
     epilogue: str = ""
     by_token: bool = True
     routing: str = "random"
+    absent: bool = False
+    across: bool = False
+    interleaved: bool = False
 
     def __str__(self) -> str:
         widths = "-".join(map(str, self.columns))
         name = f"{self.tokens}x{self.top_k}of{self.experts}-{self.k}-{widths}-{str(self.dtype)[6:]}-{self.routing}"
-        return name + "-epilogue" * bool(self.epilogue) + "-slots" * (not self.by_token)
+        optional = "-absent" * self.absent + "-across" * self.across + "-interleaved" * self.interleaved
+        return name + "-epilogue" * bool(self.epilogue) + "-slots" * (not self.by_token) + optional
 
 
 CASES = (
@@ -60,7 +68,21 @@ CASES = (
     Case(6, 1, 9, 32, (40,), by_token=False),
     Case(5, 3, 4, 64, (24,), by_token=False),
     Case(4, 2, 8, 40, (20, 20), epilogue="mm0 * column(x0); mm1 + full(x1)", by_token=False),
-    # More tokens than a tile has: by the library.
+    # Fewer slots than experts and more, some of them elsewhere.
+    Case(3, 2, 8, 70, (33, 17), absent=True),
+    Case(9, 3, 4, 48, (48, 48), epilogue=SWIGLU, absent=True, across=True),
+    Case(7, 2, 3, 33, (40,), by_token=False, absent=True, across=True),
+    Case(1, 2, 4, 32, (16,), routing="one", across=True),
+    # Biases of experts, and two products in one weight.
+    Case(7, 2, 5, 48, (40,), epilogue="mm0 + expert(x0)", by_token=False),
+    Case(9, 2, 3, 48, (40, 40), epilogue="mm1 * expert(x0); mm0 + expert(x1)", absent=True),
+    Case(3, 2, 8, 64, (40, 40), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
+    Case(17, 3, 5, 37, (40, 40), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
+    Case(5, 2, 4, 32, (24, 24), epilogue=SWIGLU, interleaved=True),
+    # Two products that are not combined, and more tokens than a tile has: by the library.
+    Case(5, 2, 4, 32, (24, 24), interleaved=True),
+    Case(65, 2, 4, 32, (24, 24), epilogue=CLAMPED, absent=True, interleaved=True),
+    Case(65, 2, 4, 32, (16,), absent=True),
     Case(65, 2, 4, 48, (32, 32), epilogue=SWIGLU),
 )
 LARGE_CASES = (
@@ -71,6 +93,11 @@ LARGE_CASES = (
     Case(16, 2, 8, 7168, (4096,), by_token=False, routing="one"),
     Case(7, 5, 11, 1000, (333, 333), torch.float16),
     Case(9, 4, 32, 512, (384, 40), torch.float32),
+    Case(1, 4, 64, 2880, (5760,), absent=True, across=True),
+    Case(1, 4, 64, 2880, (2880, 2880), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
+    Case(32, 4, 64, 2880, (2880, 2880), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
+    Case(64, 4, 32, 2880, (2880, 2880), epilogue=SWIGLU, across=True),
+    Case(32, 4, 64, 2880, (2880,), by_token=False, absent=True, across=True),
 )
 
 
@@ -84,10 +111,16 @@ def operands(
         return (torch.randn(shape, generator=generator) * scale).to(device, case.dtype)
 
     weights = [draw(case.experts, n, case.k, scale=case.k**-0.5).mT for n in case.columns]
+    if case.interleaved:
+        weights = [torch.stack(weights, -1).flatten(2)]
+        weights = weights if case.across else [weights[0].mT.contiguous().mT]
+    weights = [weight.contiguous() if case.across else weight for weight in weights]
     extras = [draw(case.columns[-1])] if "row(x0)" in case.epilogue else []
+    tables = case.epilogue.count("expert(x") or case.epilogue.count("odd(x") * 2
+    extras += [draw(case.experts, case.columns[0] * (1 + case.interleaved), scale=0.5) for _ in range(tables)]
     if "column(x0)" in case.epilogue:
         extras = [draw(S, 1), draw(S, case.columns[1])]
-    scores = torch.rand(case.tokens, case.experts, generator=generator)
+    scores = torch.rand(case.tokens, case.experts * (1 + case.absent), generator=generator)
     if case.routing == "one":
         scores = scores[:1].expand_as(scores)
     chosen = scores.topk(case.top_k).indices
@@ -95,24 +128,29 @@ def operands(
         chosen = (torch.arange(S) % case.experts).view(case.tokens, case.top_k)
     # Products are small: a silu and a product of two that are rounded the other way are within the tolerance.
     x = draw(case.tokens if case.by_token else S, case.k, scale=0.5)
-    return x, chosen.reshape(-1).to(device), weights, extras
+    return x, chosen.reshape(-1).clamp(max=case.experts).to(device), weights, extras
 
 
 def node_of(case: Case, extras: Sequence[torch.Tensor]) -> ExpertProjections:
-    return ExpertProjections(case.top_k, case.by_token, len(case.columns), len(extras), case.epilogue)
+    numbers = case.top_k, case.by_token, len(case.columns), len(extras)
+    return ExpertProjections(*numbers, case.epilogue, has_absent=case.absent, interleaved=case.interleaved)
 
 
 def wanted(
     case: Case, x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     rows = x.repeat_interleave(case.top_k, 0) if case.by_token else x
+    there = experts.clamp(max=case.experts - 1)
     products = [
-        torch.stack([row.double() @ weight[expert].double() for row, expert in zip(rows, experts, strict=True)])
+        torch.stack([row.double() @ weight[expert].double() for row, expert in zip(rows, there, strict=True)])
         for weight in weights
     ]
-    if not case.epilogue:
-        return products
-    return evaluate(parse(case.epilogue), [one.to(case.dtype) for one in products], extras)
+    if case.interleaved:
+        products = [products[0][:, half::2] for half in range(2)]
+    if case.epilogue:
+        epilogue, rest = without_tables(parse(case.epilogue), extras, there)
+        products = evaluate(epilogue, [one.to(case.dtype) for one in products], rest)
+    return [product.masked_fill((experts >= case.experts).unsqueeze(1), 0.0) for product in products]
 
 
 def check(case: Case, device: torch.device) -> None:
@@ -163,7 +201,8 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
     case = Case(2, 2, 4, 16, (8, 8))
     x, experts, weights, extras = operands(case, torch.device("cpu"))
     node = node_of(case, extras)
-    across = [weights[0].contiguous(), weights[1]]
+    across = [weights[0].repeat_interleave(2, 1)[:, ::2].repeat_interleave(2, 2)[:, :, ::2], weights[1]]
+    assert 1 not in across[0].stride()
     for out, value in zip(
         lowering.prepare(node, x, experts, across, extras, "tile")(x, experts, across, extras),
         wanted(case, x, experts, weights, extras),
@@ -174,13 +213,19 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
     assert [out.shape for out in outs] == [(0, 8), (0, 8)]
 
 
-@pytest.mark.parametrize("epilogue", ["", SWIGLU], ids=["plain", "epilogue"])
+@pytest.mark.parametrize(
+    ("epilogue", "elsewhere", "interleaved"),
+    [("", False, False), (SWIGLU, False, False), ("", True, False), (SWIGLU, True, False), (CLAMPED, True, True)],
+    ids=["plain", "epilogue", "elsewhere", "epilogue-elsewhere", "interleaved"],
+)
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_compiles_for_gpus(target: str, epilogue: str) -> None:
-    for tile in (config.PAIRED_EXPERTS if epilogue else config.EXPERTS).values():
-        compiled = compile_case(Compilation("experts", target, tile, "bf16", epilogue=epilogue))
+def test_compiles_for_gpus(target: str, epilogue: str, elsewhere: bool, interleaved: bool) -> None:
+    for tile in lowering.shapes_of(bool(epilogue), across=elsewhere, interleaved=interleaved).values():
+        how = {"epilogue": epilogue, "elsewhere": elsewhere, "interleaved": interleaved}
+        compiled = compile_case(Compilation("experts", target, tile, "bf16", **how))
         assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
         if target == "sm_90":
             # Several steps of K under way at once, and nothing in memory of its own.
-            assert compiled.shared_bytes > 2 * tile.block_k * (tile.block_m + tile.block_n)
+            columns = tile.block_n * (1 + interleaved)
+            assert compiled.shared_bytes > 2 * tile.block_k * (tile.block_m + columns)
             assert resources(compiled.assembly).spilled_bytes == 0

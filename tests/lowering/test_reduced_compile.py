@@ -30,6 +30,7 @@ class Form:
     config: Config = LARGE
     trace: int = 0
     absent: bool = False
+    biased: bool = False
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def compiled(form: Form) -> str:
         BLOCK_M=fits.block_m, BLOCK_N=fits.block_n, BLOCK_K=fits.block_k, GROUP_M=1, DESCRIPTORS=form.descriptors,
         K_MAJOR=int(form.k_major), EVEN_K=True, PRECISION="ieee", UPCAST=False, THREADS=threads, PIECE=4 * threads,
     )  # fmt: skip
-    how = How(4, tile, 128, form.gathers, True, 8, True, form.absent, LOADS // 8, BLOCK, SLOTS // 8)
+    how = How(4, tile, 128, form.gathers, True, 8, True, form.absent, form.biased, LOADS // 8, BLOCK, SLOTS // 8)
     constants: dict[str, Any] = {"HOW": how, "TRACE": form.trace}
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
@@ -73,10 +74,11 @@ GATHERS = [pytest.param(False, marks=pytest.mark.all_cases), True]
 @pytest.mark.parametrize("target", FAMILIES)
 @pytest.mark.parametrize("gathers", GATHERS)
 @pytest.mark.parametrize("descriptors", [False, True])
-def test_waits_and_releases_are_there(target: str, gathers: bool, descriptors: bool) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_waits_and_releases_are_there(target: str, gathers: bool, descriptors: bool, biased: bool) -> None:
     if descriptors and not target.startswith("sm_"):
         pytest.skip("no copy unit")
-    listing, dialect = Listing(compiled(Form(target, gathers, descriptors))), dialect_of(target)
+    listing, dialect = Listing(compiled(Form(target, gathers, descriptors, biased=biased))), dialect_of(target)
     # The products, the peers' sums, the credits and, where all want all, the results: each read twice.
     assert len(listing.places(dialect.acquire)) >= 2 * (4 if gathers else 3)
     releases = listing.places(dialect.release)
@@ -88,7 +90,7 @@ def test_waits_and_releases_are_there(target: str, gathers: bool, descriptors: b
 @pytest.mark.parametrize("gathers", GATHERS)
 @pytest.mark.parametrize("k_major", [False, True])
 def test_a_tile_fits_into_registers(gathers: bool, k_major: bool) -> None:
-    text = compiled(Form("sm_90", gathers, True, k_major, absent=not k_major))
+    text = compiled(Form("sm_90", gathers, True, k_major, absent=not k_major, biased=not k_major))
     used = resources(text)
     assert used.spilled_bytes == 0, used
     assert "wgmma" in text and "cp.async.bulk.tensor" in text

@@ -50,6 +50,9 @@ CPU = (
     # Each expert has several tiles.
     Layer(72, 2, 2, 72, k=16, columns=False),
     Layer(21, 3, 4, 96, absent=True, added=True),
+    Layer(21, 3, 5, 96, biased=True, scale_dtype=BF16, columns=False),
+    Layer(40, 2, 8, 72, absent=True, biased=True, added=True),
+    Layer(9, 2, 8, 40, routing="one", biased=True),
 )
 CUDA = (
     Layer(1000, 4, 32, 2880, added=True, scale_dtype=BF16, k=360),
@@ -58,6 +61,9 @@ CUDA = (
     Layer(1, 2, 8, 1024, added=True, k=128),
     Layer(4097, 2, 8, 1032, k=200),
     Layer(1000, 4, 32, 2048, absent=True, added=True, k=768),
+    Layer(1000, 4, 32, 2880, biased=True, scale_dtype=BF16, k=2880, columns=False),
+    Layer(1000, 4, 16, 2880, absent=True, biased=True, added=True, k=2880, columns=False),
+    Layer(333, 2, 8, 1032, routing="one", biased=True, k=512),
 )
 CPU_SCATTERED = (
     # Three runs for each rank.
@@ -67,6 +73,9 @@ CPU_SCATTERED = (
     Layer(4, 2, 4, 32, added=True, k=8),
     Layer(80, 2, 2, 72, k=16, columns=False),
     Layer(24, 3, 4, 96, absent=True),
+    Layer(24, 3, 5, 96, biased=True, scale_dtype=BF16, columns=False),
+    Layer(40, 2, 8, 72, absent=True, biased=True),
+    Layer(12, 2, 8, 40, routing="one", biased=True),
 )
 CUDA_SCATTERED = (
     Layer(1020, 4, 32, 2880, added=True, scale_dtype=BF16, k=360),
@@ -75,6 +84,9 @@ CUDA_SCATTERED = (
     Layer(4, 2, 8, 1024, added=True, k=128),
     Layer(4092, 2, 8, 1032, k=200),
     Layer(1020, 4, 32, 2048, absent=True, k=768),
+    Layer(1020, 4, 32, 2880, biased=True, scale_dtype=BF16, k=2880, columns=False),
+    Layer(1020, 4, 16, 2880, absent=True, biased=True, k=2880, columns=False),
+    Layer(336, 2, 8, 1032, routing="one", biased=True, k=512),
 )
 CASES = {WHOLE: {"cpu": CPU, "cuda": CUDA}, SCATTERED: {"cpu": CPU_SCATTERED, "cuda": CUDA_SCATTERED}}
 
@@ -99,16 +111,19 @@ def given_to(ctx: RankContext, case: Layer, seed: int = 0) -> dict[str, torch.Te
         "scale": scale.to(ctx.device, case.scale_dtype),
         **({"absent": (ids >= case.experts).to(ctx.device)} if case.absent else {}),
         **({"added": draw(case.tokens, case.n)} if case.added else {}),
+        **({"bias": draw(case.experts, case.n)} if case.biased else {}),
     }
 
 
 def products_of(case: Layer, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The products of all slots, in fp64 and rounded."""
+    """The products of all slots, in fp64 and rounded, with the biases of their experts, and rounded again."""
     x, weight, ends = (given[name] for name in ("x", "weight", "ends"))
     made = torch.zeros(len(x), case.n, dtype=torch.float64, device=x.device)
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         made[begin:end] = x[begin:end].double() @ weight[expert].double()
+        if case.biased:
+            made[begin:end] = made[begin:end].to(case.dtype) + given["bias"][expert]
         begin = end
     return made.to(case.dtype)
 
@@ -132,7 +147,7 @@ def outer_of(case: Layer) -> int:
 
 def fields_of(kind: Kind, case: Layer) -> dict[str, object]:
     reduce_op = "avg" if case.routing == "one" else "sum"
-    optional = {"has_added": case.added, "has_absent": case.absent}
+    optional = {"has_added": case.added, "has_absent": case.absent, "has_bias": case.biased}
     found: dict[str, object] = {"reduce_op": reduce_op, "top_k": case.top_k, **optional}
     return found if kind is WHOLE else found | {"outer": outer_of(case)}
 
@@ -163,11 +178,11 @@ def test_near_the_reference(pool: RankPool, kind: Kind, layer: int, strategy: st
     pool.run(near_the_reference, kind, CASES[kind][pool.device_type][layer], strategy)
 
 
-def with_products(ctx: RankContext, kind: Kind, strategy: str) -> None:
+def with_products(ctx: RankContext, kind: Kind, strategy: str, layer: int) -> None:
     """The products are returned too, in calls that are repeated."""
-    case = CASES[kind][ctx.device.type][0]
+    case = CASES[kind][ctx.device.type][layer]
     fields = fields_of(kind, case) | {"returns_products": True}
-    site = Site(name=f"experts/{kind.kind}:{strategy} kept", strategy=strategy)
+    site = Site(name=f"experts/{kind.kind}/{layer}:{strategy} kept", strategy=strategy)
     for seed in range(3):
         given = given_to(ctx, case, seed)
         out, products = site.call(ctx, kind, fields, **given)
@@ -176,9 +191,10 @@ def with_products(ctx: RankContext, kind: Kind, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["tile", "library"])
+@pytest.mark.parametrize("layer", [0, 6], ids=["plain", "biased"])
 @pytest.mark.parametrize("kind", [WHOLE, SCATTERED], ids=lambda kind: kind.kind)
-def test_products_may_be_returned(pool: RankPool, kind: Kind, strategy: str) -> None:
-    pool.run(with_products, kind, strategy)
+def test_products_may_be_returned(pool: RankPool, kind: Kind, strategy: str, layer: int) -> None:
+    pool.run(with_products, kind, strategy, layer)
 
 
 def other_layouts(ctx: RankContext, kind: Kind) -> None:

@@ -14,7 +14,9 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from benchmarks.tolerances import MODEL_TOLERANCES
+from ditron_inductor import config
 from ditron_inductor.report.explain import without_caches
+from ditron_inductor.task.nodes import DEFAULT_FUSIONS, FUSIONS
 from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, run_model, step_of
@@ -43,9 +45,10 @@ def _trained(ctx: RankContext, setup: Setup) -> tuple[int, int]:
     return sites["forward"][REDUCED], sites["backward"][REDUCED]
 
 
-def _decoded(ctx: RankContext, setup: Setup) -> tuple[int, int, int]:
-    """Does `_run`; returns the calls of the first matmuls, of the second ones with their reductions, and norms."""
-    _run(ctx, setup)
+def _decoded(ctx: RankContext, setup: Setup, fusions: tuple[str, ...]) -> tuple[int, int, int]:
+    """Does `_run` with these fusions; returns the calls of matmuls, of second ones with their reductions, and norms."""
+    with config.patch(fusions=fusions):
+        _run(ctx, setup)
     found = counters["ditron"]
     return found[PROJECTED], found[SUMMED], found["all_reduce_rms_norm"]
 
@@ -73,6 +76,13 @@ SETUPS = (
     pytest.param(Setup("mixtral", "hf", num_layers=2), marks=pytest.mark.all_cases),
     *rare(Setup("deepseek_v3", "hf")),
     Setup("qwen3_moe", "hf", sizes=NARROW, inductor=True, batch=1, seq_len=1),
+    # A rank has whole experts, the slots of other ones are marked, and the experts have biases.
+    Setup("gpt_oss", "ep", sizes=NARROW, inductor=True, batch=3, seq_len=1),
+    *rare(Setup("gpt_oss", "ep", sizes=NARROW, batch=1, seq_len=1), Setup("qwen3_moe", "ep", sizes=NARROW)),
+)
+REDUCED_IN_DECODE = (
+    Setup("qwen3_moe", "hf", sizes=NARROW, batch=1, seq_len=1),
+    *rare(Setup("mixtral", "hf", num_layers=2), Setup("deepseek_v3", "hf")),
 )
 PROMPTS = (
     pytest.param(
@@ -86,8 +96,16 @@ PROMPTS = (
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> None:
+    # Gate and up in one, down in the other.
+    for projected, summed, normed in rank_pools.get("cpu", 2).run(_decoded, setup, DEFAULT_FUSIONS, timeout=200):
+        assert (projected, summed) == (2 * setup.num_layers, 0) and normed >= setup.num_layers
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("setup", REDUCED_IN_DECODE, ids=str)
+def test_down_goes_with_its_reduction(rank_pools: RankPools, setup: Setup) -> None:
     # Gate and up in one call; down, the sum over the experts, the reduction and the norm behind it in another.
-    for projected, summed, normed in rank_pools.get("cpu", 2).run(_decoded, setup, timeout=200):
+    for projected, summed, normed in rank_pools.get("cpu", 2).run(_decoded, setup, FUSIONS, timeout=200):
         assert projected == summed == setup.num_layers and normed > setup.num_layers
 
 
@@ -99,14 +117,17 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
 
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize(
-    ("form", "strategy"),
+    ("name", "form", "strategy"),
     [
-        ("hf", "library"),
-        *rare(("ep", "library"), ("hf", "tile"), ("ep", "tile")),
+        ("qwen3_moe", "hf", "library"),
+        # Its experts have biases.
+        ("gpt_oss", "ep", "tile"),
+        *rare(("qwen3_moe", "ep", "library"), ("qwen3_moe", "hf", "tile"), ("qwen3_moe", "ep", "tile")),
+        *rare(("gpt_oss", "ep", "library")),
     ],
 )
-def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, form: str, strategy: str) -> None:
-    setup = Setup("qwen3_moe", form, sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
+def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, name: str, form: str, strategy: str) -> None:
+    setup = Setup(name, form, sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
     assert rank_pools.get("cpu", 2).run(_reduced, setup, timeout=200) == [setup.num_layers] * 2
 
 
@@ -116,6 +137,7 @@ TRAINED = (
     pytest.param(
         Setup("qwen3_moe", "ep", train=True, sizes=NARROW, batch=5, seq_len=15), 0, marks=pytest.mark.all_cases
     ),
+    pytest.param(Setup("gpt_oss", "ep", train=True, sizes=NARROW, batch=5, seq_len=15), 0, marks=pytest.mark.all_cases),
 )
 
 

@@ -338,8 +338,8 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "an extra row is read as a column",
         "lowering/epilogues.py",
-        '"row": " + columns", "column": " + rows"',
-        '"row": " + rows", "column": " + rows"',
+        '"row": " + at.columns",',
+        '"row": " + at.rows",',
         f"{EPILOGUES}[cpu2-tile]",
     ),
     Mutation(
@@ -547,15 +547,15 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "an epilogue takes a tensor that hangs on its own product",
         "passes/absorb/absorb_epilogues.py",
-        "late = proofs.depends_on(node, {chain.call}) or rewriting.pinned(node, chain.call) is not None",
-        "late = False",
+        "return proofs.depends_on(node, {chain.call}) or rewriting.pinned(node, chain.call) is not None",
+        "return False",
         "tests/passes/test_absorb_epilogues.py::test_leaves_alone",
     ),
     Mutation(
         "an epilogue takes an operand in another layout",
         "passes/absorb/absorb_epilogues.py",
-        "if not kind or late or not proofs.row_major(operand):",
-        "if not kind or late:",
+        "if not kind or _is_late(node, chain) or not proofs.row_major(operand):",
+        "if not kind or _is_late(node, chain):",
         "tests/passes/test_absorb_epilogues.py::test_leaves_alone",
     ),
     Mutation(

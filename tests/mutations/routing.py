@@ -8,13 +8,17 @@ EXPERTS = "lowering/expert_projections/experts_kernel.py"
 FINDER = "passes/fuse/expert_projections.py"
 MEETINGS = "ditron_inductor/device/meetings.py"
 FOUND = "tests/passes/test_expert_projections.py"
+ELSEWHERE = "passes/graph/slots_elsewhere.py"
+UNREAD = "tests/passes/test_slots_elsewhere.py"
 COMBINE = "lowering/expert_sums/combine_kernel.py"
 KERNEL = "lowering/expert_sums/reduced_kernel.py"
 SUMMED = "tests/lowering/test_combine_experts.py"
 REDUCED = "tests/lowering/test_reduced_experts.py"
 COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_in_the_interpreter"
 REFUSED = "tests/test_strict.py"
-SORTS = "passes/normalize/mark_sorts.py"
+SORTS = "passes/graph/sorts.py"
+ROWS = "passes/graph/expert_rows.py"
+BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
 DECODED = "ditron_inductor/core/experts.py"
 DECODED_FINDER = "passes/fuse/experts_all_reduce.py"
@@ -25,7 +29,7 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "experts may be numbered beyond the weights",
         FINDER,
-        "return top_k if 0 < top_k and choices <= num_experts else None",
+        "return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None",
         "return top_k if 0 < top_k else None",
         f"{FOUND}::test_more_scores_than_experts_prove_nothing",
     ),
@@ -51,6 +55,34 @@ ROUTING: tuple[Mutation, ...] = (
         COMPUTED,
     ),
     Mutation(
+        "slots elsewhere may have weights that are not 0",
+        ELSEWHERE,
+        " or mask.args[1] != num_experts:",
+        ":",
+        f"{UNREAD}::test_it_must_not_fire[weights that are 0 for other ids]",
+    ),
+    Mutation(
+        "zeros of slots elsewhere may be divided by each other",
+        ELSEWHERE,
+        "aten.where.self, aten.bmm.default}) - QUOTIENTS",
+        "aten.where.self, aten.bmm.default})",
+        f"{UNREAD}::test_rows_that_something_else_reads_are_computed[quotients of rows]",
+    ),
+    Mutation(
+        "rows of a table may be those of other experts",
+        "passes/absorb/expert_tables.py",
+        "if kept is None or kept[0] is not proofs.views_up(experts)[-1] or",
+        "if kept is None or",
+        "tests/passes/test_split_columns.py::test_it_must_not_fire[biases of other experts]",
+    ),
+    Mutation(
+        "up is gate",
+        "lowering/epilogues.py",
+        '(at.expert * at.width + at.columns) * 2 + 1"',
+        '(at.expert * at.width + at.columns) * 2"',
+        COMPUTED,
+    ),
+    Mutation(
         "products of absent slots are read",
         COMBINE,
         "            there = there & (tl.load(absent",
@@ -63,6 +95,41 @@ ROUTING: tuple[Mutation, ...] = (
         "            there = there & (tl.load(slots.absent",
         "            there = there | (tl.load(slots.absent",
         f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "all experts have the biases of the first one",
+        KERNEL,
+        "bias + expert.to(tl.int64) * N + offs_n",
+        "bias + offs_n",
+        f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "the sum of a product and its bias is not rounded",
+        COMBINE,
+        "(product.to(tl.float32) + row.to(tl.float32)).to(product.dtype)",
+        "product.to(tl.float32) + row.to(tl.float32)",
+        f"{SUMMED}::test_a_product_with_its_bias_is_rounded",
+    ),
+    Mutation(
+        "ids of experts may be negative",
+        ROWS,
+        "return found.least >= 0 and found.most",
+        "return found.most",
+        f"{BIASED}[negative ids]",
+    ),
+    Mutation(
+        "the experts of biases may be other ones",
+        ROWS,
+        "(_sorted(counted) or _flat(counted)) is ids",
+        "(_sorted(counted) or _flat(counted)) is not None",
+        f"{BIASED}[ends of other ids]",
+    ),
+    Mutation(
+        "biases may be those of fewer experts",
+        ROWS,
+        " or kept[1].most < num_experts - 1:",
+        ":",
+        f"{BIASED}[clamped to fewer]",
     ),
     Mutation(
         "an input of a backward is known by its metadata alone",

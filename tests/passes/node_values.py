@@ -10,7 +10,7 @@ import torch
 from ditron_inductor.task import flash_decode as attention
 from ditron_inductor.task import reference, reference_attention, schema
 from ditron_inductor.task.epilogue import Epilogue
-from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.epilogue_torch import evaluate, without_tables
 from ditron_inductor.task.nodes import EXTRAS, LOCAL_KINDS, NODES, SHARD_EXTRAS
 from ditron_inductor.task.reference import sum_of_products
 
@@ -64,27 +64,43 @@ def _expert_projections(calls: list[Call]) -> list[Any]:
     results = []
     for call in calls:
         rows = call.x.repeat_interleave(call.node.top_k, 0) if call.node.by_token else call.x
-        products = [torch.einsum("sk,skn->sn", rows, weight[call.experts]) for weight in call.weights]
-        results.append(_after_epilogue(call, products))
+        there = call.experts.clamp(max=len(call.weights[0]) - 1)
+        products = [torch.einsum("sk,skn->sn", rows, weight[there]) for weight in call.weights]
+        if call.node.interleaved:
+            products = [products[0][:, half::2] for half in range(2)]
+        if call.node.parsed is not None:
+            epilogue, extras = without_tables(call.node.parsed, call.given.get("extras", ()), there)
+            products = evaluate(epilogue, products, extras)
+        results.append([out.masked_fill((call.experts != there).unsqueeze(1), 0.0) for out in products])
     return results
 
 
 def _combine_experts(calls: list[Call]) -> list[Any]:
-    return [[_summed(call, call.products)] for call in calls]
+    biases = [(call.bias, call.experts) if call.node.has_bias else () for call in calls]
+    return [[_summed(call, call.products, *biased)] for call, biased in zip(calls, biases, strict=True)]
 
 
-def _summed(call: Call, products: torch.Tensor) -> torch.Tensor:
+def _summed(call: Call, products: torch.Tensor, *biased: torch.Tensor) -> torch.Tensor:
     """The weighted sum of the slots of each token."""
     optional = (call.given.get(name) for name in ("absent", "added"))
-    return reference.combined(call.node.top_k, products, call.places, call.scale, *optional)
+    return reference.combined(call.node.top_k, products, call.places, call.scale, *optional, *biased)
+
+
+def _products_of_experts(call: Call) -> torch.Tensor:
+    """The products of all slots, with their biases."""
+    products = torch._grouped_mm(call.x, call.weight, offs=call.ends)
+    if not call.node.has_bias:
+        return products
+    rows = torch.arange(len(products))
+    return products + call.bias[torch.searchsorted(call.ends, rows, right=True).clamp(max=len(call.ends) - 1)]
 
 
 def _summed_experts(calls: list[Call]) -> list[torch.Tensor]:
-    return [_summed(call, torch._grouped_mm(call.x, call.weight, offs=call.ends)) for call in calls]
+    return [_summed(call, _products_of_experts(call)) for call in calls]
 
 
 def _kept_products(call: Call) -> list[torch.Tensor]:
-    return [torch._grouped_mm(call.x, call.weight, offs=call.ends)] * call.node.returns_products
+    return [_products_of_experts(call)] * call.node.returns_products
 
 
 def _grouped_matmul_all_reduce(calls: list[Call]) -> list[Any]:

@@ -15,11 +15,12 @@ from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.experts_all_reduce import experts_all_reduce
-from ditron_inductor.task.nodes import MOST_EXPERT_COLUMNS, MOST_EXPERT_TOKENS
+from ditron_inductor.task.nodes import FUSIONS, MOST_EXPERT_COLUMNS, MOST_EXPERT_TOKENS
 from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, only_task, reasons, run_ranks, text
 
 pytestmark = pytest.mark.usefixtures("group")
 KIND = "experts_all_reduce"
+ALL = Options(fusions=FUSIONS)
 BF16 = torch.bfloat16
 T, D, F, E, K = 3, 16, 8, 6, 2
 SCORES, X = torch.empty(T, E), torch.empty(T, D).to(BF16)
@@ -84,7 +85,7 @@ def normed(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fused(
-    fn: Callable[..., Any], given: tuple[torch.Tensor, ...] = OPERANDS, options: Options | None = None
+    fn: Callable[..., Any], given: tuple[torch.Tensor, ...] = OPERANDS, options: Options = ALL
 ) -> fx.GraphModule:
     """The graph after the fusions, which computes on all ranks what it computed before."""
     (before,), (after,) = compiled_graphs(fn, *given), compiled_graphs(fn, *given)
@@ -129,7 +130,7 @@ def test_sums_in_any_form_are_reduced_by_one_node(fn: Callable[..., Any]) -> Non
 
 def test_a_norm_behind_it_is_a_part_of_it() -> None:
     (module,) = compiled_graphs(normed, *OPERANDS)
-    pipeline.run(module.graph, Options())
+    pipeline.run(module.graph, ALL)
     task, operands = only_task(module, "experts_all_reduce_rms_norm")
     assert task.extras == ("residual",) and task.top_k == K and task.norm.form == "rms"
     assert operands["residual"].startswith("arg")
@@ -137,7 +138,7 @@ def test_a_norm_behind_it_is_a_part_of_it() -> None:
 
 def test_the_first_matmul_is_a_call_of_its_own() -> None:
     (module,) = compiled_graphs(experts, *OPERANDS)
-    assert pipeline.run(module.graph, Options())["expert_projections"] == 1
+    assert pipeline.run(module.graph, ALL)["expert_projections"] == 1
     assert not list(module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default))
 
 
@@ -235,7 +236,7 @@ def test_columns_have_flags(columns: int) -> None:
         return all_reduce((out * weights.reshape(-1, 1)).view(-1, K, columns).sum(1).to(BF16))
 
     (module,) = compiled_graphs(fn, SCORES, X, UP, torch.empty(E, columns, F).to(BF16))
-    fuse(module)
+    fuse(module, ALL)
     assert made(module) == (1 if columns == MOST_EXPERT_COLUMNS else 0)
 
 
@@ -246,15 +247,15 @@ def test_operands_that_are_written_to_stay() -> None:
     with module.graph.inserting_before(wait):
         zero = module.graph.call_function(torch.ops.aten.zero_.default, (down,))
     zero.meta["val"] = down.meta["val"]
-    fuse(module)
+    fuse(module, ALL)
     assert made(module) == 0
 
 
-def test_options() -> None:
-    after = fused(experts, options=Options(fusions=("matmul_all_reduce",)))
-    assert made(after) == 0
+@pytest.mark.parametrize("options", [Options(), Options(fusions=("matmul_all_reduce",))])
+def test_it_is_made_only_if_it_is_asked_for(options: Options) -> None:
+    assert made(fused(experts, options=options)) == 0
 
 
 def test_idempotent() -> None:
     after = fused(experts)
-    assert experts_all_reduce(after.graph, options=Options()) == 0
+    assert experts_all_reduce(after.graph, options=ALL) == 0

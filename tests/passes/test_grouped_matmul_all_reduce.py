@@ -111,6 +111,14 @@ def fused(
     """The graph after the fusions, which computes on all ranks what it computed before."""
     (before,), (after,) = compiled_graphs(fn, *given), compiled_graphs(fn, *given)
     fuse(after, options)
+    assert_same(after, before, given, tolerance)
+    return after
+
+
+def assert_same(
+    after: fx.GraphModule, before: fx.GraphModule, given: tuple[torch.Tensor, ...], tolerance: float
+) -> None:
+    """Both graphs compute the same on all ranks, from operands like those that are given."""
 
     def inputs() -> list[list[torch.Tensor]]:
         drawn = torch.Generator().manual_seed(0)
@@ -119,7 +127,6 @@ def fused(
     # The node rounds once, and the graph several times.
     for got, wanted in zip(run_ranks(after, inputs()), run_ranks(before, inputs()), strict=True):
         assert all(relative_error(one, other) < tolerance for one, other in zip(got, wanted, strict=True))
-    return after
 
 
 def made(module: fx.GraphModule) -> int:

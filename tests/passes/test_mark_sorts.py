@@ -7,7 +7,8 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.normalize.mark_sorts import QUOTIENT, SORTED, mark_sorts, sorted_slots
+from ditron_inductor.passes.graph.sorts import QUOTIENT, SORTED, sorted_slots
+from ditron_inductor.passes.normalize.mark_sorts import mark_sorts
 from tests.passes.graphs import compiled_graphs
 from tests.passes.test_combine_experts import OPERANDS, scattered
 

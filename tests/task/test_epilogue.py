@@ -160,7 +160,7 @@ def _expressions() -> st.SearchStrategy[Expression]:
         leaves,
         lambda inner: (
             st.builds(Function, st.sampled_from(language.FUNCTIONS), inner)
-            | st.builds(Binary, st.sampled_from(tuple(language.OPERATORS.values())), inner, inner)
+            | st.builds(Binary, st.sampled_from((*language.OPERATORS.values(), *language.FUNCTIONS_OF_TWO)), inner, inner)
             | st.builds(Cast, inner, st.sampled_from(language.DTYPES))
         ),
         max_leaves=8,
@@ -187,6 +187,7 @@ def test_torch_computes_what_the_text_says(expression: Expression, seed: int) ->
         "neg": torch.neg, "relu": torch.relu, "square": torch.square, "exp": torch.exp, "erf": torch.erf,
         "tanh": torch.tanh, "sigmoid": torch.sigmoid, "silu": F.silu, "gelu": F.gelu,
         "gelu_tanh": lambda one: F.gelu(one, approximate="tanh"),
+        "minimum": torch.minimum, "maximum": torch.maximum,
         "cast": lambda one, dtype: one.to(dtype).float(),
         "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
         "mm0": mm[0], "mm1": mm[1], **{f"x{i}": one for i, one in enumerate(x)},

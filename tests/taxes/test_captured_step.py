@@ -20,7 +20,7 @@ from ditron_inductor.taxes.captured_step import (
     OTHERS,
     PARTS,
     CapturedStep,
-    Kernel,
+    TimedKernel,
     ditron_kernels,
     divided,
     median_step,
@@ -34,18 +34,18 @@ from tests.taxes.test_command import made_up
 NONE: frozenset[str] = frozenset()
 
 
-def step(us: float, *kernels: Kernel) -> CapturedStep:
+def step(us: float, *kernels: TimedKernel) -> CapturedStep:
     return CapturedStep(us, kernels, frozenset({"matmul_all_reduce_kernel"}), frozenset({"add_norm_kernel"}))
 
 
 def captured_report() -> TaxReport:
     """The made-up report, with one replay of each contestant; the steps in a CUDA graph take 210, 200 and 142 us."""
-    before = [Kernel("nvjet_gemm", 0.0, 90.0, 7), Kernel("ncclDevKernel_AllReduce", 92.0, 60.0, 7)]
+    before = [TimedKernel("nvjet_gemm", 0.0, 90.0, 7), TimedKernel("ncclDevKernel_AllReduce", 92.0, 60.0, 7)]
     captured = {
-        "inductor": step(212.0, *before, Kernel("triton_red_fused_norm", 160.0, 40.0, 7)),
-        "unfused": step(202.0, *before, Kernel("add_norm_kernel", 160.0, 30.0, 7)),
+        "inductor": step(212.0, *before, TimedKernel("triton_red_fused_norm", 160.0, 40.0, 7)),
+        "unfused": step(202.0, *before, TimedKernel("add_norm_kernel", 160.0, 30.0, 7)),
         "fused": step(
-            144.0, Kernel("matmul_all_reduce_kernel", 0.0, 110.0, 7), Kernel("add_norm_kernel", 111, 30.0, 7)
+            144.0, TimedKernel("matmul_all_reduce_kernel", 0.0, 110.0, 7), TimedKernel("add_norm_kernel", 111, 30.0, 7)
         ),
     }
     return replace(made_up(), captured=captured, bytes_per_us=4e6, parameter_bytes=288_000_000)
@@ -63,26 +63,31 @@ def test_every_kernel_belongs_to_a_part_and_the_parts_add_up() -> None:
 
 
 def test_kernels_that_run_at_once_share_the_time() -> None:
-    kernels = [Kernel("a", 0.0, 10.0, 1), Kernel("b", 4.0, 4.0, 2), Kernel("b", 6.0, 6.0, 3), Kernel("c", 6.0, 0.0, 1)]
+    kernels = [
+        TimedKernel("a", 0.0, 10.0, 1),
+        TimedKernel("b", 4.0, 4.0, 2),
+        TimedKernel("b", 6.0, 6.0, 3),
+        TimedKernel("c", 6.0, 0.0, 1),
+    ]
     # Until 4 a alone; until 6 both; until 8 a and twice b; until 10 both; until 12 b alone.
     assert shares(kernels) == pytest.approx({"a": 4 + 1 + 2 / 3 + 1, "b": 1 + 4 / 3 + 1 + 2})
 
 
 def test_replays_are_told_apart() -> None:
     times = [0.0, 100.0, 190.0, 285.0]
-    kernels = [Kernel(name, time + at, 5.0, 7) for time in times for name, at in (("a", 10.0), ("b", 20.0))]
+    kernels = [TimedKernel(name, time + at, 5.0, 7) for time in times for name, at in (("a", 10.0), ("b", 20.0))]
     parts = divided(kernels[::-1], 4)
     assert [[kernel.name for kernel in part] for part in parts] == [["a", "b"]] * 4
     found = median_step(parts, NONE, NONE)
     # The replays take 100, 90 and 95 us; nothing says when the last one ends.
     assert found.us == 95.0
-    assert found.kernels == (Kernel("a", 0.0, 5.0, 7), Kernel("b", 10.0, 5.0, 7))
+    assert found.kernels == (TimedKernel("a", 0.0, 5.0, 7), TimedKernel("b", 10.0, 5.0, 7))
 
 
 @pytest.mark.parametrize("names", ["", "abc", "abac"])
 def test_replays_that_differ_are_refused(names: str) -> None:
     with pytest.raises(ValueError, match=f"saw {len(names)} kernels in 2 replays"):
-        divided([Kernel(name, float(at), 1.0, 7) for at, name in enumerate(names)], 2)
+        divided([TimedKernel(name, float(at), 1.0, 7) for at, name in enumerate(names)], 2)
 
 
 def test_only_kernels_with_a_workspace_exchange() -> None:

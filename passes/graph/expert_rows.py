@@ -1,0 +1,157 @@
+"""Proofs about the rows of a grouped matmul: that a tensor names the expert of each row, and the range of its numbers.
+
+    ids [S] -> sort -> getitem 0, the sorted ids -> [clamp]                          the experts of the rows
+    the sorted ids, or ids -> [cast] -> histc(E, 0, E - 1) -> cumsum(int32)          the ends of the experts
+
+The sorted ids ascend. If none of them is negative, those of expert e are the rows from ends[e - 1] to ends[e], which is
+what a grouped matmul with these ends multiplies by matrix e. What is clamped to 0 .. E - 1, or to a wider range, is the
+same number in all of these rows. Ids of E and more, which under expert parallelism name experts of other ranks, are
+counted nowhere: their rows lie behind the last end, where a grouped matmul computes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.expressions import CLAMPS
+from ditron_inductor.passes.graph.sorts import SORTS
+
+aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
+EXACT = 1 << 24
+"""Smaller integers are exact in fp32."""
+COUNTED_IN: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+
+
+@dataclass(frozen=True)
+class Range:
+    """Integers from `least` to `most`, both included; both may be infinite."""
+
+    least: float = -math.inf
+    most: float = math.inf
+
+    def union(self, other: Range) -> Range:
+        return Range(min(self.least, other.least), max(self.most, other.most))
+
+    def clamped(self, least: float, most: float) -> Range:
+        """The range of clamp(.., least, most): where these two contradict each other the latter wins."""
+        return Range(min(max(self.least, least), most), min(max(self.most, least), most))
+
+
+ANY = Range()
+
+
+def are_experts_of_rows(experts: fx.Node, ends: object, num_experts: int) -> bool:
+    """Returns whether `experts` [S] has the expert of each row up to the last of the `ends` [E] of a grouped matmul."""
+    if not isinstance(ends, fx.Node) or num_experts < 2:
+        # histc takes its bounds from the data if they are equal.
+        return False
+    kept = clamped(experts)
+    if kept is None or kept[1].least > 0 or kept[1].most < num_experts - 1:
+        return False
+    ids = _sorted(kept[0])
+    counted = _counted(ends, num_experts)
+    if ids is None or counted is None:
+        return False
+    found = range_of(ids)
+    return found.least >= 0 and found.most < EXACT and (_sorted(counted) or _flat(counted)) is ids
+
+
+def clamped(node: fx.Node) -> tuple[fx.Node, Range] | None:
+    """Returns (what is not clamped any more, the range to which `node` clamps it); None if a bound is no number. A
+    number that lies in the range is what it was.
+    """
+    kept = ANY
+    while (node := proofs.views_up(node)[-1]).target in CLAMPS:
+        bounds = _bounds(node)
+        if bounds is None:
+            return None
+        kept = Range(max(kept.least, bounds.least), min(kept.most, bounds.most))
+        node = proofs.operand(node)
+    return node, kept
+
+
+def range_of(node: fx.Node) -> Range:
+    """Returns a range in which all numbers of an integer tensor lie."""
+    source = proofs.views_up(node)[-1]
+    value = proofs.tensor(source)
+    if value is None or value.dtype not in (torch.int64, torch.int32):
+        return ANY
+    if source.target is getitem and isinstance(source.args[0], fx.Node):
+        return _of_output(source.args[0], source.args[1])
+    if source.target in CLAMPS:
+        bounds = _bounds(source)
+        return ANY if bounds is None else range_of(proofs.operand(source)).clamped(bounds.least, bounds.most)
+    if source.target is aten.where.self:
+        left, right = (range_of(value) if isinstance(value, fx.Node) else ANY for value in source.args[1:])
+        return left.union(right)
+    if source.target in (aten.full.default, aten.scalar_tensor.default):
+        filled = source.args[int(source.target is aten.full.default)]
+        return Range(filled, filled) if isinstance(filled, int) else ANY
+    if source.target is aten.remainder.Scalar:
+        divisor = source.args[1]
+        # Of a positive divisor; the remainder has its sign.
+        return Range(0, divisor - 1) if isinstance(divisor, int) and divisor > 0 else ANY
+    return ANY
+
+
+def _of_output(call: fx.Node, index: object) -> Range:
+    """Returns the range of output `index` of a call."""
+    if call.target in SORTS and index == 0:
+        return range_of(proofs.operand(call))
+    if call.target is aten.topk.default and index == 1:
+        bound = proofs.arguments(call)
+        scores = proofs.fake(bound["self"])
+        choices = scores.shape[bound["dim"]] if scores.ndim else 1
+        return Range(0, choices - 1) if isinstance(choices, int) else ANY
+    return ANY
+
+
+def _bounds(clamp: fx.Node) -> Range | None:
+    bound = proofs.arguments(clamp)
+    least, most = bound.get("min"), bound.get("max")
+    if not all(one is None or isinstance(one, (int, float)) for one in (least, most)):
+        return None
+    return Range(-math.inf if least is None else least, math.inf if most is None else most)
+
+
+def _sorted(node: fx.Node) -> fx.Node | None:
+    """Returns the ids whose sorted values `node` has, in ascending order; None if it has others."""
+    source = proofs.views_up(node)[-1]
+    if source.target is not getitem or source.args[1] != 0:
+        return None
+    sort = source.args[0]
+    if not isinstance(sort, fx.Node) or sort.target not in SORTS:
+        return None
+    bound = proofs.arguments(sort)
+    ascends = not bound["descending"] and proofs.fake(bound["self"]).ndim == 1
+    return _flat(bound["self"]) if ascends else None
+
+
+def _flat(node: fx.Node) -> fx.Node:
+    """Returns what `node` is a view of."""
+    return proofs.views_up(node)[-1]
+
+
+def _counted(ends: fx.Node, num_experts: int) -> fx.Node | None:
+    """Returns what is counted, if `ends` is the cumulative histogram of whole numbers 0 .. E - 1; None if it is not."""
+    sums = proofs.views_up(ends)[-1]
+    if sums.target is not aten.cumsum.default:
+        return None
+    histogram = proofs.views_up(proofs.operand(sums))[-1]
+    if histogram.target is not aten.histc.default:
+        return None
+    bound = proofs.arguments(histogram)
+    few = proofs.known(proofs.fake(bound["self"]).numel() < EXACT)
+    if not few or (bound["bins"], bound["min"], bound["max"]) != (num_experts, 0, num_experts - 1):
+        return None
+    counted = _flat(bound["self"])
+    if counted.target is CAST and proofs.fake(counted).dtype in COUNTED_IN:
+        counted = _flat(proofs.operand(counted))
+    return counted if proofs.fake(counted).dtype in (torch.int64, torch.int32) else None

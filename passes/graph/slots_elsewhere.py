@@ -1,0 +1,134 @@
+"""Proofs about the slots of other ranks' experts, in graphs that multiply them all the same.
+
+    topk -> getitem 1 [T, k], the experts of all ranks
+    where(ne(div(that, E, floor), RANK), E, remainder(that, E)) -> reshape [S]        ids: E for an expert elsewhere
+    clamp(ids, 0, E - 1) [S]                               the experts of the weights that are copied for each slot
+    where(ge(ids, E), 0, weights of the slots) [S] -> unsqueeze [S, 1] -> mul(what expert E - 1 returns [S, N], that)
+
+With expert parallelism each rank has E of the experts. A slot of an expert elsewhere is multiplied by the weights of
+expert E - 1, and what comes of that is multiplied by 0 in the end. So it need not be computed: zeros may stand in its
+place, where no op makes something of them that is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import expert_rows, proofs
+from ditron_inductor.passes.graph.expressions import CLAMPS, POINTWISE, POWER
+from ditron_inductor.passes.graph.sorts import quotient
+
+aten = torch.ops.aten
+SPLITS: frozenset[object] = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
+QUOTIENTS: frozenset[object] = frozenset({aten.div.Tensor, POWER})
+BY_ROW: frozenset[object] = frozenset({*POINTWISE, aten.where.self, aten.bmm.default}) - QUOTIENTS
+"""Ops whose results have rows that depend on the same rows of their operands only, if all have as many dimensions. A
+bmm has a batch for each row. Of zeros they make numbers.
+"""
+
+
+def ids_of(experts: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | None:
+    """Returns (ids [S], the indices of a topk) if `experts` [S] are the experts of this rank, `num_experts` in number,
+    and any other ones for slots whose id is that number or more; None if they are not. The ids of the other slots of a
+    token differ, as the indices of a topk do, and lie between 0 and `num_experts` - 1.
+    """
+    kept = expert_rows.clamped(experts)
+    if kept is None or kept[1].least > 0 or kept[1].most < num_experts - 1:
+        return None
+    marked = kept[0]
+    if marked.target is not aten.where.self:
+        return None
+    elsewhere, instead, own = marked.args
+    assert isinstance(elsewhere, fx.Node)
+    if not isinstance(own, fx.Node) or own.target is not aten.remainder.Scalar or own.args[1] != num_experts:
+        return None
+    if not isinstance(instead, fx.Node) or not num_experts <= expert_rows.range_of(instead).least:
+        return None
+    chosen = proofs.operand(own)
+    parts = quotient(proofs.operand(elsewhere)) if elsewhere.target is aten.ne.Scalar else None
+    ranked = parts is not None and parts == (chosen, num_experts) and isinstance(elsewhere.args[1], int)
+    unclamped = _unclamped(experts)
+    if not ranked or chosen.target is not getitem or chosen.args[1] != 1:
+        return None
+    return None if unclamped is None else (unclamped, chosen)
+
+
+def _unclamped(experts: fx.Node) -> fx.Node | None:
+    """Returns a tensor in the shape of `experts` that has what they were before they were clamped."""
+    node = experts
+    while node.target in CLAMPS or proofs.keeps_order(node):
+        node = proofs.operand(node)
+        if proofs.alike(node, experts) and proofs.views_up(node)[-1].target is aten.where.self:
+            return node
+    return None
+
+
+def are_never_used(rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
+    """Returns whether rows of `rows` [S, ..] whose id in `ids` [S] is `num_experts` or more are multiplied by 0 before
+    anything else than ops by row reads them.
+    """
+    source, seen = proofs.views_up(ids)[-1], {rows}
+    left = [rows]
+    while left:
+        node = left.pop()
+        for user in _readers(node):
+            if user.target is aten.mul.Tensor and _is_zero_elsewhere(user, node, source, num_experts):
+                continue
+            if not _is_by_row(user, node):
+                return False
+            if user not in seen:
+                seen.add(user)
+                left.append(user)
+    return True
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the users of `node`, and in the place of a split of other dimensions than the rows its parts."""
+    for user in node.users:
+        if user.target in SPLITS and int(proofs.arguments(user)["dim"]) % proofs.fake(node).ndim != 0:
+            yield from user.users
+        else:
+            yield user
+
+
+def _is_by_row(user: fx.Node, node: fx.Node) -> bool:
+    """Returns whether the rows of `user` are made of the same rows of `node` and of other operands."""
+    value, given = proofs.tensor(user), proofs.fake(node)
+    if value is None or value.ndim == 0 or not proofs.known_equal(value.shape[0], given.shape[0]):
+        return False
+    if proofs.keeps_order(user):
+        return True
+    if user.target is getitem:
+        # A part of a split.
+        return True
+    if user.target is aten.slice.Tensor:
+        return int(proofs.arguments(user)["dim"]) % given.ndim != 0
+    return value.ndim == given.ndim and (user.target in BY_ROW or _divides_by_more_than_one(user))
+
+
+def _divides_by_more_than_one(node: fx.Node) -> bool:
+    """Returns whether a node is x / (exp(y) + 1), as SiLU is written out."""
+    divisor = node.args[1] if node.target is aten.div.Tensor else None
+    if not isinstance(divisor, fx.Node) or divisor.target is not aten.add.Tensor or divisor.args[1] != 1:
+        return False
+    return proofs.operand(divisor).target is aten.exp.default
+
+
+def _is_zero_elsewhere(product: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
+    """Returns whether `product` multiplies the rows by numbers [S, 1] that are 0 for these ids."""
+    factors = [factor for factor in product.args if factor is not rows]
+    if len(factors) != 1 or not isinstance(factors[0], fx.Node):
+        return False
+    value, given = proofs.tensor(factors[0]), proofs.fake(rows)
+    of_rows = value is not None and value.ndim == given.ndim == 2 and proofs.known_equal(value.shape[0], given.shape[0])
+    scale = proofs.views_up(factors[0])[-1]
+    if not of_rows or scale.target is not aten.where.self or not proofs.is_full(scale.args[1], 0):
+        return False
+    mask = scale.args[0]
+    if not isinstance(mask, fx.Node) or mask.target is not aten.ge.Scalar or mask.args[1] != num_experts:
+        return False
+    return proofs.views_up(proofs.operand(mask))[-1] is ids and proofs.alike(mask, scale)

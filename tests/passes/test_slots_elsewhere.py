@@ -1,0 +1,117 @@
+"""Slots of other ranks' experts: not computed by `expert_projections` where what comes of them is multiplied by 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from tests.passes.graphs import all_reduce, compiled_graphs
+from tests.passes.test_expert_projections import calls
+from tests.passes.test_grouped_matmul_all_reduce import assert_same
+
+pytestmark = pytest.mark.usefixtures("group")
+
+T, D, F, K, RANKS, HERE = 3, 16, 8, 2, 4, 3
+X, NORM, SCORES = torch.empty(T, D), torch.empty(D, D), torch.empty(T, RANKS * HERE)
+# As the plans store them: the columns are contiguous.
+GATE_UP, DOWN = torch.empty(HERE, D, 2 * F), torch.empty(HERE, F, D)
+OPERANDS = (X, NORM, SCORES, GATE_UP, torch.empty(HERE, 2 * F), DOWN, torch.empty(HERE, D))
+"""In the order in which they are used."""
+Marking = Callable[[torch.Tensor], torch.Tensor]
+
+
+def on_rank(chosen: torch.Tensor, rank: int = 1, here: int = HERE, instead: int = HERE) -> torch.Tensor:
+    """As `transformers` marks the experts of other ranks."""
+    return torch.where(chosen // here != rank, instead, chosen % here)
+
+
+def layer_of(
+    *,
+    marked: Marking = on_rank,
+    clamped: Marking = lambda ids: ids.clamp(0, HERE - 1),
+    masked: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda scale, ids: scale.masked_fill(ids >= HERE, 0),
+    between: Marking = lambda rows: rows,
+    scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul,
+) -> Callable[..., torch.Tensor]:
+    """A layer as `transformers` decodes under expert parallelism. between: of what the first matmul returns."""
+
+    def layer(
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        scores: torch.Tensor,
+        gate_up: torch.Tensor,
+        first_bias: torch.Tensor,
+        down: torch.Tensor,
+        second_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        x = all_reduce(x @ norm)
+        weights, chosen = scores.topk(K)
+        ids = marked(chosen).reshape(-1)
+        taken = clamped(ids)
+        rows = x.repeat_interleave(K, 0).unsqueeze(1)
+        gate, up = between(torch.bmm(rows, gate_up[taken]).squeeze(1) + first_bias[taken]).chunk(2, -1)
+        out = torch.bmm((silu(gate) * up).unsqueeze(1), down[taken]).squeeze(1) + second_bias[taken]
+        scale = masked(weights.reshape(-1), ids).unsqueeze(-1)
+        return all_reduce(scaled(out, scale).view(-1, K, D).sum(1))
+
+    return layer
+
+
+FIRES = {
+    "as transformers marks them": layer_of(),
+    "of the first rank": layer_of(marked=lambda chosen: on_rank(chosen, 0)),
+    "with a greater number": layer_of(marked=lambda chosen: on_rank(chosen, instead=HERE + 5)),
+    "clamped from above": layer_of(clamped=lambda ids: ids.clamp(max=HERE - 1)),
+}
+
+
+@pytest.mark.parametrize("name", FIRES)
+def test_slots_elsewhere_are_not_computed(name: str) -> None:
+    (before,), (after,) = compiled_graphs(FIRES[name], *OPERANDS), compiled_graphs(FIRES[name], *OPERANDS)
+    assert calls(after) == 2
+    assert_same(after, before, OPERANDS, 1e-4)
+
+
+REFUSED = {
+    # Two slots of a token may have one expert.
+    "any ids": layer_of(marked=lambda chosen: chosen // 2),
+    "remainders by another number": layer_of(
+        marked=lambda chosen: torch.where(chosen // HERE != 1, HERE, chosen % (HERE + 1))
+    ),
+    "quotients by another number": layer_of(
+        marked=lambda chosen: torch.where(chosen // (HERE + 1) != 1, HERE, chosen % HERE)
+    ),
+    "marked as an expert of the rank": layer_of(marked=lambda chosen: on_rank(chosen, instead=HERE - 1)),
+    "all ranks are the others": layer_of(
+        marked=lambda chosen: torch.where(chosen // HERE == 1, HERE, chosen % HERE)
+    ),
+    "clamped to fewer": layer_of(clamped=lambda ids: ids.clamp(0, HERE - 2)),
+    # What comes of them is used.
+    "weights that are not 0": layer_of(masked=lambda scale, ids: scale),
+    "weights that are 0 for other ids": layer_of(masked=lambda scale, ids: scale.masked_fill(ids >= HERE - 1, 0)),
+    "weights of 1 elsewhere": layer_of(masked=lambda scale, ids: scale.masked_fill(ids >= HERE, 1)),
+    "added weights": layer_of(scaled=torch.add),
+}
+SECOND_ONLY = {
+    # Zeros that become no numbers, or rows that are mixed.
+    "inverses": layer_of(between=lambda rows: 1.0 / rows),
+    "quotients of rows": layer_of(between=lambda rows: rows / (rows * rows)),
+    "rows in another order": layer_of(between=lambda rows: rows.flip(0)),
+    "all rows": layer_of(between=lambda rows: rows - rows.mean(0)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_must_not_fire(name: str) -> None:
+    (module,) = compiled_graphs(REFUSED[name], *OPERANDS)
+    assert calls(module) == 0
+
+
+@pytest.mark.parametrize("name", SECOND_ONLY)
+def test_rows_that_something_else_reads_are_computed(name: str) -> None:
+    """The second matmul alone is a call: of its rows nothing becomes of those elsewhere."""
+    (module,) = compiled_graphs(SECOND_ONLY[name], *OPERANDS)
+    assert calls(module) == 1
