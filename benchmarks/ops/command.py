@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.launch import measure_on_ranks
+from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.records import head_commit
 
 
@@ -51,6 +51,15 @@ def out_of(options: argparse.Namespace, results: Path) -> str:
 
 def start_alone(module: str, options: argparse.Namespace, results: Path) -> int:
     """The exit code of the command of a benchmark that needs one GPU. results: the committed ones."""
+    return _start(module, options, results, options.world or 1)
+
+
+def start_on_ranks(module: str, options: argparse.Namespace, results: Path) -> int:
+    """The exit code of the command of a benchmark that needs several ranks. results: the committed ones."""
+    return _start(module, options, results, num_ranks(module, options.world, options.device))
+
+
+def _start(module: str, options: argparse.Namespace, results: Path, world: int) -> int:
     options.out = out_of(options, results)
     options.commit = options.commit or head_commit()
-    return measure_on_ranks(module, options, options.world or 1, options.device, options.limit)
+    return measure_on_ranks(module, options, world, options.device, options.limit) if world else 2

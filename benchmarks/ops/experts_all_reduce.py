@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
-from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
 from benchmarks.ops.contest import library_of
@@ -44,7 +43,7 @@ from benchmarks.ops.expert_cells import (
     routed,
     texts_of,
 )
-from benchmarks.records import MOE, Row, head_commit
+from benchmarks.records import MOE, Row
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
@@ -256,11 +255,7 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    options = parser().parse_args(arguments)
-    options.out = command.out_of(options, MOE)
-    options.commit = options.commit or head_commit()
-    world = num_ranks(MODULE, options.world, options.device)
-    return measure_on_ranks(MODULE, options, world, options.device, options.limit) if world else 2
+    return command.start_on_ranks(MODULE, parser().parse_args(arguments), MOE)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,10 @@ import torch
 from tabulate import tabulate
 from torch.distributed import _functional_collectives as funcol
 
-from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
 from benchmarks.ops.expert_cells import MODELS, TINY, TOLERANCE, add_cells, end_cell, routed
-from benchmarks.records import MOE, Row, head_commit
+from benchmarks.records import MOE, Row
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
@@ -176,11 +175,7 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    options = parser().parse_args(arguments)
-    options.out = command.out_of(options, MOE)
-    options.commit = options.commit or head_commit()
-    world = num_ranks(MODULE, options.world, options.device)
-    return measure_on_ranks(MODULE, options, world, options.device, options.limit) if world else 2
+    return command.start_on_ranks(MODULE, parser().parse_args(arguments), MOE)
 
 
 if __name__ == "__main__":
