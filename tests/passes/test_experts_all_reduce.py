@@ -198,6 +198,26 @@ def in_rows_of_another_length(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(summed(*operands).view(-1, D // 2))
 
 
+def of_halves(*operands: torch.Tensor) -> torch.Tensor:
+    """Sums of the two halves of each product, in rows that are long enough again behind them."""
+    out, weights = products(*operands)
+    halves = (out * weights.reshape(-1, 1)).view(-1, 2, D // 2)
+    return all_reduce(halves.sum(1).to(BF16).view(-1, D))
+
+
+def factors_of_halves(*operands: torch.Tensor) -> torch.Tensor:
+    """Two factors for each slot."""
+    out, weights = products(*operands)
+    scale = torch.stack((weights.reshape(-1), weights.reshape(-1).sin()), 1).unsqueeze(-1)
+    return all_reduce((out.view(-1, 2, D // 2) * scale).view(-1, K, D).sum(1).to(BF16))
+
+
+def of_integers(*operands: torch.Tensor) -> torch.Tensor:
+    out, weights = products(*operands)
+    terms = (out * weights.reshape(-1, 1)).view(-1, K, D)
+    return all_reduce(terms.sum(1, dtype=torch.int32).to(BF16))
+
+
 def of_maximum(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(summed(*operands), "max")
 
@@ -208,6 +228,8 @@ LEFT = {
     of_tokens: "experts_form",
     elsewhere: "experts_form",
     in_rows_of_another_length: "experts_form",
+    of_halves: "experts_form",
+    factors_of_halves: "experts_form",
     in_fp32: "cast_between",
 }
 
@@ -218,7 +240,7 @@ def test_reasons(fn: Callable[..., Any], code: str) -> None:
     assert made(after) == 0 and reasons(after) == [code]
 
 
-@pytest.mark.parametrize("fn", [with_bias, of_other_slots, by_column, of_maximum])
+@pytest.mark.parametrize("fn", [with_bias, of_other_slots, by_column, of_integers, of_maximum])
 def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
     assert made(fused(fn)) == 0
 
