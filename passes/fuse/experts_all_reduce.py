@@ -18,7 +18,7 @@ It must not fire when
 * the products, the terms, the sum, or a view of it in front of the collective, are used elsewhere;
 * the sum is one of integers, or rounded to another dtype than that of the products;
 * what is scaled, added up or reduced has rows of another length than the products: its rows would not be slots;
-* there are more than MOST_COLUMNS columns, for whose tiles there are no flags;
+* there are more than MOST_EXPERT_COLUMNS columns, for whose tiles there are no flags, or a dynamic number;
 * something writes into an operand, which the call would read later.
 """
 
@@ -92,7 +92,7 @@ def find_experts_all_reduce(node: fx.Node) -> Match | Refused:
     # site to a rank that reduces it without experts.
     shapes = [tuple(proofs.fake(one).shape) for one in (terms.products, terms.summed, collective.operand)]
     whole_rows = all(shape and proofs.known_equal(shape[-1], N) for shape in shapes)
-    if product.result not in behind or not whole_rows or not proofs.known(N <= MOST_EXPERT_COLUMNS):
+    if product.result not in behind or not whole_rows or not isinstance(N, int) or N > MOST_EXPERT_COLUMNS:
         return ReasonCode.EXPERTS_FORM.at(source)
     if proofs.fake(terms.result).dtype != proofs.fake(product.result).dtype:
         return ReasonCode.CAST_BETWEEN.at(source)

@@ -16,7 +16,17 @@ from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.experts_all_reduce import experts_all_reduce
 from ditron_inductor.task.nodes import FUSIONS, MOST_EXPERT_COLUMNS, MOST_EXPERT_TOKENS
-from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, only_task, reasons, run_ranks, text
+from tests.passes.graphs import (
+    WORLD_SIZE,
+    all_reduce,
+    assert_no_new_guards,
+    compiled_graphs,
+    fuse,
+    only_task,
+    reasons,
+    run_ranks,
+    text,
+)
 
 pytestmark = pytest.mark.usefixtures("group")
 KIND = "experts_all_reduce"
@@ -260,6 +270,21 @@ def test_columns_have_flags(columns: int) -> None:
     (module,) = compiled_graphs(fn, SCORES, X, UP, torch.empty(E, columns, F).to(BF16))
     fuse(module, ALL)
     assert made(module) == (1 if columns == MOST_EXPERT_COLUMNS else 0)
+
+
+@pytest.mark.parametrize("most", [None, 64])
+def test_a_dynamic_number_of_columns_stays(most: int | None) -> None:
+    def fn(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        out, weights = products(scores, x, up, down)
+        total = (out * weights.reshape(-1, 1)).view(T, K, down.shape[1]).sum(1).to(BF16)
+        return all_reduce(total.view(1, T, -1))
+
+    down = torch.empty(E, 40, F).to(BF16)
+    torch._dynamo.mark_dynamic(down, 1, min=2 if most else None, max=most)
+    (module,) = compiled_graphs(fn, SCORES, X, UP, down)
+    with assert_no_new_guards(module):
+        fuse(module, ALL)
+    assert made(module) == 0 and reasons(module) == ["experts_form"]
 
 
 def test_operands_that_are_written_to_stay() -> None:
