@@ -356,6 +356,45 @@ def test_experts_are_cut_over_the_ranks(rank_pools: RankPools, model: str) -> No
     rank_pools.get("cpu", 2).run(_experts, model)
 
 
+def _latent(ctx: RankContext) -> None:
+    """Latent attention whose heads are cut over the ranks has the gradients that it has as a whole."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from benchmarks.models.architecture import Decoder
+    from benchmarks.models.forms import cut
+    from ditron_inductor.tools.demo_model import rotary_table
+
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    arch = MODELS["deepseek-v3"].like(TINY)
+    for form in ("ar", "sp"):
+        torch.manual_seed(0)
+        whole = Decoder(arch, 1)
+        part = cut(copy.deepcopy(whole), form, mesh)
+        exact = torch.randn(1, 8, arch.hidden)
+        weight, positions = torch.randn_like(exact), rotary_table(8, arch.rotated, arch.theta)
+
+        def own(x: torch.Tensor, scattered: bool = form == "sp") -> torch.Tensor:
+            return x.chunk(ctx.world_size, 1)[ctx.rank] if scattered else x
+
+        x = own(exact).clone().requires_grad_()
+        exact.requires_grad_()
+        whole(exact, *positions).backward(weight)
+        part(x, *positions).backward(own(weight))
+        assert x.grad is not None and exact.grad is not None
+        pairs = {"x": (x.grad, own(exact.grad))}
+        for name in ("q_a_proj", "kv_a_proj"):
+            layers = (model.layers[0].self_attn.get_submodule(name) for model in (part, whole))
+            pairs[name] = tuple(layer.weight.grad for layer in layers)  # type: ignore[assignment]
+        for name, (mine, right) in pairs.items():
+            error = float((mine - right).norm() / right.norm())
+            assert error < 1e-5, (form, name, error)
+
+
+def test_latent_attention_has_whole_gradients(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_latent)
+
+
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-32b"])
 def test_layers_of_engines_compute_the_same(name: str) -> None:
     import torch

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from benchmarks.models.architecture import Architecture, AttentionCore, Decoder, EngineDecoder, plain_attention
 from benchmarks.models.experts import Experts
+from benchmarks.models.latent import LatentAttention
 from benchmarks.models.zoo import Cell
 from ditron_inductor.ops import all_gather_attention
 from ditron_inductor.tools.demo_model import rotary_table
@@ -210,6 +211,8 @@ def cut(model: Decoder, form: str, mesh: DeviceMesh) -> Decoder:
             parallelize_module(layer, mesh, parts)
         if isinstance(layer.mlp, Experts) and form != "cp":
             layer.mlp.cut(mesh, form == "sp")
+        if isinstance(layer.self_attn, LatentAttention) and form in ("ar", "sp"):
+            layer.self_attn.mesh = mesh
     if form == "sp":
         parallelize_module(model, mesh, {"norm": SequenceParallel(use_local_output=True)})
     return model

@@ -196,7 +196,9 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[fx.Node, fx.Node]:
     rows, factor = match.rows, match.weight
     tokens = S // match.top_k if match.by_token else S
     if not proofs.same_shape(tuple(rows.meta["val"].shape), (tokens, K)):
-        rows = rewriting.computed(graph, aten.reshape.default, (rows, [tokens, K]), rows)
+        # A symbol is no argument of a node; there are rows.
+        columns = K if isinstance(K, int) else -1
+        rows = rewriting.computed(graph, aten.reshape.default, (rows, [tokens, columns]), rows)
     if match.swapped:
         factor = rewriting.computed(graph, aten.permute.default, (factor, [0, 2, 1]), factor)
     return rows, factor

@@ -16,8 +16,9 @@ It must not fire when
 * some slots may be of other ranks' experts, as under expert parallelism;
 * the slots of a token share its row, as in front of a first matmul;
 * the products, the terms, the sum, or a view of it in front of the collective, are used elsewhere;
-* the sum is rounded to another dtype than that of the products, or a view has rows of another length;
-* there are more than MOST_COLUMNS columns, for whose tiles there are no flags;
+* the sum is one of integers, or rounded to another dtype than that of the products;
+* what is scaled, added up or reduced has rows of another length than the products: its rows would not be slots;
+* there are more than MOST_EXPERT_COLUMNS columns, for whose tiles there are no flags, or a dynamic number;
 * something writes into an operand, which the call would read later.
 """
 
@@ -47,13 +48,15 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class SlotSum:
     """A sum over the slots of each token. bmm: the product of all slots. products: a view [.., N] of it. factors: a
-    number for each slot. top_k: the slots of a token. added: what is added to the sum, or None. result: the sum, with
-    that, rounded. steps: the nodes from the views of the products to the result.
+    number for each row of that. summed: the terms that are added up. top_k: the slots of a token. added: what is added
+    to the sum, or None. result: the sum, with that, rounded. steps: the nodes from the views of the products to the
+    result.
     """
 
     bmm: fx.Node
     products: fx.Node
     factors: fx.Node
+    summed: fx.Node
     top_k: int
     added: fx.Node | None
     result: fx.Node
@@ -84,9 +87,12 @@ def find_experts_all_reduce(node: fx.Node) -> Match | Refused:
     if product is None or product.by_token or product.has_absent or product.top_k != terms.top_k:
         return ReasonCode.EXPERTS_FORM.at(terms.bmm)
     behind = proofs.views_up(terms.products)
-    whole, N = proofs.fake(collective.operand).shape, proofs.fake(product.result).shape[1]
-    # Rows of another length would be those of another site to a rank that reduces them without experts.
-    if product.result not in behind or not whole or whole[-1] != N or not N <= MOST_EXPERT_COLUMNS:
+    N = proofs.fake(product.result).shape[1]
+    # Terms in rows of another length are not those of slots, and a reduced tensor in such rows would be that of another
+    # site to a rank that reduces it without experts.
+    shapes = [tuple(proofs.fake(one).shape) for one in (terms.products, terms.summed, collective.operand)]
+    whole_rows = all(shape and proofs.known_equal(shape[-1], N) for shape in shapes)
+    if product.result not in behind or not whole_rows or not isinstance(N, int) or N > MOST_EXPERT_COLUMNS:
         return ReasonCode.EXPERTS_FORM.at(source)
     if proofs.fake(terms.result).dtype != proofs.fake(product.result).dtype:
         return ReasonCode.CAST_BETWEEN.at(source)
@@ -110,6 +116,9 @@ def _terms(total: fx.Node) -> SlotSum | None:
     """Reads `total` as a sum of scaled products of slots; None if it is none."""
     summed, bound = proofs.operand(total), proofs.arguments(total)
     shape = proofs.fake(summed).shape
+    if not proofs.fake(total).dtype.is_floating_point:
+        # A sum of another kind of numbers would not be what is added up here.
+        return None
     if len(shape) != 3 or [dim % 3 for dim in bound["dim"] or ()] != [1] or bound["keepdim"]:
         return None
     *views, scaled = proofs.views_up(summed)
@@ -126,7 +135,7 @@ def _terms(total: fx.Node) -> SlotSum | None:
             last = rounded_to(total, proofs.fake(products).dtype)
             result, behind, added = added_to(last)
             steps = dict.fromkeys((*wide, scaled, *rounded, *views, total, last, *behind, result))
-            return SlotSum(bmm, products, scale, shape[1], added, result, tuple(steps))
+            return SlotSum(bmm, products, scale, summed, shape[1], added, result, tuple(steps))
     return None
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 from torch.nn.functional import silu
+from torch.utils._pytree import tree_leaves
 
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
@@ -177,6 +178,23 @@ def test_weights_that_are_written_to_stay() -> None:
 def test_few_tokens_only(tokens: int) -> None:
     module = traced(chosen_by(by_topk), torch.empty(tokens, D), torch.empty(tokens, E), GATE_UP, NORM)
     assert calls(module) == (1 if tokens == MOST_EXPERT_TOKENS else 0)
+
+
+def test_a_dynamic_depth_is_no_argument_of_a_node() -> None:
+    """Rows of the slots that are no matrix yet, as a matmul returns them."""
+
+    def fn(x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor, norm: torch.Tensor) -> Any:
+        ids = by_topk(scores)
+        rows = torch.bmm(up[ids], x.repeat_interleave(K, 0).unsqueeze(-1))
+        return all_reduce(x @ norm), torch.bmm(down[ids], rows).squeeze(-1)
+
+    up, down = torch.empty(E, F, D), torch.empty(E, D, F)
+    torch._dynamo.mark_dynamic(up, 1)
+    torch._dynamo.mark_dynamic(down, 2)
+    (module,) = compiled_graphs(fn, X, SCORES, up, down, NORM)
+    assert calls(module) == 1
+    values = [one for node in module.graph.nodes for one in tree_leaves((node.args, node.kwargs))]
+    assert not any(isinstance(one, torch.SymInt) for one in values)
 
 
 def test_a_graph_without_a_fused_collective_stays() -> None:

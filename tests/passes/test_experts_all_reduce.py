@@ -16,7 +16,17 @@ from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.experts_all_reduce import experts_all_reduce
 from ditron_inductor.task.nodes import FUSIONS, MOST_EXPERT_COLUMNS, MOST_EXPERT_TOKENS
-from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, only_task, reasons, run_ranks, text
+from tests.passes.graphs import (
+    WORLD_SIZE,
+    all_reduce,
+    assert_no_new_guards,
+    compiled_graphs,
+    fuse,
+    only_task,
+    reasons,
+    run_ranks,
+    text,
+)
 
 pytestmark = pytest.mark.usefixtures("group")
 KIND = "experts_all_reduce"
@@ -198,6 +208,26 @@ def in_rows_of_another_length(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(summed(*operands).view(-1, D // 2))
 
 
+def of_halves(*operands: torch.Tensor) -> torch.Tensor:
+    """Sums of the two halves of each product, in rows that are long enough again behind them."""
+    out, weights = products(*operands)
+    halves = (out * weights.reshape(-1, 1)).view(-1, 2, D // 2)
+    return all_reduce(halves.sum(1).to(BF16).view(-1, D))
+
+
+def factors_of_halves(*operands: torch.Tensor) -> torch.Tensor:
+    """Two factors for each slot."""
+    out, weights = products(*operands)
+    scale = torch.stack((weights.reshape(-1), weights.reshape(-1).sin()), 1).unsqueeze(-1)
+    return all_reduce((out.view(-1, 2, D // 2) * scale).view(-1, K, D).sum(1).to(BF16))
+
+
+def of_integers(*operands: torch.Tensor) -> torch.Tensor:
+    out, weights = products(*operands)
+    terms = (out * weights.reshape(-1, 1)).view(-1, K, D)
+    return all_reduce(terms.sum(1, dtype=torch.int32).to(BF16))
+
+
 def of_maximum(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(summed(*operands), "max")
 
@@ -208,6 +238,8 @@ LEFT = {
     of_tokens: "experts_form",
     elsewhere: "experts_form",
     in_rows_of_another_length: "experts_form",
+    of_halves: "experts_form",
+    factors_of_halves: "experts_form",
     in_fp32: "cast_between",
 }
 
@@ -218,7 +250,7 @@ def test_reasons(fn: Callable[..., Any], code: str) -> None:
     assert made(after) == 0 and reasons(after) == [code]
 
 
-@pytest.mark.parametrize("fn", [with_bias, of_other_slots, by_column, of_maximum])
+@pytest.mark.parametrize("fn", [with_bias, of_other_slots, by_column, of_integers, of_maximum])
 def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
     assert made(fused(fn)) == 0
 
@@ -238,6 +270,21 @@ def test_columns_have_flags(columns: int) -> None:
     (module,) = compiled_graphs(fn, SCORES, X, UP, torch.empty(E, columns, F).to(BF16))
     fuse(module, ALL)
     assert made(module) == (1 if columns == MOST_EXPERT_COLUMNS else 0)
+
+
+@pytest.mark.parametrize("most", [None, 64])
+def test_a_dynamic_number_of_columns_stays(most: int | None) -> None:
+    def fn(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        out, weights = products(scores, x, up, down)
+        total = (out * weights.reshape(-1, 1)).view(T, K, down.shape[1]).sum(1).to(BF16)
+        return all_reduce(total.view(1, T, -1))
+
+    down = torch.empty(E, 40, F).to(BF16)
+    torch._dynamo.mark_dynamic(down, 1, min=2 if most else None, max=most)
+    (module,) = compiled_graphs(fn, SCORES, X, UP, down)
+    with assert_no_new_guards(module):
+        fuse(module, ALL)
+    assert made(module) == 0 and reasons(module) == ["experts_form"]
 
 
 def test_operands_that_are_written_to_stay() -> None:
