@@ -69,7 +69,7 @@ MODELS: dict[str, Architecture] = {
         experts=128,
         top_k=4,
         note=f"{ROUTED}; attention has no sinks, and every layer sees the whole sequence, although every second one "
-        "of the model has a window of 128 tokens",
+        "of the model has a window of 128 tokens; positions have no YaRN",
     ),
     "mixtral-8x7b": Architecture(
         hidden=4096,
@@ -122,8 +122,8 @@ MODELS: dict[str, Architecture] = {
         query_latent=1536,
         key_latent=512,
         rotary_dim=64,
-        note=f"{ROUTED}; the model takes those of four of eight groups, by a sigmoid; its weights are FP8; three of "
-        "its layers are dense",
+        note=f"{ROUTED}; the model takes those of four of eight groups, by a sigmoid with "
+        "a correction, and scales their sum; its positions have YaRN, its weights are FP8, and three layers are dense",
     ),
     "opt-30b": Architecture(
         hidden=7168,

@@ -174,12 +174,15 @@ def _profiled(replay: Callable[[int], Any], clock: Clock) -> list[TimedKernel]:
         profiler.start()
     except RuntimeError as exc:
         profiler, problem = None, exc
-    for _ in range(REPLAYS):
-        replay(0)
-    torch.cuda.synchronize(clock.device)
+    try:
+        for _ in range(REPLAYS):
+            replay(0)
+        torch.cuda.synchronize(clock.device)
+    finally:
+        if profiler is not None:
+            profiler.stop()
     if problem is not None:
         raise problem
-    profiler.stop()
     return [
         TimedKernel(event.name, event.time_range.start, event.time_range.elapsed_us(), event.device_resource_id)
         for event in profiler.events()

@@ -193,8 +193,8 @@ class TaxReport:
             measured, seen = steps[0] - steps[1], replays[0] - replays[1]  # type: ignore[operator]
             part = f", {100 * seen / measured:.0f} % of it" if measured > 0 else ""
             lines.append(
-                f"in a CUDA graph: the fused step is {measured:.0f} us shorter than Inductor's; "
-                f"by its kernels and what is between them, {seen:.0f} us{part}"
+                f"in a CUDA graph: the fused step is {abs(measured):.0f} us {_change(measured)} than Inductor's; "
+                f"by its kernels and what is between them, {abs(seen):.0f} us {_change(seen)}{part}"
             )
         fused = self._replay_us(FUSED)
         if self.parameter_bytes and fused is not None:
@@ -213,11 +213,10 @@ class TaxReport:
             if found is None:
                 continue
             mode = "in a CUDA graph" if graph else "eager"
-            change = "shorter" if found.measured_us > 0 else "longer"
             part = "" if found.part is None else f", {100 * found.part:.0f} % of it"
             lines.append(
-                f"{mode}: the fused step is {abs(found.measured_us):.0f} us {change} than the unfused one; "
-                f"by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}, "
+                f"{mode}: the fused step is {abs(found.measured_us):.0f} us {_change(found.measured_us)} than the unfused "
+                f"one; by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}, "
                 f"and {found.other_us:.0f} us of other times"
             )
         # The passes moved or merged collectives, and removed others. This is not a tax of any site.
@@ -231,6 +230,10 @@ class TaxReport:
                 f"{len(self.left_alone)} collectives were left alone and are in no account; `explain` says why"
             )
         return lines
+
+
+def _change(saved_us: float) -> str:
+    return "shorter" if saved_us > 0 else "longer"
 
 
 def _cells(values: Mapping[str, Any]) -> dict[str, str]:
