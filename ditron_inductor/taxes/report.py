@@ -212,11 +212,11 @@ class TaxReport:
             found = explained(self.sites, self.steps, graph)
             if found is None:
                 continue
-            mode = "in a CUDA graph" if graph else "eager"
+            mode, change = "in a CUDA graph" if graph else "eager", _change(found.measured_us)
             part = "" if found.part is None else f", {100 * found.part:.0f} % of it"
             lines.append(
-                f"{mode}: the fused step is {abs(found.measured_us):.0f} us {_change(found.measured_us)} than the unfused "
-                f"one; by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}, "
+                f"{mode}: the fused step is {abs(found.measured_us):.0f} us {change} than the unfused one; "
+                f"by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}, "
                 f"and {found.other_us:.0f} us of other times"
             )
         # The passes moved or merged collectives, and removed others. This is not a tax of any site.
