@@ -27,7 +27,9 @@ must not fire when
 * another operand is not stored anyhow (a placeholder, a matmul's result, ..): Inductor computes it on the way;
 * another operand depends on the products, or cannot be computed before the node;
 * an op is not in `expressions.POINTWISE`, changes the shape by broadcasting, or its result is not contiguous;
-* products of more than two weights, or of different widths, would be combined.
+* products of more than two weights, or of different widths, would be combined;
+* it reads what the weights of slots elsewhere have set to 0 (see graph/slots_elsewhere.py): the outputs of these slots
+  are 0, whatever the epilogue makes of that.
 
 It runs behind all_reduce_rms_norm: a residual sum that a norm reads belongs to that node, or is left to Inductor with
 the norm.
@@ -47,11 +49,11 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.expert_tables import table_of_experts
-from ditron_inductor.passes.graph import expressions, proofs, rewriting
+from ditron_inductor.passes.graph import expressions, proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.launches import launches_collective
 from ditron_inductor.task import schema
 from ditron_inductor.task.epilogue import MAX_TOGETHER, Epilogue, Expression, Extra, ProductTerm, mapped, products, walk
-from ditron_inductor.task.nodes import WithEpilogue
+from ditron_inductor.task.nodes import ExpertProjections, WithEpilogue
 from ditron_inductor.task.verify import local_calls, task_calls
 
 aten = torch.ops.aten
@@ -67,7 +69,8 @@ RESHAPING: frozenset[object] = proofs.MAY_KEEP_ORDER - {aten.clone.default} | pr
 @dataclass
 class EpilogueChain:
     """The pointwise ops behind one call. plain: products and their views; values: every node that can be computed in
-    the epilogue, views included; extras: the tensors that it takes, with their kinds, by number.
+    the epilogue, views included; extras: the tensors that it takes, with their kinds, by number; zeros: the values, and
+    views of them, that are 0 in the rows of slots elsewhere and may be used there.
     """
 
     call: fx.Node
@@ -75,6 +78,7 @@ class EpilogueChain:
     values: dict[fx.Node, Expression]
     groups: list[frozenset[int]]
     extras: dict[tuple[fx.Node, str], int] = field(default_factory=dict)
+    zeros: set[fx.Node] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -170,9 +174,23 @@ def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
             chain.values[node] = chain.values[source]
             if source in chain.plain:
                 chain.plain[node] = chain.plain[source]
-        elif node.target in expressions.POINTWISE:
+            if source in chain.zeros:
+                chain.zeros.add(node)
+        elif node.target in expressions.POINTWISE and chain.zeros.isdisjoint(node.all_input_nodes):
             _read_pointwise(node, value, chain)
+            if node in chain.values and _is_zero_elsewhere(node, chain, task):
+                chain.zeros.add(node)
     return chain
+
+
+def _is_zero_elsewhere(node: fx.Node, chain: EpilogueChain, task: WithEpilogue) -> bool:
+    """Returns whether a value of the chain is 0 in the rows of slots elsewhere."""
+    if not isinstance(task, ExpertProjections) or not task.has_absent:
+        return False
+    ids = proofs.views_up(schema.operand(chain.call, "experts"))[-1]
+    num_experts = proofs.fake(schema.operand(chain.call, "weights")[0]).shape[0]
+    rows = [operand for operand in node.all_input_nodes if operand in chain.values]
+    return any(slots_elsewhere.is_zero_elsewhere(node, one, ids, num_experts) for one in rows)
 
 
 def _read_pointwise(node: fx.Node, value: torch.Tensor, chain: EpilogueChain) -> None:

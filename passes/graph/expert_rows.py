@@ -142,7 +142,8 @@ def _flat(node: fx.Node) -> fx.Node:
 def _counted(ends: fx.Node, num_experts: int) -> fx.Node | None:
     """Returns what is counted, if `ends` is the cumulative histogram of whole numbers 0 .. E - 1; None if it is not."""
     sums = proofs.views_up(ends)[-1]
-    if sums.target is not aten.cumsum.default:
+    # Of several dimensions, one after the other is summed.
+    if sums.target is not aten.cumsum.default or proofs.fake(sums).ndim != 1:
         return None
     histogram = proofs.views_up(proofs.operand(sums))[-1]
     if histogram.target is not aten.histc.default:

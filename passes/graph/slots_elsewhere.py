@@ -76,7 +76,7 @@ def are_never_used(rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
     while left:
         node = left.pop()
         for user in _readers(node):
-            if user.target is aten.mul.Tensor and _is_zero_elsewhere(user, node, source, num_experts):
+            if is_zero_elsewhere(user, node, source, num_experts):
                 continue
             if not _is_by_row(user, node):
                 return False
@@ -118,8 +118,12 @@ def _divides_by_more_than_one(node: fx.Node) -> bool:
     return proofs.operand(divisor).target is aten.exp.default
 
 
-def _is_zero_elsewhere(product: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
-    """Returns whether `product` multiplies the rows by numbers [S, 1] that are 0 for these ids."""
+def is_zero_elsewhere(product: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
+    """Returns whether `product` multiplies the rows by numbers [S, 1] that are 0 where `ids`, in any shape that is no
+    view, have `num_experts` or more.
+    """
+    if product.target is not aten.mul.Tensor:
+        return False
     factors = [factor for factor in product.args if factor is not rows]
     if len(factors) != 1 or not isinstance(factors[0], fx.Node):
         return False

@@ -55,6 +55,20 @@ ROUTING: tuple[Mutation, ...] = (
         COMPUTED,
     ),
     Mutation(
+        "what is made of the zeros of slots elsewhere is 0 too",
+        "passes/absorb/absorb_epilogues.py",
+        " and chain.zeros.isdisjoint(node.all_input_nodes):",
+        ":",
+        f"{UNREAD}::test_what_is_made_of_weighted_slots_stays_outside[added]",
+    ),
+    Mutation(
+        "the ends of experts may be sums of several dimensions",
+        ROWS,
+        " or proofs.fake(sums).ndim != 1:",
+        ":",
+        f"{BIASED}[counts summed up in two parts]",
+    ),
+    Mutation(
         "slots elsewhere may have weights that are not 0",
         ELSEWHERE,
         " or mask.args[1] != num_experts:",

@@ -43,7 +43,8 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 class Form:
     """How a layer finds its experts. elsewhere: only the first HERE experts are on this rank; the other ids become HERE
     and more, by `marked`, and their rows are set to 0. clamped: to what the ids of biases are clamped. counted: the
-    ids of which the ends are the cumulative histogram. named: the experts whose biases are added.
+    ids of which the ends are the cumulative histogram. named: the experts whose biases are added. parts: in which the
+    histogram is summed up.
     """
 
     elsewhere: bool = False
@@ -55,6 +56,7 @@ class Form:
     wide: bool = False
     descending: bool = False
     first: int = 0
+    parts: int = 1
 
     def products(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(The products of all slots, these with their biases, the weights of the slots, the slot at each place)."""
@@ -64,7 +66,10 @@ class Form:
         marked = self.marked(chosen)
         ids, order = marked.reshape(-1).sort(descending=self.descending)
         histogram = torch.histc(self.counted(ids, marked), num, self.first, num - 1 + self.first)
-        ends = histogram.cumsum(0, dtype=torch.int32)
+        if self.parts > 1:
+            ends = histogram.view(self.parts, -1).cumsum(-1, dtype=torch.int32).view(-1)
+        else:
+            ends = histogram.cumsum(0, dtype=torch.int32)
         rows = torch._grouped_mm(x[order // K], up[:num].mT, offs=ends)
         absent = (ids >= num).unsqueeze(-1)
         if self.elsewhere:
@@ -181,6 +186,7 @@ REFUSED = {
     "ids of any number": Form(marked=lambda chosen: chosen * 2, clamped=lambda ids: ids.clamp(max=E - 1)),
     "descending ids": Form(descending=True),
     "counted from one": Form(first=1),
+    "counts summed up in two parts": Form(parts=2),
     "rounded ids": Form(counted=lambda ids, chosen: ids.bfloat16().float()),
     # Which biases they are.
     "scaled biases": Form(scale=0.5),

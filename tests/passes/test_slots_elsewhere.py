@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,11 @@ def layer_of(
     masked: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda scale, ids: scale.masked_fill(ids >= HERE, 0),
     between: Marking = lambda rows: rows,
     scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul,
-) -> Callable[..., torch.Tensor]:
-    """A layer as `transformers` decodes under expert parallelism. between: of what the first matmul returns."""
+    behind: Marking | None = None,
+) -> Callable[..., Any]:
+    """A layer as `transformers` decodes under expert parallelism. between: of what the first matmul returns. behind: of
+    the weighted rows, which are reduced then; the layer returns the weights too.
+    """
 
     def layer(
         x: torch.Tensor,
@@ -46,7 +50,7 @@ def layer_of(
         first_bias: torch.Tensor,
         down: torch.Tensor,
         second_bias: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> Any:
         x = all_reduce(x @ norm)
         weights, chosen = scores.topk(K)
         ids = marked(chosen).reshape(-1)
@@ -54,8 +58,9 @@ def layer_of(
         rows = x.repeat_interleave(K, 0).unsqueeze(1)
         gate, up = between(torch.bmm(rows, gate_up[taken]).squeeze(1) + first_bias[taken]).chunk(2, -1)
         out = torch.bmm((silu(gate) * up).unsqueeze(1), down[taken]).squeeze(1) + second_bias[taken]
-        scale = masked(weights.reshape(-1), ids).unsqueeze(-1)
-        return all_reduce(scaled(out, scale).view(-1, K, D).sum(1))
+        factors = masked(weights.reshape(-1), ids)
+        terms = scaled(out, factors.unsqueeze(-1))
+        return all_reduce(terms.view(-1, K, D).sum(1)) if behind is None else (all_reduce(behind(terms)), factors)
 
     return layer
 
@@ -115,3 +120,17 @@ def test_rows_that_something_else_reads_are_computed(name: str) -> None:
     """The second matmul alone is a call: of its rows nothing becomes of those elsewhere."""
     (module,) = compiled_graphs(SECOND_ONLY[name], *OPERANDS)
     assert calls(module) == 1
+
+
+@pytest.mark.parametrize(
+    ("behind", "absorbed"),
+    [(lambda terms: terms, True), (lambda terms: terms + 1.0, False), (lambda terms: terms.view(-1, D).sigmoid(), False)],
+    ids=["nothing", "added", "views"],
+)
+def test_what_is_made_of_weighted_slots_stays_outside(behind: Marking, absorbed: bool) -> None:
+    """In the outputs of the call slots elsewhere are 0, as weighted rows are, but not what is made of these."""
+    layer = layer_of(behind=behind)
+    (before,), (after,) = compiled_graphs(layer, *OPERANDS), compiled_graphs(layer, *OPERANDS)
+    assert calls(after) == 2
+    assert any("column(x" in str(node.args) for node in after.graph.nodes) == absorbed
+    assert_same(after, before, OPERANDS, 1e-4)
