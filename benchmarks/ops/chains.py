@@ -5,7 +5,7 @@ on the link it says what the limit is.
 
     nccl            an all-gather, matmuls, and one kernel of Inductor's for the rest; gloo without a GPU
     ditron:split    the fused op without what stands around it, and the same kernel of Inductor's
-    ditron          the op with it, as the plan chooses; ditron:tile, ditron:chunked, ditron:library: forced
+    ditron          the op with it, as its trial chooses; ditron:tile, ditron:chunked, ditron:library: forced
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def right_calls(session: Session, chain: Chain) -> dict[str, Call]:
             torch.testing.assert_close(
                 got, want, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name} is not near {baseline}: {text}"
             )
-        return chain.calls[name]
+        return session.after_trial(name, chain.calls[name])
 
     return {"gemm": chain.calls["gemm"], **session.right((name for name in chain.calls if name != "gemm"), checked)}
 
@@ -126,7 +126,7 @@ def contest(session: Session, options: argparse.Namespace, chain: Chain) -> list
         )
     last = decisions.last(session.group_name, chain.site)
     session.say(
-        f"{chain.op}, {chain.shape}: the plan ran {last[1].strategy}, {last[1].reason}" if last else chain.shape
+        f"{chain.op}, {chain.shape}: it ran by {last[1].strategy}, {last[1].reason}" if last else chain.shape
     )
     torch.compiler.reset()
     return found

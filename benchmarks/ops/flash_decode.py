@@ -7,7 +7,7 @@ Contestants, all of a shape in one interleaved run:
     nccl        the best local split-KV attention, NCCL's all-gather of its parts, and one kernel that merges them: the
                 fastest of `nccl:ours` (our kernel), `nccl:flash` and `nccl:cudnn` (torch's, their parts packed and
                 merged by Inductor's kernels)
-    ditron, ditron:tile, ditron:library     the op, as the plan chooses, and forced
+    ditron, ditron:tile, ditron:library     the op, as its trial chooses, and forced
     local:ours, local:flash, local:cudnn    the local attention alone: no contest, but what the rest is built on
     local:128x4..   with --tune, ours with other blocks, stages, warps, programs for each SM and rounds of them
     read        a kernel that reads the local cache and does nothing with it: the limit of all of them
@@ -238,7 +238,7 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
     of_calls = [{"q": q, "k": k, "v": v, "lengths": problem.lengths} for k, v in caches]
 
     def ours(strategy: str) -> Any:
-        site, policy = f"benchmark/0:{OP}:{strategy}", Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        site, policy = f"benchmark/0:{OP}:{strategy}", Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, strategy == "auto")
         return in_turns(FlashDecode(problem.scale, 0.0, world_size, group_name, site, policy), of_calls, 0)
 
     return found | {"ditron": ours("auto")} | {f"ditron:{name}": ours(name) for name in ("tile", "library")}
@@ -308,7 +308,7 @@ def right_calls(session: Session, request: Request, cell: Cell, group_name: str)
         got = calls[name](0)
         if not name.startswith(("local", "read")):
             assert_near(got[sequences], wanted, num_partials=2, what=name)
-        return calls[name]
+        return session.after_trial(name, calls[name])
 
     return session.right([name for name in calls if not request.only or name in request.only], checked)
 

@@ -60,7 +60,7 @@ def chain_of(
     place = f"gather_norm/0:{chain}"
 
     def node(name: str, strategy: str, prologue: ShardNorm | None) -> AllGatherMatmul:
-        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=strategy == "auto")
         return AllGatherMatmul(
             0, world, group_name, False, f"{place}:{name}", policy, len(widths), prologue=prologue
         )

@@ -65,7 +65,7 @@ def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: in
         return finished(gate, up)
 
     def bound(name: str, strategy: str, epilogue: str) -> Call:
-        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=strategy == "auto")
         node = AllGatherMatmul(
             0, world, group_name, False, f"{place}:{name}", policy, num_weights=2, epilogue=epilogue
         )
