@@ -90,7 +90,7 @@ class Session:
         found = {name: self.tried(name, functools.partial(checked, name)) for name in calls}
         return {name: call for name, call in found.items() if call is not None}
 
-    def after_trial(self, name: str, call: Call) -> Call:
+    def after_trial(self, name: str, call: Callable[[int], T]) -> Callable[[int], T]:
         """Returns the call of a contestant. Before it is timed or captured, the trial of `ditron` has ended."""
         for index in range(trial.ALL_CALLS if name == "ditron" and self.clock.device.type == "cuda" else 0):
             call(index)
