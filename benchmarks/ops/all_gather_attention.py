@@ -362,8 +362,9 @@ def timed(
                  or name in request.only}  # fmt: skip
 
     def checked(name: str) -> Any:
-        check(calls[name](0))
-        return session.after_trial(name, calls[name])
+        call = session.after_trial(name, calls[name])
+        check(call(0))
+        return call
 
     ready = session.right(calls, checked)
     times = interleaved(session.clock, ready, 1, request.rounds)

@@ -98,11 +98,12 @@ def right_calls(session: Session, chain: Chain) -> dict[str, Call]:
     wanted = chain.calls[baseline](0)
 
     def checked(name: str) -> Call:
-        for got, want in zip(chain.calls[name](0), wanted, strict=True):
+        call = session.after_trial(name, chain.calls[name])
+        for got, want in zip(call(0), wanted, strict=True):
             torch.testing.assert_close(
                 got, want, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name} is not near {baseline}: {text}"
             )
-        return session.after_trial(name, chain.calls[name])
+        return call
 
     return {"gemm": chain.calls["gemm"], **session.right((name for name in chain.calls if name != "gemm"), checked)}
 
@@ -125,9 +126,7 @@ def contest(session: Session, options: argparse.Namespace, chain: Chain) -> list
             commit=options.commit,
         )
     last = decisions.last(session.group_name, chain.site)
-    session.say(
-        f"{chain.op}, {chain.shape}: it ran by {last[1].strategy}, {last[1].reason}" if last else chain.shape
-    )
+    session.say(f"{chain.op}, {chain.shape}: it ran by {last[1].strategy}, {last[1].reason}" if last else chain.shape)
     torch.compiler.reset()
     return found
 

@@ -48,7 +48,7 @@ from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
 from ditron_inductor.report.timing import GRAPH_CALLS
-from ditron_inductor.task import schema, trial
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
     NORM_KINDS,
     TASKS,
@@ -194,14 +194,12 @@ def contestants(
     layers = {name: torch.compile(layer, dynamic=False) for name, layer in written.items()}
 
     def checked(name: str) -> Callable[[int], object]:
-        # A trial has ended before anything is timed; the other contestants have none.
-        for _ in range(trial.ALL_CALLS if name == "ditron" else 1):
-            got = layers[name](*given[0].tensors)
-        for mine, right in zip(got, wanted, strict=True):
+        call = session.after_trial(name, lambda i: layers[name](*given[i % len(given)].tensors))
+        for mine, right in zip(call(0), wanted, strict=True):
             error = relative_error(mine, right)
             if not error <= TOLERANCE:
                 raise AssertionError(f"{name} is {error:.1e} from fp64")
-        return lambda i: layers[name](*given[i % len(given)].tensors)
+        return call
 
     calls = session.right(layers, checked)
     return session.replays(calls, GRAPH_CALLS) if session.clock.device.type == "cuda" else calls

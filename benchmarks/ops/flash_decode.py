@@ -305,10 +305,11 @@ def right_calls(session: Session, request: Request, cell: Cell, group_name: str)
         torch.cuda.empty_cache()
 
     def checked(name: str) -> Any:
-        got = calls[name](0)
+        call = session.after_trial(name, calls[name])
+        got = call(0)
         if not name.startswith(("local", "read")):
             assert_near(got[sequences], wanted, num_partials=2, what=name)
-        return session.after_trial(name, calls[name])
+        return call
 
     return session.right([name for name in calls if not request.only or name in request.only], checked)
 

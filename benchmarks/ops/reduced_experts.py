@@ -34,7 +34,7 @@ from benchmarks.records import MOE, Row
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
-from ditron_inductor.task import reference, schema, trial
+from ditron_inductor.task import reference, schema
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, GroupedMatmulReduceScatter, Policy, ReducedExperts
 
 MODULE = "benchmarks.ops.reduced_experts"
@@ -116,13 +116,11 @@ def contestants(
         wanted = wanted.chunk(session.world_size)[session.rank]
 
     def checked(name: str) -> Callable[[int], object]:
-        # A trial has ended before anything is timed; the other contestants have none.
-        for _ in range(trial.ALL_CALLS if name == "ditron" else 1):
-            got = layers[name](*given[0])
-        error = relative_error(got, wanted)
+        call = session.after_trial(name, lambda i: layers[name](*given[i % len(given)]))
+        error = relative_error(call(0), wanted)
         if not error <= TOLERANCE:
             raise AssertionError(f"{name} is {error:.1e} from the sums in fp32")
-        return lambda i: layers[name](*given[i % len(given)])
+        return call
 
     calls = session.right(layers, checked)
     return {"gemm": lambda i: torch._grouped_mm(*given[i % len(given)][:2], offs=given[i % len(given)][2]), **calls}

@@ -31,10 +31,9 @@ def table_of_experts(node: fx.Node, call: fx.Node, width: Any) -> tuple[fx.Node,
         return None
     table, named = indexed
     experts, (first, *_) = schema.operand(call, "experts"), schema.operand(call, "weights")
-    num_experts, kept = proofs.fake(first).shape[0], expert_rows.clamped(named)
-    if kept is None or kept[0] is not proofs.views_up(experts)[-1] or not proofs.alike(named, experts):
-        return None
-    if kept[1].least > 0 or kept[1].most < num_experts - 1:
+    num_experts = proofs.fake(first).shape[0]
+    same = expert_rows.unclamped(named, num_experts) is proofs.views_up(experts)[-1]
+    if not same or not proofs.alike(named, experts):
         return None
     half = every_second(table)
     source, columns = (table, width) if half is None else (half[0], 2 * width)

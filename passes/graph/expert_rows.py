@@ -52,10 +52,8 @@ def are_experts_of_rows(experts: fx.Node, ends: object, num_experts: int) -> boo
     if not isinstance(ends, fx.Node) or num_experts < 2:
         # histc takes its bounds from the data if they are equal.
         return False
-    kept = clamped(experts)
-    if kept is None or kept[1].least > 0 or kept[1].most < num_experts - 1:
-        return False
-    ids = _sorted(kept[0])
+    named = unclamped(experts, num_experts)
+    ids = None if named is None else _sorted(named)
     counted = _counted(ends, num_experts)
     if ids is None or counted is None:
         return False
@@ -63,7 +61,17 @@ def are_experts_of_rows(experts: fx.Node, ends: object, num_experts: int) -> boo
     return found.least >= 0 and found.most < EXACT and (_sorted(counted) or _flat(counted)) is ids
 
 
-def clamped(node: fx.Node) -> tuple[fx.Node, Range] | None:
+def unclamped(experts: fx.Node, num_experts: int) -> fx.Node | None:
+    """Returns what has the same numbers from 0 to `num_experts` - 1 as `experts`, in front of all views and clamps;
+    None if a clamp changes some of them.
+    """
+    kept = _clamped(experts)
+    if kept is None or kept[1].least > 0 or kept[1].most < num_experts - 1:
+        return None
+    return kept[0]
+
+
+def _clamped(node: fx.Node) -> tuple[fx.Node, Range] | None:
     """Returns (what is not clamped any more, the range to which `node` clamps it); None if a bound is no number. A
     number that lies in the range is what it was.
     """

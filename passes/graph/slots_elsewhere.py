@@ -36,11 +36,8 @@ def ids_of(experts: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | None
     and any other ones for slots whose id is that number or more; None if they are not. The ids of the other slots of a
     token differ, as the indices of a topk do, and lie between 0 and `num_experts` - 1.
     """
-    kept = expert_rows.clamped(experts)
-    if kept is None or kept[1].least > 0 or kept[1].most < num_experts - 1:
-        return None
-    marked = kept[0]
-    if marked.target is not aten.where.self:
+    marked = expert_rows.unclamped(experts, num_experts)
+    if marked is None or marked.target is not aten.where.self:
         return None
     elsewhere, instead, own = marked.args
     assert isinstance(elsewhere, fx.Node)
