@@ -36,6 +36,7 @@ from ditron_inductor.device.agreements import Form
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.absorb.absorb_norms import absorb_norms
+from ditron_inductor.passes.absorb.absorb_sums import absorb_sums
 from ditron_inductor.passes.absorb.prepare_products import prepare_products
 from ditron_inductor.passes.attention.all_gather_attention import all_gather_attention
 from ditron_inductor.passes.attention.attention_reduce_scatter import attention_reduce_scatter
@@ -117,7 +118,8 @@ PASSES: tuple[Pass, ...] = (
     require_fusions,
     # Experts of few tokens, before their gate and up are separated.
     expert_projections,
-    # What experts return, once the collective behind it is decided on.
+    # What experts return, once the collective behind it is decided on: in the launch of a reduction with a norm, or alone.
+    absorb_sums,
     combine_experts,
     # Gate and up are separated, as the epilogues read them.
     split_weights,

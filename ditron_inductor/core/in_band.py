@@ -143,14 +143,30 @@ def decode(words, dtype: tl.constexpr):
     if dtype == tl.float32:
         elements = bits.to(tl.float32, bitcast=True)
     else:
-        if dtype == tl.bfloat16:
-            lower = (bits << 16).to(tl.float32, bitcast=True)
-            upper = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-        else:
-            lower = (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-            upper = (bits >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        lower, upper = halves(bits, dtype)
         elements = tl.reshape(tl.join(lower, upper), (words.shape[0], 2 * words.shape[1]))
     return elements
+
+
+@triton.jit
+def halves(words, dtype: tl.constexpr):
+    """Returns the fp32 values of the elements of `dtype`, which has 16 bits, in the lower and the upper half of words
+    that are not encoded.
+    """
+    if dtype == tl.bfloat16:
+        lower = (words << 16).to(tl.float32, bitcast=True)
+        upper = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        lower = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        upper = (words >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return lower, upper
+
+
+@triton.jit
+def joined(lower, upper, dtype: tl.constexpr):
+    """Returns the words of which `halves` returns these values, rounded to `dtype`."""
+    low = lower.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (upper.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
-from ditron_inductor.task.expert_nodes import SLOT_OPERANDS, ExpertsAllReduce
+from ditron_inductor.task.expert_nodes import SLOT_OPERANDS, CombineExperts, ExpertsAllReduce
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS, MatmulAllReduce, product_slots, split_products
 from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.norms import EXTRAS, NO_NORM, SAVED, Norm, by_names, norm_outputs, norm_returns, verify_names
@@ -93,6 +93,10 @@ class AllReduceRmsNorm(ReductionWithNorm):
     Every sum, the result of `post` and the scaled rows are rounded to the dtype of x; a norm that is `unrounded` is
     that of the last sum before it is rounded. The other saved outputs are fp32: mean and rstd = 1 / sqrt(variance +
     eps) are [.., 1], and scaled is [.., N] (see `Norm`). Names that begin with `post_` are those of `post`.
+
+    With a `top_k` the operand x is [T * top_k, N], what its experts return for each of T tokens, token by token, and
+    what is reduced is their weighted sum [T, N], see `CombineExperts`: factors is a floating-point [T * top_k], and
+    added, with `has_added`, is [T, N].
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
@@ -101,24 +105,46 @@ class AllReduceRmsNorm(ReductionWithNorm):
     host_us: ClassVar[Mapping[str, float]] = {"library": 60.0, "tile": 36.0}
     # A reduction without a matmul has no product that could be cut.
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
+    top_k: int = field(default=0, kw_only=True)
+    has_added: bool = field(default=False, kw_only=True)
 
     @property
     def pattern(self) -> str:
-        return self.norm_pattern
+        return f"{self.sums.pattern} -> {self.norm_pattern}" if self.top_k else self.norm_pattern
+
+    @property
+    def sums(self) -> CombineExperts:
+        """The weighted sum of the products as a node of its own."""
+        return CombineExperts(self.top_k, self.has_added, strategy=self.policy.strategy, in_order=True)
+
+    def verify(self) -> None:
+        super().verify()
+        check(self.top_k >= 0, self.kind, "top_k", self.top_k, "a number of experts, or 0 if nothing is summed")
+        added = self.top_k > 0 or not self.has_added
+        check(added, self.kind, "has_added", self.has_added, "False where nothing is summed")
 
     def slots(self) -> Slots:
-        return (("x", None), *single(self.extras))
+        summed = (*("factors",) * (self.top_k > 0), *("added",) * self.has_added)
+        return (("x", None), *single(self.extras), *single(summed))
+
+    def contributed(self, shapes: Shapes) -> Shape:
+        *leading, N = shapes["x"]
+        return (leading[0] // self.top_k, N) if self.top_k else shapes["x"]
 
     def sizes(self, shapes: Shapes) -> Sizes:
-        *leading, N = shapes["x"]
+        *leading, N = self.contributed(shapes)
         return Sizes(math.prod(leading), N, 1, "k", (math.prod(leading), N))
 
     def outputs(self, shapes: Shapes) -> list[Output]:
-        return norm_outputs(self.returned, shapes["x"])
+        return norm_outputs(self.returned, self.contributed(shapes))
 
-    def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T | None]]:
-        """Returns (x, the other tensors, see `EXTRAS`)."""
-        return operands[0], by_names(EXTRAS, self.extras, operands[1:])
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns (x, the tensors of the norm, see `EXTRAS`, and then, if products are summed, the factors and what is
+        added, or None).
+        """
+        end = 1 + len(self.extras)
+        x, of_norm, summed = operands[0], by_names(EXTRAS, self.extras, operands[1:end]), operands[end:]
+        return (x, of_norm, *((*summed, None)[:2] if self.top_k else ()))
 
 
 @dataclass(frozen=True)

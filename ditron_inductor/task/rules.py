@@ -229,6 +229,9 @@ def _rows_reduced(node: nodes.AllReduceRmsNorm, given: Given) -> Rules:
     x = given["x"]
     yield x.ndim >= 1, "reduces and normalises a scalar"
     yield x.dtype in ACTIVATION_DTYPES, f"has dtype {x.dtype}, which no kernel takes"
+    if node.top_k:
+        yield x.ndim == 2, f"sums products of {x.ndim} dimensions, not 2"
+        yield from _slots_summed(node.top_k, {**given, "scale": given["factors"]}, x.shape, x.dtype)
     yield from _norm_operands(node, given, x, x.shape[-1])
 
 

@@ -9,7 +9,9 @@ protocol. Each program has one task, given by its number, so that it can load x 
 Program 0 gives the credits that are due, and signs. The next programs send and set zeros back, and the last ones wait.
 No program waits for another program of its launch, or for credits. Programs start in the order of their numbers; and in
 any order, all programs of a launch fit on the GPU at once, with one SM for each. The programs that read this rank's x
-are not those that store the outputs, so no output may share memory with x. Limits. There are at most MOST_BYTES of x on
+are not those that store the outputs, so no output may share memory with x. If x is what the experts of each token return,
+senders and readers add up its rows when they load them, which takes less time than a launch in front of this one.
+Limits. There are at most MOST_BYTES of x on
 each of at most MOST_RANKS ranks, and a row has whole words of 32 bits. All devices of the group have to be able to send
 in band (device/capabilities.py).
 """
@@ -34,8 +36,10 @@ from ditron_inductor.core.in_band import (
     close_in_band,
     decode,
     encode,
+    halves,
     heap_of,
     heaps_of_peers,
+    joined,
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
@@ -71,7 +75,8 @@ INTERPRETED_PROGRAMS = 8
 
 class How(NamedTuple):
     """Values that are known at compile time: the number of ranks, whether to take the mean, the rows of a reader, the
-    places of a row in elements and in words, the words that a sender sends, and the threads of a program.
+    places of a row in elements and in words, the words that a sender sends, the threads of a program, how many rows of x
+    are added up for each that is reduced, 0 if x is reduced itself, and whether something is added to their sum.
     """
 
     WORLD: Any
@@ -81,6 +86,8 @@ class How(NamedTuple):
     BLOCK_WORDS: Any
     CHUNK: Any
     THREADS: Any
+    TOP_K: Any
+    HAS_ADDED: Any
 
 
 class SentColumns(NamedTuple):
@@ -103,20 +110,64 @@ class Sent(NamedTuple):
 
 
 @triton.jit
-def send(protocol, asked, x, own, heaps, sizes, number, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Sends a chunk of the words of x to all peers, sets zeros back, and returns the result of `leave`. x: pointer to
-    the words of all rows. heaps: those of rank + 1, ..
+def words_at(pointer, places, inside):
+    """Returns words of a tensor whose size is a multiple of 32 bits, 0 where `inside` is false."""
+    return tl.load(pointer.to(tl.pointer_type(tl.uint32), bitcast=True) + places, mask=inside, other=0)
+
+
+@triton.jit
+def reduced_words(x, slots, row, lane, places, inside, sizes, HOW: tl.constexpr):
+    """Returns the words at `places` of what this rank reduces, those `lane` of the rows `row`; 0 where `inside` is
+    false. slots: pointers to the factor of each row of x, and to what is added, if HOW.TOP_K is not 0. Senders and
+    readers call this for the same words and have to get equal bits, so no product may be rounded in one and not in the
+    other.
+    """
+    TOP_K: tl.constexpr = HOW.TOP_K
+    dtype: tl.constexpr = x.dtype.element_ty
+    if TOP_K == 0:
+        result = words_at(x, places, inside)
+    else:
+        lower = tl.zeros(inside.shape, dtype=tl.float32)
+        upper = lower
+        for j in tl.static_range(TOP_K):
+            slot = row * TOP_K + j
+            factor = tl.load(slots[0] + slot, mask=row < sizes.M, other=0.0).to(tl.float32)
+            product = words_at(x, slot * sizes.width + lane, inside)
+            if dtype == tl.float32:
+                lower = tl.fma(product.to(tl.float32, bitcast=True), factor, lower)
+            else:
+                low, high = halves(product, dtype)
+                lower = tl.fma(low, factor, lower)
+                upper = tl.fma(high, factor, upper)
+        if HOW.HAS_ADDED:
+            more = words_at(slots[1], places, inside)
+            if dtype == tl.float32:
+                lower += more.to(tl.float32, bitcast=True)
+            else:
+                low, high = halves(more, dtype)
+                lower += low
+                upper += high
+        result = lower.to(tl.uint32, bitcast=True) if dtype == tl.float32 else joined(lower, upper, dtype)
+    return result
+
+
+@triton.jit
+def send(protocol, asked, x, slots, own, heaps, sizes, number, HOW: tl.constexpr, TRACE: tl.constexpr):
+    """Sends a chunk of the words that this rank reduces to all peers, sets zeros back, and returns the result of
+    `leave`. x, slots: see `reduced_words`. heaps: those of rank + 1, ..
     """
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     first = number * HOW.CHUNK
     places = first + tl.arange(0, HOW.CHUNK)
-    sent = encode(tl.load(x + places, mask=places < sizes.words, other=0))
+    row = places // sizes.width
+    there = places < sizes.words
+    sent = encode(reduced_words(x, slots, row, places - row * sizes.width, places, there, sizes, HOW))
     known = answer(asked)
     use = with_epoch(protocol, known.epoch)
     if known.ok != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(area(heaps[i], known.number) + (use.rank * sizes.stride + places), sent, mask=places < sizes.words)
+            tl.store(area(heaps[i], known.number) + (use.rank * sizes.stride + places), sent, mask=there)
     left = leave(use, known.number + known.lines, known.due, HOW.THREADS, True)
     clear_before(own, known, number, sizes.senders, 4 * HOW.THREADS)
     event(use, began, number, use.rank, SEND, TRACE)
@@ -125,7 +176,8 @@ def send(protocol, asked, x, own, heaps, sizes, number, HOW: tl.constexpr, TRACE
 
 @triton.jit
 def reduce(
-    protocol, asked, x, given, outputs, own, sizes, piece, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
+    protocol, asked, x, slots, given, outputs, own, sizes, piece, HOW: tl.constexpr, NORMS: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduces and normalises the rows of `piece`, and returns the result of `leave`."""
     BLOCK: tl.constexpr = HOW.BLOCK
@@ -138,7 +190,7 @@ def reduce(
     lanes = tl.arange(0, HOW.BLOCK_WORDS)[None, :]
     places = rows * sizes.width + lanes
     there = (rows < sizes.M) & (lanes < sizes.width)
-    mine = encode(tl.load(x.to(tl.pointer_type(tl.uint32), bitcast=True) + places, mask=there, other=0))
+    mine = encode(reduced_words(x, slots, rows, lanes, places, there, sizes, HOW))
     at = rows.to(tl.int64) * sizes.N + cols
     inside = (rows < sizes.M) & (cols < sizes.N)
     loaded = extras(given, at, cols, inside, sizes.N, NORMS.FORM)
@@ -164,11 +216,12 @@ def reduce(
 
 @triton.jit(do_not_specialize=["M", "words", "senders", "rank"])
 def in_band_kernel(
-    x, given, outputs, pointers, rank, M, columns, words, senders,
+    x, slots, given, outputs, pointers, rank, M, columns, words, senders,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. x is [M, N], contiguous; for the other sizes see `Sent`. given, outputs: see `rows.extras` and
-    `rows.finish`. There is program 0, then `senders` programs, then a program for each ROWS rows.
+    """See the module. x is [M, N], or [M * TOP_K, N], contiguous; for the other sizes see `Sent`. slots: see
+    `reduced_words`. given, outputs: see `rows.extras` and `rows.finish`. There is program 0, then `senders` programs,
+    then a program for each ROWS rows.
     """
     WORLD: tl.constexpr = HOW.WORLD
     program = tl.program_id(0)
@@ -181,11 +234,10 @@ def in_band_kernel(
         if program == 0:
             left = begin(asked, protocol, WORLD, HOW.THREADS)
         else:
-            whole = x.to(tl.pointer_type(tl.uint32), bitcast=True)
-            left = send(protocol, asked, whole, own, heaps, sizes, program - 1, HOW, TRACE)
+            left = send(protocol, asked, x, slots, own, heaps, sizes, program - 1, HOW, TRACE)
     else:
         piece = program - 1 - senders
-        left = reduce(protocol, asked, x, given, outputs, own, sizes, piece, HOW, NORMS, TRACE)
+        left = reduce(protocol, asked, x, slots, given, outputs, own, sizes, piece, HOW, NORMS, TRACE)
     known = answer(asked)
     use = with_epoch(protocol, known.epoch)
     close_in_band(granted(left, HOW.THREADS), use, known.number, WORLD * columns.stride)
@@ -253,12 +305,14 @@ def all_reduce_rms_norm(
     dealt: Shares,
     x: torch.Tensor,
     given: tuple[torch.Tensor | None, ...],
+    factors: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
 ) -> Outputs:
-    """Returns the Outputs for x [.., N], contiguous, with M rows; see the module."""
-    if x.data_ptr() % 4 != 0:
-        # The kernel reads x in words.
-        x = x.clone()
-    outputs = allocate(node, x, {})
+    """Returns the Outputs for x [.., N], contiguous, with M rows; see the module. factors: if it is there, the factors
+    [M * top_k] of the rows of x [M * top_k, N], whose sums, with `added` [M, N], are reduced.
+    """
+    x = in_words(x)
+    outputs = allocate(node, x[:M], {})
 
     def arguments() -> Arguments:
         block = block_of(N)
@@ -268,7 +322,7 @@ def all_reduce_rms_norm(
             values=dict(
                 M=M,
                 columns=SentColumns(N, N * x.element_size() // 4, dealt.stride),
-                words=x.nbytes // 4,
+                words=M * N * x.element_size() // 4,
                 senders=dealt.senders,
                 rank=launch.rank,
                 HOW=How(
@@ -279,12 +333,20 @@ def all_reduce_rms_norm(
                     BLOCK_WORDS=block * x.element_size() // 4,
                     CHUNK=dealt.chunk,
                     THREADS=launch.threads(num_warps),
+                    TOP_K=0 if factors is None else len(factors) // M,
+                    HAS_ADDED=added is not None,
                 ),
                 **constants_of(node, stores_reduced=True),
                 num_warps=num_warps,
             ),
         )
 
-    tensors = {"x": x, "given": pointers(given, x), "outputs": all_outputs(node, outputs)}
+    slots = x if factors is None else factors.contiguous(), x if added is None else in_words(added.contiguous())
+    tensors = {"x": x, "slots": slots, "given": pointers(given, x), "outputs": all_outputs(node, outputs)}
     launch.run(in_band_kernel, 0, arguments, tensors)
     return outputs
+
+
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """Returns x, or a copy of it, at an address from which the kernel can read words."""
+    return x if x.data_ptr() % 4 == 0 else x.clone()

@@ -35,7 +35,9 @@ WIDE = VOLATILE + r"\.v4\.b32"
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of n elements, `rows` in a tile, of `world` ranks. trace: the clock of its time stamps, if any."""
+    """Rows of n elements, `rows` in a tile, of `world` ranks, each the sum of `top_k` rows and of another, if any. trace:
+    the clock of its time stamps, if any.
+    """
 
     target: str
     n: int
@@ -45,9 +47,10 @@ class Case:
     form: int = DECODE
     spilled: int = 32
     trace: int = 0
+    top_k: int = 0
 
     def __str__(self) -> str:
-        return f"{self.target}-{self.rows}x{self.n}-{self.dtype}-w{self.world}-{self.form:x}"
+        return f"{self.target}-{self.rows}x{self.n}-{self.dtype}-w{self.world}-{self.form:x}-k{self.top_k}"
 
     @property
     def words(self) -> int:
@@ -67,6 +70,10 @@ CASES = (
     Case("sm_90", 1024, rows=4, world=2),
     # The words of seven peers are more registers than there are.
     Case("sm_90", 8192, world=8, spilled=512),
+    # What the experts of a token return is added up.
+    Case("sm_90", 2048, world=2, top_k=8),
+    Case("sm_90", 4096, "fp16", top_k=4),
+    Case("sm_90", 4096, "fp32", world=2, top_k=2),
 )
 
 
@@ -81,6 +88,8 @@ def compiled(case: Case) -> Any:
             BLOCK_WORDS=case.words // case.rows,
             CHUNK=LEAST_CHUNK,
             THREADS=TARGETS[case.target].warp_size * case.num_warps,
+            TOP_K=case.top_k,
+            HAS_ADDED=case.top_k > 0,
         ),
         "NORMS": Norms(case.form, 1e-6, 1e-6),
         "TRACE": case.trace,
@@ -96,8 +105,8 @@ def compiled(case: Case) -> Any:
         elif name in ("pointers", "columns"):
             signature[name] = POINTERS if name == "pointers" else SentColumns("i32", "i32", "i32")
             attributes |= all_aligned(place, signature[name])
-        elif name in ("given", "outputs"):
-            count = len(EXTRAS) if name == "given" else 2 + len(SAVED)
+        elif name in ("slots", "given", "outputs"):
+            count = {"slots": 2, "given": len(EXTRAS), "outputs": 2 + len(SAVED)}[name]
             signature[name] = (f"*{case.dtype}",) * count
             attributes |= {(place, i): aligned for i in range(count)}
         else:
@@ -161,4 +170,4 @@ def test_accesses_are_wide(case: Case) -> None:
 
 @pytest.mark.parametrize("target", ["sm_100", "gfx942"])
 def test_it_compiles_elsewhere(target: str) -> None:
-    assert compiled(Case(target, 4096)).asm["ttgir"]
+    assert compiled(Case(target, 4096)).asm["ttgir"] and compiled(Case(target, 4096, top_k=8)).asm["ttgir"]

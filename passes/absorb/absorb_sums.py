@@ -1,0 +1,172 @@
+"""The weighted sum of what a decode step's experts return for each token goes into the reduction with a norm behind it.
+
+    products [S, N] -> mul(.., factors [S, 1]) -> reshape [T, k, N] -> sum over k [T, N] -> [cast] -> [add(.., added)]
+    -> views -> ditron.all_reduce_rms_norm(x, ..) -> getitem 0 [.., N], ..
+    =>  products [S, N], reshape(factors) [S], [added] -> ditron.all_reduce_rms_norm(top_k=k) -> getitem 0 [T, N], ..
+    -> reshape [.., N]
+
+The kernel adds up the rows when it loads them, so the compiler has no kernel to make for the sum. What is rounded
+between the products and the collective is added in fp32 there, and rounded once. The call stands where it stood, so the
+order of collectives does not change. What is sent is the same, so a rank may have no such sum.
+
+It must not fire when
+* the products are no tensor in memory anyway: what makes them and the sum would be one kernel of the compiler;
+* the terms, the sum, or a view of it in front of the call, are used elsewhere: the compiler would compute it once more;
+* the sum is one of integers, or rounded to another dtype than that of the products;
+* what is scaled, added up or reduced has rows of another length than the products: its rows would not be slots;
+* there are more than MOST_EXPERT_TOKENS tokens, or a dynamic number: the rows of many are not sent in band, and then
+  the sum has a kernel of its own;
+* something writes into an operand, which the call would read later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb.absorb_epilogues import is_stored
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.all_to_all import written
+from ditron_inductor.passes.graph.slot_sums import added_to, candidates, casts, rounded_to
+from ditron_inductor.task import schema
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, AllReduceRmsNorm
+from ditron_inductor.task.norms import norm_form
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, TORCH_DTYPES
+from ditron_inductor.task.verify import task_calls
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SlotSum:
+    """A sum over the slots of each token. products: a tensor [S, N], or views of one. factors: a number for each row of
+    it. summed: the terms that are added up. top_k: the slots of a token. added: what is added to the sum, or None.
+    result: the sum, with that, rounded. steps: the nodes from behind the products to the result.
+    """
+
+    products: fx.Node
+    factors: fx.Node
+    summed: fx.Node
+    top_k: int
+    added: fx.Node | None
+    result: fx.Node
+    steps: tuple[fx.Node, ...]
+
+
+def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
+    """Proves that what `call`, of an all_reduce_rms_norm, reduces is a sum as drawn above; None if it is not."""
+    x = schema.operands_from_call(call)["x"]
+    *views, source = proofs.views_up(x)
+    terms = next(_sums(source), None)
+    if terms is None or not is_stored(terms.products):
+        return None
+    products, reduced = proofs.fake(terms.products), proofs.fake(x)
+    N = products.shape[-1]
+    # Terms in rows of another length are not those of slots.
+    shapes = [tuple(proofs.fake(one).shape) for one in (terms.summed, terms.result, x)]
+    if not all(shape and proofs.known_equal(shape[-1], N) for shape in shapes):
+        return None
+    T = proofs.fake(terms.summed).shape[0]
+    few = isinstance(T, int) and T <= MOST_EXPERT_TOKENS and all(isinstance(size, int) for size in reduced.shape)
+    if not few or reduced.dtype != products.dtype or products.dtype not in ACTIVATION_DTYPES:
+        return None
+    steps = (*terms.steps, *views)
+    if proofs.other_user(steps, {*steps, call}) is not None:
+        return None
+    read = [one for one in (terms.products, terms.factors, terms.added) if one is not None]
+    return terms if written(read) is None else None
+
+
+def _sums(source: fx.Node) -> Iterator[SlotSum]:
+    """Yields the sums of slots, of those near `source`, that end with it."""
+    for total in candidates(source):
+        found = _terms(total) if total.target is aten.sum.dim_IntList else None
+        if found is not None and found.result is source:
+            yield found
+
+
+def _terms(total: fx.Node) -> SlotSum | None:
+    """Reads `total` as a sum of scaled products of slots; None if it is none."""
+    summed, bound = proofs.operand(total), proofs.arguments(total)
+    shape = proofs.fake(summed).shape
+    if not proofs.fake(total).dtype.is_floating_point:
+        # A sum of another kind of numbers would not be what is added up here.
+        return None
+    if len(shape) != 3 or [dim % 3 for dim in bound["dim"] or ()] != [1] or bound["keepdim"]:
+        return None
+    *views, scaled = proofs.views_up(summed)
+    rounded = [scaled] if casts(scaled) else []
+    scaled = proofs.operand(scaled) if rounded else scaled
+    factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
+    if scaled.target is not aten.mul.Tensor or len(factors) != 2 or not isinstance(shape[1], int):
+        return None
+    for factor, scale in (factors, factors[::-1]):
+        wide = [factor] if casts(factor) else []
+        products = proofs.operand(factor) if wide else factor
+        if _is_column(scale, scaled) and proofs.alike(factor, scaled) and proofs.fake(products).shape[-1] != 1:
+            last = rounded_to(total, proofs.fake(products).dtype)
+            result, behind, added = added_to(last)
+            steps = dict.fromkeys((*wide, scaled, *rounded, *views, total, last, *behind, result))
+            return SlotSum(products, scale, summed, shape[1], added, result, tuple(steps))
+    return None
+
+
+def _is_column(scale: fx.Node, scaled: fx.Node) -> bool:
+    """Returns whether a factor has one number for each row of a product."""
+    value, product = proofs.tensor(scale), proofs.fake(scaled)
+    if value is None or value.dtype not in ACTIVATION_DTYPES:
+        return False
+    return proofs.same_shape(tuple(value.shape), (*product.shape[:-1], 1))
+
+
+def rewrite(graph: fx.Graph, call: fx.Node, task: AllReduceRmsNorm, terms: SlotSum) -> None:
+    """Gives the call the products in the place of their sum."""
+    operands = schema.operands_from_call(call)
+    x = operands["x"]
+    (*_, N), T = proofs.fake(terms.products).shape, proofs.fake(terms.summed).shape[0]
+    task = replace(task, top_k=terms.top_k, has_added=terms.added is not None)
+    with graph.inserting_before(call):
+        operands["x"] = _shaped(graph, terms.products, (T * terms.top_k, N))
+        operands["factors"] = _shaped(graph, terms.factors, (T * terms.top_k,))
+        if terms.added is not None:
+            operands["added"] = _shaped(graph, terms.added, (T, N))
+        outputs = [_like(x, name, (T, N)) for name in task.returned]
+        made = rewriting.call_task(graph, task, operands, call, [*outputs, call.meta["val"][-1]])
+    for user in list(call.users):
+        assert user.target is getitem, user
+        index = user.args[1]
+        assert isinstance(index, int)
+        with graph.inserting_before(user):
+            result = rewriting.output(graph, made, index, user)
+            user.replace_all_uses_with(_shaped(graph, result, tuple(proofs.fake(user).shape)))
+        graph.erase_node(user)
+    rewriting.erase_unused(graph, [call, x, *reversed(terms.steps)])
+
+
+def _like(x: fx.Node, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """The fake value of the output `name` for so many rows and columns."""
+    found, dtype = norm_form(name, shape)
+    return rewriting.fake_like(proofs.fake(x), found, rewriting.contiguous_strides(found), TORCH_DTYPES.get(dtype))
+
+
+def _shaped(graph: fx.Graph, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    if proofs.same_shape(tuple(proofs.fake(node).shape), shape):
+        return node
+    return rewriting.computed(graph, aten.reshape.default, (node, list(shape)), node)
+
+
+def absorb_sums(graph: fx.Graph, *, options: Options) -> int:
+    """Gives every reduction with a norm the sum of slots that provably makes what it reduces; returns how many."""
+    count = 0
+    for call, task in task_calls(graph):
+        terms = find_sum_of_slots(call) if isinstance(task, AllReduceRmsNorm) and not task.top_k else None
+        if terms is not None:
+            assert isinstance(task, AllReduceRmsNorm)
+            rewrite(graph, call, task, terms)
+            count += 1
+    return count
