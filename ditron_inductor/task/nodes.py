@@ -100,6 +100,7 @@ KINDS: tuple[str, ...] = tuple(node.kind for node in MATMULS if node.exchange.wi
 """What tables and benchmarks of matmuls know."""
 DELETED_KINDS: dict[str, str] = {
     "all_gather_contract": "deleted, as it was no faster than the library: 0.995 of its speed, the mean of 12 rows",
+    "experts_all_reduce": "deleted, as it was slower than the calls that it stood for",
 }
 """Kinds that there were, and what became of them, for whoever still asks for one; see docs/deleted.md."""
 COMPILED_BY_US = "ditron_compiled_by_us"
