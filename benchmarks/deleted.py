@@ -139,6 +139,15 @@ DELETED = (
         "one after the other",
         "too little for kernels of its own",
     ),
+    Verdict(
+        "`experts_all_reduce_rms_norm`: in a decode step the second matmul of experts, its sum, all-reduce and norm",
+        MOE,
+        "experts_all_reduce_rms_norm",
+        ("ditron:apart",),
+        ("ditron:tile",),
+        "one call for each part",
+        "[expert_projections](kernels/expert_projections.md), Inductor's sum, and `all_reduce_rms_norm`",
+    ),
 )
 
 KEPT = (

@@ -118,7 +118,7 @@ PASSES: tuple[Pass, ...] = (
     require_fusions,
     # Experts of few tokens, before their gate and up are separated.
     expert_projections,
-    # What experts return, once the collective behind it is decided on: in the launch of a reduction with a norm, or alone.
+    # What experts return, once the collective behind it is decided on: in a launch that reduces it, or in its own.
     absorb_sums,
     combine_experts,
     # Gate and up are separated, as the epilogues read them.

@@ -19,8 +19,6 @@ from ditron_inductor.lowering.all_reduce_rms_norm.op import LOWERING as all_redu
 from ditron_inductor.lowering.all_to_all_matmul.op import LOWERING as all_to_all_matmul
 from ditron_inductor.lowering.combine_experts.op import combine_experts
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
-from ditron_inductor.lowering.experts_all_reduce.op import LOWERING as experts_all_reduce
-from ditron_inductor.lowering.experts_all_reduce_rms_norm.op import LOWERING as experts_all_reduce_rms_norm
 from ditron_inductor.lowering.flash_decode import op as flash_decode
 from ditron_inductor.lowering.grouped_matmul_all_reduce.op import LOWERING as grouped_matmul_all_reduce
 from ditron_inductor.lowering.grouped_matmul_reduce_scatter.op import LOWERING as grouped_matmul_reduce_scatter
@@ -56,8 +54,6 @@ KINDS: tuple[Lowering, ...] = (
     all_to_all_matmul,
     grouped_matmul_all_reduce,
     grouped_matmul_reduce_scatter,
-    experts_all_reduce,
-    experts_all_reduce_rms_norm,
 )
 LOCAL: Mapping[str, LocalCalls[Any]] = {
     Projections.kind: projections,

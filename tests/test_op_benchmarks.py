@@ -64,15 +64,6 @@ def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
-@pytest.mark.parametrize("more", [[], ["--alone"]], ids=str)
-def test_experts_all_reduce(rank_pools: RankPools, more: list[str]) -> None:
-    module = "benchmarks.ops.experts_all_reduce"
-    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "3", "--rounds", "2", "--out", "", "--commit", "0"]
-    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args([*tiny, *more]))
-    wanted = OURS | {"gloo", "ditron:apart", "ditron:chunked"}
-    assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
-
-
 def test_flash_decode(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, "benchmarks.ops.flash_decode", _tiny("benchmarks.ops.flash_decode"))
     assert {row.contestant for row in rows} == OURS | {"gloo"} and all(row.p50_us for row in rows)

@@ -70,7 +70,6 @@ def test_the_order_of_the_passes() -> None:
         "sequence_parallel",
         "try_forms",
         "all_gather_matmul",
-        "experts_all_reduce",
         "matmul_reduce_scatter",
         "matmul_all_reduce",
         "matmul_all_gather",

@@ -277,7 +277,7 @@ def _has_epilogue_kernel(problem: Problem, strategy: str) -> bool:
 
 
 def _is_small_all_reduce(problem: Problem) -> bool:
-    reduces = computes(problem) in ("matmul", "experts") and exchange_of(problem) == REDUCED_PRODUCT
+    reduces = computes(problem) == "matmul" and exchange_of(problem) == REDUCED_PRODUCT
     return reduces and problem.m * problem.n * problem.result_bytes <= SMALL_BYTES
 
 

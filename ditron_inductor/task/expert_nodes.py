@@ -1,5 +1,5 @@
 """The node kinds of a mixture of experts: its matmuls for few tokens, the sum of what the experts return, and the
-reduction of that sum over the ranks, for many tokens and for few.
+reduction of that sum over the ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
-from ditron_inductor.task.epilogue import Epilogue, parse
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, SCATTERED_PRODUCT, Exchange
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, REDUCE_OPS, LocalProducts
 from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, single
@@ -284,89 +283,3 @@ class GroupedMatmulReduceScatter(ReducedExperts):
     def outputs(self, shapes: Shapes) -> list[Output]:
         T, N = self.summed(shapes)
         return [Output((T // self.world_size, N)), *self.kept(shapes)]
-
-
-ADDED = parse("pre: mm0 + full(x0); mm0")
-"""What adds a tensor of the shape of the sum before it is reduced."""
-MOST_EXPERT_COLUMNS = 16384
-"""The most columns of the sum: each tile of the narrowest ones has a flag."""
-SLOT_OPERANDS = ("x", "matrices", "experts", "factors")
-"""The operands of `ExpertsAllReduce`, but for what is added."""
-
-
-@dataclass(frozen=True)
-class ExpertsAllReduce(TaskNode):
-    """out[t] = all_reduce(added[t] + sum_j factors[s] * (x[s] @ matrices[experts[s]])) with s = t * top_k + j,
-    bit-identical on every rank. j counts the `top_k` experts that token t takes, which differ. A slot s is a token's
-    use of one expert; there are S = T * top_k of them, token by token.
-
-    x is [S, K], matrices [E, K, N] with a matrix for each of E experts, experts int64 [S], and factors a floating-point
-    [S]. added [T, N], if there is one, has the dtype of x, as out [T, N] has. The products are rounded to this dtype,
-    the sum of a rank is made in fp32 and rounded once before it is sent. A rank has its own slice of K.
-    """
-
-    kind: ClassVar[str] = "experts_all_reduce"
-    # Not measured on GPUs yet.
-    by_default: ClassVar[bool] = False
-    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
-    computes: ClassVar[str] = "experts"
-    # Of as many launches of other kinds; not measured yet.
-    host_us: ClassVar[Mapping[str, float]] = {"library": 110.0, "chunked": 80.0, "tile": 40.0}
-    reduce_op: str
-    top_k: int
-    world_size: int
-    group_name: str
-    site: str
-    policy: Policy = field(metadata=INLINED)
-    has_added: bool = False
-
-    @property
-    def sum_pattern(self) -> str:
-        """What is reduced, as text."""
-        return f"matmul of experts -> {self.sums.pattern}"
-
-    @property
-    def pattern(self) -> str:
-        return f"{self.sum_pattern} -> all_reduce({self.reduce_op})"
-
-    @property
-    def products(self) -> ExpertProjections:
-        """The products of the slots as a node of its own."""
-        return ExpertProjections(self.top_k, by_token=False, num_weights=1, strategy=self.policy.strategy)
-
-    @property
-    def sums(self) -> CombineExperts:
-        """The sum of the products as a node of its own."""
-        return CombineExperts(self.top_k, self.has_added, strategy=self.policy.strategy, in_order=True)
-
-    @property
-    def parsed(self) -> Epilogue | None:
-        """What is done with the sum of the experts before it is reduced."""
-        return ADDED if self.has_added else None
-
-    def verify(self) -> None:
-        check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
-        check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
-        verify_common(self.kind, self.world_size, self.group_name, self.policy)
-
-    def slots(self) -> Slots:
-        return single((*SLOT_OPERANDS, *("added",) * self.has_added))
-
-    def sum_shape(self, shapes: Shapes) -> tuple[Any, Any]:
-        """Returns (T, N), the shape of the sum."""
-        return shapes["x"][0] // self.top_k, shapes["matrices"][2]
-
-    def contributed(self, shapes: Shapes) -> Shape:
-        return self.sum_shape(shapes)
-
-    def sizes(self, shapes: Shapes) -> Sizes:
-        # As many operations, and the bytes of the reduction.
-        return Sizes(*self.sum_shape(shapes), self.top_k * shapes["x"][1], "k", self.sum_shape(shapes))
-
-    def outputs(self, shapes: Shapes) -> list[Output]:
-        return [Output(self.sum_shape(shapes))]
-
-    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (x, matrices, experts, factors, extra tensors)."""
-        end = len(SLOT_OPERANDS)
-        return (*operands[:end], operands[end:])

@@ -14,11 +14,9 @@ from ditron_inductor.task.attention_nodes import AttentionNode as AttentionNode
 from ditron_inductor.task.attention_nodes import AttentionReduceScatter as AttentionReduceScatter
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
-from ditron_inductor.task.expert_nodes import MOST_EXPERT_COLUMNS as MOST_EXPERT_COLUMNS
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
 from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
-from ditron_inductor.task.expert_nodes import ExpertsAllReduce as ExpertsAllReduce
 from ditron_inductor.task.expert_nodes import GroupedMatmulAllReduce as GroupedMatmulAllReduce
 from ditron_inductor.task.expert_nodes import GroupedMatmulReduceScatter as GroupedMatmulReduceScatter
 from ditron_inductor.task.expert_nodes import ReducedExperts as ReducedExperts
@@ -40,10 +38,8 @@ from ditron_inductor.task.matmul_nodes import WithPrologue as WithPrologue
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.node import TaskNode as TaskNode
 from ditron_inductor.task.norm_nodes import AllReduceRmsNorm as AllReduceRmsNorm
-from ditron_inductor.task.norm_nodes import ExpertsAllReduceRmsNorm as ExpertsAllReduceRmsNorm
 from ditron_inductor.task.norm_nodes import MatmulAllReduceRmsNorm as MatmulAllReduceRmsNorm
 from ditron_inductor.task.norm_nodes import ReductionWithNorm as ReductionWithNorm
-from ditron_inductor.task.norm_nodes import SumWithNorm as SumWithNorm
 from ditron_inductor.task.norms import AS_SUM as AS_SUM
 from ditron_inductor.task.norms import EXTRAS as EXTRAS
 from ditron_inductor.task.norms import MOST_NORM_COLUMNS as MOST_NORM_COLUMNS
@@ -76,8 +72,6 @@ DECLARED: tuple[type[Node], ...] = (
     CombineExperts,
     GroupedMatmulAllReduce,
     GroupedMatmulReduceScatter,
-    ExpertsAllReduce,
-    ExpertsAllReduceRmsNorm,
     AllGatherAttention,
     AttentionReduceScatter,
 )
@@ -95,13 +89,8 @@ PLANNED_KINDS: tuple[str, ...] = tuple(
     node.kind for node in TASKS.values() if not node.planned_as and node.computes in MEASURED_WORK
 )
 """The kinds with times of their own in tables. With a matmul, a norm costs all strategies the same."""
-WITH_NORM: Mapping[type[TaskNode], type[SumWithNorm]] = {
-    node.reduces: node for node in TASKS.values() if issubclass(node, SumWithNorm)
-}
-"""The kinds of a reduction with a norm behind it, by the kind that has none."""
 NORM_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if issubclass(node, ReductionWithNorm))
 ATTENTION_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if issubclass(node, AttentionNode))
-EXPERT_KINDS: tuple[str, ...] = tuple(node.kind for node in TASKS.values() if node.computes == "experts")
 MATMULS: tuple[type[TaskNode], ...] = tuple(
     node for node in TASKS.values() if node.computes == "matmul" and not node.planned_as
 )
@@ -111,6 +100,7 @@ KINDS: tuple[str, ...] = tuple(node.kind for node in MATMULS if node.exchange.wi
 """What tables and benchmarks of matmuls know."""
 DELETED_KINDS: dict[str, str] = {
     "all_gather_contract": "deleted, as it was no faster than the library: 0.995 of its speed, the mean of 12 rows",
+    "experts_all_reduce": "deleted, as it was slower than the calls that it stood for",
 }
 """Kinds that there were, and what became of them, for whoever still asks for one; see docs/deleted.md."""
 COMPILED_BY_US = "ditron_compiled_by_us"

@@ -1,4 +1,4 @@
-"""The node kinds of a reduction with a norm behind it: alone, and with a matmul or with experts in front."""
+"""The node kinds of a reduction with a norm behind it, with and without a matmul in front."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
-from ditron_inductor.task.expert_nodes import SLOT_OPERANDS, CombineExperts, ExpertsAllReduce
+from ditron_inductor.task.expert_nodes import CombineExperts
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS, MatmulAllReduce, product_slots, split_products
 from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.norms import EXTRAS, NO_NORM, SAVED, Norm, by_names, norm_outputs, norm_returns, verify_names
@@ -148,52 +148,7 @@ class AllReduceRmsNorm(ReductionWithNorm):
 
 
 @dataclass(frozen=True)
-class SumWithNorm(ReductionWithNorm):
-    """A norm of what another node, of the kind `reduces`, reduces. It has the fields and the operands of that node."""
-
-    reduces: ClassVar[type[TaskNode]]
-    """The kind of the node whose result this one normalises."""
-
-    @property
-    def pattern(self) -> str:
-        return f"{self.reduction.sum_pattern} -> {self.norm_pattern}"
-
-    def sizes(self, shapes: Shapes) -> Sizes:
-        return self.reduction.sizes(self.of_reduction(shapes))
-
-    def contributed(self, shapes: Shapes) -> Shape | None:
-        return self.reduction.sum_shape(self.of_reduction(shapes))
-
-    def of_reduction(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the node without its norm has of these operands, by its names."""
-        return {name: given[name] for name, _ in self.reduction.slots()}
-
-    def outputs(self, shapes: Shapes) -> list[Output]:
-        return norm_outputs(self.returned, self.reduction.sum_shape(self.of_reduction(shapes)))
-
-    @classmethod
-    def behind(cls, reduction: TaskNode, norm: Norm, extras: tuple[str, ...], **of_norm: Any) -> Self:
-        """The node of a reduction with norms behind it."""
-        parts = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
-        return cls(norm=norm, extras=extras, **parts, **of_norm)
-
-    @property
-    def without_norm(self) -> TaskNode:
-        return self.reduction
-
-    @functools.cached_property
-    def reduction(self) -> Any:
-        """The node without its norm."""
-        made: Any = self.reduces
-        return made(**{field.name: getattr(self, field.name) for field in fields(made)})
-
-    def verify(self) -> None:
-        super().verify()
-        self.reduction.verify()
-
-
-@dataclass(frozen=True)
-class MatmulAllReduceRmsNorm(SumWithNorm):
+class MatmulAllReduceRmsNorm(ReductionWithNorm):
     """Like `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias, the sum that `MatmulAllReduce` reduces.
     has_bias: whether there is a product_bias, a row that every rank adds before the reduction. num_extras, epilogue:
     those of an epilogue that has only a part before the reduction.
@@ -203,17 +158,32 @@ class MatmulAllReduceRmsNorm(SumWithNorm):
     exchange: ClassVar[Exchange] = REDUCED_PRODUCT
     # The norm costs all strategies the same.
     planned_as: ClassVar[str] = MatmulAllReduce.kind
-    reduces: ClassVar[type[TaskNode]] = MatmulAllReduce
+    reduces: ClassVar[type[MatmulAllReduce]] = MatmulAllReduce
+    """The node whose result this one normalises."""
     num_products: int = 1
     has_bias: bool = False
     num_extras: int = 0
     epilogue: str = ""
 
+    @property
+    def pattern(self) -> str:
+        return f"{self.reduction.sum_pattern} -> {self.norm_pattern}"
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        return self.reduction.sizes(shapes)
+
+    def contributed(self, shapes: Shapes) -> Shape | None:
+        return self.reduction.sum_shape(shapes)
+
     def timed(self, shapes: Shapes) -> tuple[TaskNode, Shapes] | None:
         return self.reduction, self.of_reduction(shapes)
 
     def of_reduction(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the node without its norm has of these operands, by its names."""
         return {name: given["product_bias" if name == "bias" else name] for name, _ in self.reduction.slots()}
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return norm_outputs(self.returned, self.reduction.sum_shape(shapes))
 
     def slots(self) -> Slots:
         products = product_slots(self.num_products, self.has_bias, "product_bias")
@@ -227,30 +197,24 @@ class MatmulAllReduceRmsNorm(SumWithNorm):
         count = len(self.extras)
         return a, b, bias, by_names(EXTRAS, self.extras, behind[:count]), behind[count:]
 
+    @classmethod
+    def behind(cls, reduction: MatmulAllReduce, norm: Norm, extras: tuple[str, ...], **of_norm: Any) -> Self:
+        """The node of a reduction with norms behind it."""
+        parts = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
+        return cls(norm=norm, extras=extras, **parts, **of_norm)
+
+    @property
+    def without_norm(self) -> MatmulAllReduce:
+        return self.reduction
+
+    @functools.cached_property
+    def reduction(self) -> MatmulAllReduce:
+        """The node without its norm."""
+        return MatmulAllReduce(**{field.name: getattr(self, field.name) for field in fields(MatmulAllReduce)})
+
     def verify(self) -> None:
         super().verify()
+        self.reduction.verify()
         parsed = self.reduction.parsed
         fits = parsed is None or parsed.behind is None
         check(fits, self.kind, "epilogue", self.epilogue, "one without a part behind the reduction")
-
-
-@dataclass(frozen=True)
-class ExpertsAllReduceRmsNorm(SumWithNorm):
-    """Like `AllReduceRmsNorm` with the x [T, N] that `ExpertsAllReduce` reduces, whose operands stand in its place."""
-
-    kind: ClassVar[str] = "experts_all_reduce_rms_norm"
-    exchange: ClassVar[Exchange] = REDUCED_PRODUCT
-    computes: ClassVar[str] = "experts"
-    # The norm costs all strategies the same.
-    planned_as: ClassVar[str] = ExpertsAllReduce.kind
-    reduces: ClassVar[type[TaskNode]] = ExpertsAllReduce
-    top_k: int = field(kw_only=True)
-    has_added: bool = False
-
-    def slots(self) -> Slots:
-        return (*single(SLOT_OPERANDS), *single(self.extras), *single(("added",) * self.has_added))
-
-    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (x, matrices, experts, factors, tensors of the norm, see `EXTRAS`, extra tensors)."""
-        end, last = len(SLOT_OPERANDS), len(SLOT_OPERANDS) + len(self.extras)
-        return (*operands[:end], by_names(EXTRAS, self.extras, operands[end:last]), operands[last:])

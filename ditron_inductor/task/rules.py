@@ -203,16 +203,6 @@ def _experts_reduced(node: nodes.ReducedExperts, given: Given) -> Rules:
     yield from _slots_summed(node.top_k, given, (x.shape[0], weight.shape[2]), x.dtype)
 
 
-def _decoded_experts(node: nodes.ExpertsAllReduce, given: Given) -> Rules:
-    x, matrices = given["x"], given["matrices"]
-    yield from _experts(node.products, {"x": x, "experts": given["experts"], "weights": [matrices]})
-    T, N = node.sum_shape({"x": x.shape, "matrices": matrices.shape})
-    yield T <= nodes.MOST_EXPERT_TOKENS, f"has more than {nodes.MOST_EXPERT_TOKENS} tokens"
-    yield N <= nodes.MOST_EXPERT_COLUMNS, f"has more than {nodes.MOST_EXPERT_COLUMNS} columns"
-    summed = {"scale": given["factors"], **{name: given[name] for name in ("added",) if name in given}}
-    yield from _slots_summed(node.top_k, summed, (x.shape[0], matrices.shape[2]), x.dtype)
-
-
 def _experts_scattered(node: nodes.GroupedMatmulReduceScatter, given: Given) -> Rules:
     T, parts = given["places"].shape[0] // node.top_k, node.outer * node.world_size
     yield T % parts == 0, f"scatters {T} tokens over {node.world_size} ranks in {node.outer} runs"
@@ -235,16 +225,9 @@ def _rows_reduced(node: nodes.AllReduceRmsNorm, given: Given) -> Rules:
     yield from _norm_operands(node, given, x, x.shape[-1])
 
 
-def _sum_reduced(node: nodes.SumWithNorm, given: Given) -> Rules:
+def _sum_reduced(node: nodes.MatmulAllReduceRmsNorm, given: Given) -> Rules:
     yield from rules_of(node.reduction, node.of_reduction(given))
-
-
-def _products_normed(node: nodes.MatmulAllReduceRmsNorm, given: Given) -> Rules:
     yield from _norm_operands(node, given, given["a"][0], given["b"][0].shape[1])
-
-
-def _experts_normed(node: nodes.ExpertsAllReduceRmsNorm, given: Given) -> Rules:
-    yield from _norm_operands(node, given, given["x"], given["matrices"].shape[2])
 
 
 def _epilogue(
@@ -351,10 +334,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.ReducedExperts: _experts_reduced,
     nodes.GroupedMatmulReduceScatter: _experts_scattered,
     nodes.AllReduceRmsNorm: _rows_reduced,
-    nodes.ExpertsAllReduce: _decoded_experts,
-    nodes.SumWithNorm: _sum_reduced,
-    nodes.MatmulAllReduceRmsNorm: _products_normed,
-    nodes.ExpertsAllReduceRmsNorm: _experts_normed,
+    nodes.MatmulAllReduceRmsNorm: _sum_reduced,
     nodes.FlashDecode: _decoded,
     nodes.AttentionNode: _attended,
 }

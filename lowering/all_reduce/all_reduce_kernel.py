@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +45,7 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import TILE, event, now
 from ditron_inductor.lowering.chunked_exchange import Operands
-from ditron_inductor.lowering.epilogues import (
-    PLAIN_SUM,
-    Arrangement,
-    Preparer,
-    arrange,
-    extras_or,
-    preparer_of,
-    store_flat_sum,
-)
+from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, extras_or, preparer_of, store_flat_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedSum
@@ -295,13 +287,8 @@ def fits(launch: Launch, numel: int, itemsize: int) -> bool:
 
 def geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
     """Returns the Geometry for a [.., K]. columns: N."""
-    rows = math.prod(a.shape[:-1])
-    found = geometry_of(launch, node.world_size, rows, columns, a.element_size())
-    return replace(found, arrangement=arrange(node.parsed, 1), preparer=preparer_of(node, a.device))
-
-
-def geometry_of(launch: Launch, world: int, M: int, columns: int, itemsize: int) -> Geometry:
-    """Returns the Geometry of a sum [M, columns] without an epilogue."""
+    world, itemsize = node.world_size, a.element_size()
+    M = math.prod(a.shape[:-1])
     chosen = cut(
         M * columns,
         itemsize,
@@ -318,8 +305,8 @@ def geometry_of(launch: Launch, world: int, M: int, columns: int, itemsize: int)
         cut=chosen,
         num_warps=max(1, min(chosen.piece * itemsize // (32 * THREAD_BYTES), MOST_WARPS)),
         nbytes=areas * chosen.pieces * chosen.piece * itemsize,
-        arrangement=PLAIN_SUM,
-        preparer=None,
+        arrangement=arrange(node.parsed, 1),
+        preparer=preparer_of(node, a.device),
     )
 
 
@@ -333,20 +320,11 @@ def reduced_sum(
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
+    arrangement = sizes.arrangement
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     Operands([[rows_of(left)] for left in a], b, bias).multiply(0, out.view(sizes.M, sizes.N))
     if sizes.preparer is not None:
         sizes.preparer.prepare(out, extras)
-    return reduced(node, launch, sizes, out, extras)
-
-
-def reduced(
-    node: Any, launch: Launch, sizes: Geometry, out: torch.Tensor, extras: Sequence[torch.Tensor] = ()
-) -> list[torch.Tensor]:
-    """Returns the outputs for a sum [.., N] of this rank, which is contiguous and is overwritten. node: of any kind of
-    reduction.
-    """
-    arrangement = sizes.arrangement
 
     def arguments() -> Arguments:
         return Arguments(

@@ -9,11 +9,10 @@ protocol. Each program has one task, given by its number, so that it can load x 
 Program 0 gives the credits that are due, and signs. The next programs send and set zeros back, and the last ones wait.
 No program waits for another program of its launch, or for credits. Programs start in the order of their numbers; and in
 any order, all programs of a launch fit on the GPU at once, with one SM for each. The programs that read this rank's x
-are not those that store the outputs, so no output may share memory with x. If x is what the experts of each token return,
-senders and readers add up its rows when they load them, which takes less time than a launch in front of this one.
-Limits. There are at most MOST_BYTES of x on
-each of at most MOST_RANKS ranks, and a row has whole words of 32 bits. All devices of the group have to be able to send
-in band (device/capabilities.py).
+are not those that store the outputs, so no output may share memory with x. If x is what the experts of each token
+return, senders and readers add up its rows when they load them: that takes less time than a launch in front of this
+one. Limits. Each of at most MOST_RANKS ranks sends at most MOST_BYTES, and a row has whole words of 32 bits. All
+devices of the group have to be able to send in band (device/capabilities.py).
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ INTERPRETED_PROGRAMS = 8
 
 class How(NamedTuple):
     """Values that are known at compile time: the number of ranks, whether to take the mean, the rows of a reader, the
-    places of a row in elements and in words, the words that a sender sends, the threads of a program, how many rows of x
-    are added up for each that is reduced, 0 if x is reduced itself, and whether something is added to their sum.
+    places of a row in elements and in words, the words that a sender sends, the threads of a program, the number of
+    rows of x that are added up for each row that is sent, 0 if x itself is sent, and whether a tensor is added to them.
     """
 
     WORLD: Any
@@ -312,7 +311,7 @@ def all_reduce_rms_norm(
     [M * top_k] of the rows of x [M * top_k, N], whose sums, with `added` [M, N], are reduced.
     """
     x = in_words(x)
-    outputs = allocate(node, x[:M], {})
+    outputs = allocate(node, x if factors is None else x[:M], {})
 
     def arguments() -> Arguments:
         block = block_of(N)

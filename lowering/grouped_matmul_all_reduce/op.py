@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.lowering.expert_sums.local_sums import by_library
+from ditron_inductor.lowering.expert_sums.grouped_library import by_library
 from ditron_inductor.lowering.expert_sums.reduced_kernel import geometry, reduced_experts
 from ditron_inductor.lowering.host.kind import Lowering, Tile, bound
 from ditron_inductor.task import reference

@@ -15,7 +15,6 @@ There is one flag for each tile; see `fits`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.experts import Matrices, Routing, experts_tile_of_few_rows, routed_of
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows, parts_of, plus_bias
 from ditron_inductor.core.signals import (
@@ -43,8 +41,8 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import SUM, TILE, event, now
-from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, prepared, store_sum
+from ditron_inductor.lowering.config import select_few_rows_config
+from ditron_inductor.lowering.epilogues import arrange, elements_at, prepared, store_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.norms.rows import (
@@ -56,7 +54,7 @@ from ditron_inductor.lowering.norms.rows import (
     reduced_outputs,
 )
 from ditron_inductor.lowering.sums import Geometry, How, SumCall, carrying
-from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm, TaskNode
+from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
 MOST_ROWS = 64
 """With more rows, sending every partial tile to every rank takes longer than a second round of signals."""
@@ -68,13 +66,10 @@ MOST_NORM_ELEMENTS = 64
 
 
 class Sizes(NamedTuple):
-    """The columns N of the output, the Terms of the sum, and the stride from expert to expert, if there are any. The
-    number of rows changes from call to call.
-    """
+    """The columns N of the output, and the Terms of the sum. The number of rows changes from call to call."""
 
     N: Any
     terms: Any
-    stride_be: Any
 
 
 def fits(launch: Launch, rows: int, columns: int) -> bool:
@@ -91,19 +86,18 @@ def takes_norm(launch: Launch, sizes: Geometry) -> bool:
 @triton.jit(do_not_specialize=["M", "rank"])
 def matmul_all_reduce_kernel(
     operands, extras, outs, given, pointers, rank, M, sizes, functions, HOW: tl.constexpr,
-    ROUTING: tl.constexpr = None, TRACE: tl.constexpr = 0,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. operands: pointers to the a_i [M, K_i], M <= BLOCK_M, with contiguous K, to the b_i [K_i, N], see
     Terms, and to the bias [N], or anything if there is none. extras: the tensors that the epilogue's Functions read.
     outs: the outputs of the epilogue, or the sum, [M, N] contiguous. With HOW.NORMS there is no EPILOGUE: `outs` are
-    the sum and then the outputs of `rows.finish_all`, which reads `given`. With a ROUTING it is of core/experts.py, and
-    operands are pointers to x, to the weights of all experts, to anything, to the experts and to the factors.
+    the sum and then the outputs of `rows.finish_all`, which reads `given`.
     """
     PRE: tl.constexpr = functions.PRE
     EPILOGUE: tl.constexpr = functions.EPILOGUE
     NORMS: tl.constexpr = HOW.NORMS
     ROW: tl.constexpr = HOW.ROW
-    lefts, rights, bias = parts_of(operands if ROUTING is None else operands[:3])
+    lefts, rights, bias = parts_of(operands)
     WORLD: tl.constexpr = HOW.WORLD
     TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
@@ -116,9 +110,6 @@ def matmul_all_reduce_kernel(
     due = last_use(use)
     ticket = granted(request, TILES.THREADS)
     N = sizes.N
-    if ROUTING is not None:
-        routed = routed_of(operands[3], operands[4], M, ROUTING)
-        matrices = Matrices(rights[0], sizes.stride_be, sizes.terms.strides_bk[0], sizes.terms.strides_bn[0])
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
     own = data(use, rank, dtype)
@@ -144,13 +135,7 @@ def matmul_all_reduce_kernel(
         if ticket < tiles:
             began = now(TRACE)
             request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
-            if ROUTING is None:
-                acc = matmul_tile_of_few_rows(lefts, M, rights, sizes.terms, ticket * BLOCK_N, N, TILES)
-            else:
-                acc = experts_tile_of_few_rows(
-                    lefts[0], sizes.terms.strides_am[0], M, matrices, routed, ticket * BLOCK_N, N,
-                    sizes.terms.depths[0], TILES, ROUTING,
-                )  # fmt: skip
+            acc = matmul_tile_of_few_rows(lefts, M, rights, sizes.terms, ticket * BLOCK_N, N, TILES)
             acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HOW.HAS_BIAS)
             if PRE is not None:
                 whole_n = ticket * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -198,70 +183,12 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
     """Returns the Geometry for a [.., K], with the rows, columns and tiles of the output. columns: N."""
     M = math.prod(a.shape[:-1])
     config = select_few_rows_config(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
-    return geometry_of(node, launch, a.dtype, config, (M, columns), arrange(node.parsed, 1))
-
-
-def geometry_of(
-    node: TaskNode,
-    launch: Launch,
-    dtype: torch.dtype,
-    config: Config,
-    rows_and_columns: tuple[int, int],
-    arrangement: Arrangement,
-) -> Geometry:
-    """Returns the Geometry of sums of this dtype, all of whose rows are in one tile of `config`."""
     config = config.for_arch(launch.workspace.capabilities.arch)
-    tiles = ceil_div(rows_and_columns[1], config.block_n)
+    tiles = ceil_div(columns, config.block_n)
     return carrying(
-        launch, dtype, config, rows_and_columns, tiles=tiles, computed=tiles, places=node.world_size * tiles, boxes=0,
-        arrangement=arrangement,
+        launch, a.dtype, config, (M, columns), tiles=tiles, computed=tiles, places=node.world_size * tiles, boxes=0,
+        arrangement=arrange(node.parsed, 1),
     )  # fmt: skip
-
-
-class OneShot(SumCall):
-    """A call whose rows are in one tile. routing, stride_be: how they are summed over experts, if they are."""
-
-    routing: Routing | None = None
-    stride_be: int = 0
-
-    def __init__(
-        self,
-        node: Any,
-        launch: Launch,
-        sizes: Geometry,
-        a: Sequence[torch.Tensor],
-        b: Sequence[torch.Tensor],
-        bias: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(node, launch, sizes, a, b, bias)
-        self.like, self.shape = a[0], [*a[0].shape[:-1], sizes.N]
-
-    def reduced(self, extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the outputs. extras: the epilogue's extra tensors."""
-        outs = self.sizes.arrangement.new_outputs_of_sum(self.like, self.shape)
-        how = functools.partial(self.how, few_rows=True)
-        self.reduce(matmul_all_reduce_kernel, lambda: self._arguments(how(), given=None), extras, outs)
-        return outs
-
-    def reduced_and_normed(
-        self, given: tuple[torch.Tensor | None, ...], extras: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs of a node with a norm. given: see nodes.EXTRAS."""
-        node, out = self.node, self.like.new_empty(self.shape)
-        outputs = reduced_outputs(node, out)
-
-        def arguments() -> Arguments:
-            constants = constants_of(node, stores_reduced=False)
-            how = self.how(few_rows=True)._replace(NORMS=constants.pop("NORMS"), ROW=block_of(self.sizes.N))
-            return self._arguments(how, **constants)
-
-        outs = [out, *all_outputs(node, outputs)]
-        self.reduce(matmul_all_reduce_kernel, arguments, extras, outs, given=pointers(given, out))
-        return outputs
-
-    def _arguments(self, how: How, **others: Any) -> Arguments:
-        sizes = Sizes(self.sizes.N, self.terms, self.stride_be)
-        return self.arguments(M=self.sizes.M, sizes=sizes, HOW=how, ROUTING=self.routing, **others)
 
 
 def matmul_all_reduce(
@@ -274,7 +201,10 @@ def matmul_all_reduce(
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
-    return OneShot(node, launch, sizes, a, b, bias).reduced(extras)
+    outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
+    call = SumCall(node, launch, sizes, a, b, bias)
+    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, call.how(few_rows=True), given=None), extras, outs)
+    return outs
 
 
 def matmul_all_reduce_rms_norm(
@@ -288,4 +218,20 @@ def matmul_all_reduce_rms_norm(
     extras: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Returns (normed, total), and what is saved, with the norm in the same launch. given: see nodes.EXTRAS."""
-    return OneShot(node, launch, sizes, a, b, bias).reduced_and_normed(given, extras)
+    out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    outputs = reduced_outputs(node, out)
+    call = SumCall(node, launch, sizes, a, b, bias)
+
+    def arguments() -> Arguments:
+        constants = constants_of(node, stores_reduced=False)
+        how = call.how(few_rows=True)._replace(NORMS=constants.pop("NORMS"), ROW=block_of(sizes.N))
+        return _arguments(call, how, **constants)
+
+    outs = [out, *all_outputs(node, outputs)]
+    call.reduce(matmul_all_reduce_kernel, arguments, extras, outs, given=pointers(given, out))
+    return outputs
+
+
+def _arguments(call: SumCall, how: How, **others: Any) -> Arguments:
+    sizes = call.sizes
+    return call.arguments(M=sizes.M, sizes=Sizes(sizes.N, call.terms), HOW=how, **others)

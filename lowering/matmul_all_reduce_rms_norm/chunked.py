@@ -19,7 +19,7 @@ from ditron_inductor.lowering.chunked_exchange import Operands
 from ditron_inductor.lowering.epilogues import Preparer, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, rows_of
 from ditron_inductor.lowering.norms.add_norm import AddNorm, Outputs, make_add_norm
-from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm, SumWithNorm
+from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,23 +57,9 @@ def in_band(sizes: Geometry | None) -> bool:
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
     """Returns the Geometry for a [.., K]. columns: N. k: the largest K on any rank."""
     if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
-        return small(node, launch, a, columns, preparer_of(node.reduction, a.device))
+        return Small(norm_kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device))
     parts = chunked.parts_geometry(node.reduction, launch, a, columns, k)
     return InParts(parts, make_add_norm(node, [*a.shape[:-1], columns], a.device))
-
-
-def small(
-    node: SumWithNorm, launch: Launch, a: torch.Tensor, columns: int, preparer: Preparer | None = None
-) -> Small:
-    """Returns the Geometry of a small sum [rows of a, columns]."""
-    return Small(norm_kernel.geometry(node, launch, a, columns), preparer)
-
-
-def reduced_and_normed(
-    node: SumWithNorm, launch: Launch, sizes: Small, total: torch.Tensor, given: tuple[torch.Tensor | None, ...]
-) -> Outputs:
-    """Returns the Outputs for the sum [.., N] of this rank, which is overwritten. given: see nodes.EXTRAS."""
-    return norm_kernel.all_reduce_rms_norm(node, launch, sizes.rows, total, given, in_place=True)
 
 
 def matmul_all_reduce_rms_norm(
@@ -97,4 +83,4 @@ def matmul_all_reduce_rms_norm(
     Operands([[rows_of(left)] for left in a], b, bias).multiply(0, product.view(rows.M, rows.N))
     if sizes.preparer is not None:
         sizes.preparer.prepare(product, extras)
-    return reduced_and_normed(node, launch, sizes, product, given)
+    return norm_kernel.all_reduce_rms_norm(node, launch, rows, product, given, in_place=True)

@@ -15,7 +15,7 @@ from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.matmul_all_reduce import one_shot
 from ditron_inductor.lowering.matmul_all_reduce.op import TILE
 from ditron_inductor.lowering.norms.add_norm import AddNorm, Outputs, make_add_norm
-from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm, SumWithNorm
+from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,9 @@ class Geometry:
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
     """Returns the Geometry for a [.., K]. columns: N."""
     product = TILE.geometry(node.reduction, launch, a, columns)
-    return with_norm(node, launch, product, [*a.shape[:-1], columns], a.device)
-
-
-def with_norm(
-    node: SumWithNorm, launch: Launch, product: sums.Geometry, shape: list[int], device: torch.device
-) -> Geometry:
-    """Returns the Geometry of a norm behind a sum of this layout and shape [.., N]."""
     if one_shot.takes_norm(launch, product):
         return Geometry(product, None)
-    return Geometry(product, make_add_norm(node, shape, device))
+    return Geometry(product, make_add_norm(node, [*a.shape[:-1], columns], a.device))
 
 
 def matmul_all_reduce_rms_norm(

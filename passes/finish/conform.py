@@ -6,7 +6,6 @@
     wait(reduce_scatter(x))     ->  matmul_reduce_scatter(.., as the first)[0]
     wait(all_reduce(x))         ->  grouped_matmul_all_reduce(0 [T, 16], 0 [1, 16, N], .., added x)[0]
     wait(reduce_scatter(x))     ->  grouped_matmul_reduce_scatter(.., as the one before)[0]
-    wait(all_reduce(x))         ->  experts_all_reduce(0 [T, 16], 0 [1, 16, N], .., added x)[0]
 
 If a rank's graph has no matmul in front of a collective, but its peers wait for the tiles of one, the rank has to send
 tiles too. They are those of a product of zeros to which x is added, or of experts whose weights are zeros. The sum
@@ -40,7 +39,6 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.exchange import GATHERED_OPERAND, SCATTERED_PRODUCT
 from ditron_inductor.task.nodes import (
     TASKS,
-    ExpertsAllReduce,
     Norm,
     ReducedExperts,
     ReducedSum,
@@ -114,7 +112,7 @@ def _stands_in(declared: type[TaskNode] | None) -> bool:
     if declared is None:
         return False
     gathers = declared.exchange == GATHERED_OPERAND and issubclass(declared, WithPrologue)
-    return gathers or issubclass(declared, ReducedSum | ReductionWithNorm | ReducedExperts | ExpertsAllReduce)
+    return gathers or issubclass(declared, ReducedSum | ReductionWithNorm | ReducedExperts)
 
 
 def _task(match: Match, options: Options) -> TaskNode:
@@ -155,18 +153,8 @@ def _operands(graph: fx.Graph, task: TaskNode, x: fx.Node) -> dict[str, Any]:
             "places": rewriting.full(graph, x, (rows,), 0, torch.int64),
             "added": x,
         }
-    if _of_slots(task):
-        rows, columns = x.meta["val"].shape
-        shapes = {"x": (rows, WIDTH), "matrices": (1, WIDTH, columns), "factors": (rows,)}
-        zeros = {name: rewriting.zeros(graph, x, shape) for name, shape in shapes.items()}
-        return {**zeros, "experts": rewriting.full(graph, x, (rows,), 0, torch.int64), "added": x}
     (name, _), *others = task.slots()
     return {name: x, **{weights: [rewriting.zeros(graph, x, (x.meta["val"].shape[-1], 1))] for weights, _ in others}}
-
-
-def _of_slots(task: TaskNode) -> bool:
-    """Whether the node multiplies the slots of a few tokens by the weights of their experts."""
-    return isinstance(task.without_norm, ExpertsAllReduce)
 
 
 def _result(task: TaskNode) -> int:
@@ -194,8 +182,7 @@ def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     dim = next((int(match.leader[name]) for name in DIMENSIONS if name in match.leader), 0)
     if dim and task.exchange == SCATTERED_PRODUCT:
         x = rewriting.regrouped(graph, x, 0, dim, world_size, x)
-    of_experts = isinstance(task, ReducedExperts) or _of_slots(task)
-    if of_experts:
+    if isinstance(task, ReducedExperts):
         x = _as_runs(graph, x, getattr(task, OUTER, 1), world_size)
     if task.exchange != GATHERED_OPERAND:
         shape = tuple(x.meta["val"].shape)
@@ -206,7 +193,7 @@ def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     values = [*schema.memory(value, task.outputs(shapes)), rewriting.new_token(value)]
     call = rewriting.call_task(graph, task, operands, wait, values)
     result = rewriting.output(graph, call, _result(task), wait)
-    if of_experts:
+    if isinstance(task, ReducedExperts):
         result = rewriting.computed(graph, aten.reshape.default, (result, [*wait.meta["val"].shape]), wait)
     if dim and task.exchange == GATHERED_OPERAND:
         result = rewriting.regrouped(graph, result, dim, 0, world_size, result)

@@ -54,11 +54,10 @@ from ditron_inductor.task.nodes import (
     MOST_NORM_COLUMNS,
     NO_NORM,
     SAVED,
-    WITH_NORM,
     AllReduceRmsNorm,
+    MatmulAllReduceRmsNorm,
     Norm,
     ReductionWithNorm,
-    TaskNode,
 )
 from ditron_inductor.task.norms import norm_form
 from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
@@ -350,8 +349,7 @@ def _task(match: Match, options: Options) -> tuple[ReductionWithNorm, dict[str, 
         return task, {"x": collective.operand}
     reduction = schema.node_from_call(found.launch.target, found.launch.args)
     post, saved = behind
-    assert isinstance(reduction, TaskNode)
-    fused = WITH_NORM[type(reduction)].behind(reduction, last, extras, post=post, saved=saved, factor=factor)
+    fused = MatmulAllReduceRmsNorm.behind(reduction, last, extras, post=post, saved=saved, factor=factor)
     operands = schema.operands_from_call(found.launch)
     return fused, {**operands, "product_bias": operands.pop("bias", None)}
 

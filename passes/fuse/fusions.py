@@ -12,7 +12,6 @@ from torch import fx
 
 from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
-from ditron_inductor.passes.fuse.experts_all_reduce import experts_all_reduce
 from ditron_inductor.passes.fuse.grouped_matmul_all_reduce import grouped_matmul_all_reduce
 from ditron_inductor.passes.fuse.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
 from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
@@ -26,8 +25,6 @@ from ditron_inductor.task.nodes import ReducedSum, TaskNode
 FUSIONS: tuple[Fusion, ...] = (
     # Gathers before reductions: a matmul between both goes with its gather, and its result is reduced afterwards.
     all_gather_matmul,
-    # What the experts of a decode step return, to which the matmul of an expert that all tokens use may be added.
-    experts_all_reduce,
     matmul_reduce_scatter,
     matmul_all_reduce,
     # Gathers of results: those that no matmul behind them has taken.

@@ -16,7 +16,7 @@ from torch import fx
 
 from ditron_inductor.passes.graph.culprits import describe
 from ditron_inductor.task.attention_masks import MAX_HEAD_DIM
-from ditron_inductor.task.nodes import ATTENTION_KINDS, EXPERT_KINDS
+from ditron_inductor.task.nodes import ATTENTION_KINDS
 from ditron_inductor.task.site_records import NodeRecord
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class ReasonCode(enum.StrEnum):
     CHUNKS_PERMUTED = "chunks_permuted"
     DISABLED = "disabled"
     DTYPE = "dtype"
-    EXPERTS_FORM = "experts_form"
     FLEX_BLOCK_MASK = "flex_block_mask"
     FLEX_GRADIENT = "flex_gradient"
     FLEX_SCORE_MOD = "flex_score_mod"
@@ -98,7 +97,6 @@ _NOTHING_TO_CHANGE = frozenset(
         ReasonCode.ALREADY_FUSED,
         ReasonCode.ATTENTION_HEAD_DIM,
         ReasonCode.DISABLED,
-        ReasonCode.EXPERTS_FORM,
         ReasonCode.GROUPED_MATMUL,
         ReasonCode.NO_GAIN,
         ReasonCode.NO_MATMUL,
@@ -206,11 +204,6 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
-    ReasonCode.EXPERTS_FORM: (
-        "it reduces the products of routed experts by copies of their weights, in a form that is not fused with it: at "
-        "most 64 tokens of static number, rows of at most 16384 elements, weights with a contiguous inner dimension, "
-        "and experts that are the indices of a topk (under expert parallelism they are not); nothing to change"
-    ),
     ReasonCode.FLEX_BLOCK_MASK: (
         "FlexAttention beside it has a block mask that is not proved to be causal, or a causal window: call "
         "create_block_mask inside the compiled function, with a mask_mod that compares q_idx and kv_idx, and lengths "
@@ -328,10 +321,6 @@ def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
     known = collective.meta.get(LEFT_ALONE)
     if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.pattern in ATTENTION_KINDS:
         # The earlier reason says more than that no matmul is there.
-        return
-    of_experts = known is not None and known.pattern in EXPERT_KINDS and known.code != ReasonCode.NO_MATMUL.value
-    if of_experts and pattern not in EXPERT_KINDS:
-        # Experts stand in front of it, of which the fusions of plain matmuls know nothing.
         return
     reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
     tried = collective.meta.get(TRIED) if refusal.code is ReasonCode.BATCHED_MATMUL else None

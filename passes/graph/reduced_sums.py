@@ -2,10 +2,9 @@
 
     all_reduce -> (+ bias) -> (+ second bias) -> (norm) -> (* scale) -> (+ residual) = total
 
-Each step may be missing, and views that keep the order may stand anywhere. What is reduced is the result of a node that
-has one with a norm (`WITH_NORM`), such as `matmul_all_reduce`, or of an all-reduce. The scale is a number, one element
-or a row. The last sum may be one of fp32, of tensors that are converted for it: then the total is what it is rounded to
-(see `norm_forms`).
+Each step may be missing, and views that keep the order may stand anywhere. What is reduced is the result of a
+`matmul_all_reduce` node or of an all-reduce. The scale is a number, one element or a row. The last sum may be one of
+fp32, of tensors that are converted for it: then the total is what it is rounded to (see `norm_forms`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, WAIT
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, roundings, rsqrt_before, widened_terms
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import WITH_NORM
+from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
@@ -188,7 +187,7 @@ def _is_reduced(node: fx.Node) -> bool:
         return source.target is ALL_REDUCE
     if node.target is not getitem or node.args[1:] != (0,):
         return False
-    return type(schema.node_of(source)) in WITH_NORM
+    return isinstance(schema.node_of(source), MatmulAllReduceRmsNorm.reduces)
 
 
 def _norm_up(result: fx.Node) -> FoundNorm | None:

@@ -13,7 +13,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ditron_inductor.core.experts import Routing
 from ditron_inductor.core.matmul import Terms, Tiles, Widths
 from ditron_inductor.core.signals import Pointers
 from ditron_inductor.lowering import sums
@@ -44,13 +43,11 @@ KERNELS: dict[str, Any] = {
 }
 LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel, "experts": expert_projections_kernel}
 """They send nothing: no waits, no signals."""
-EXPERT_KERNELS: dict[str, Any] = {"experts_one_shot": one_shot.matmul_all_reduce_kernel}
-"""One with another product in its tiles, which has tests of its own."""
 CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
 """What a kernel reads that notes when it did what, and where."""
 OF_WEIGHTS = ("all_gather_matmul", "projections", "experts")
 """Kernels of several products that are not added up."""
-OF_FEW_ROWS = ("one_shot", "experts_one_shot", "gathered_few", "projections", "experts")
+OF_FEW_ROWS = ("one_shot", "gathered_few", "projections", "experts")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -75,9 +72,8 @@ class Case:
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
-    norm: ends with a norm. trace: the clock of its time stamps, if any. tokens: whose experts are summed. elsewhere:
-    experts whose weights have contiguous columns, with slots of other ranks' experts. interleaved: of which one weight
-    has two products in turns.
+    norm: ends with a norm. trace: the clock of its time stamps, if any. elsewhere: experts whose weights have
+    contiguous columns, with slots of other ranks' experts. interleaved: of which one weight has two products in turns.
     """
 
     kernel: str
@@ -92,7 +88,6 @@ class Case:
     epilogue: str = ""
     norm: bool = False
     trace: int = 0
-    tokens: int = 0
     elsewhere: bool = False
     interleaved: bool = False
 
@@ -107,7 +102,6 @@ class Case:
         """What is added up, if it is more than one product, and what follows."""
         added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
         added += f"-traced{self.trace}" if self.trace else ""
-        added += f"-of{self.tokens}" if self.tokens else ""
         return added + ("-norm" if self.norm else "") + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
     @property
@@ -193,12 +187,6 @@ def all_aligned(place: int, kind: Any) -> dict[tuple[int, ...], Any]:
     return {} if kind in ("constexpr", "fp32") else {(place,): [["tt.divisibility", 16]]}
 
 
-def routing_of(case: Case) -> Routing | None:
-    """How the tokens of a case take 8 of 128 experts."""
-    slots = triton.next_power_of_2(8 * case.tokens)
-    return Routing(8, 128, 8, slots, case.tokens == 1) if case.tokens else None
-
-
 @functools.cache
 def compile_case(case: Case) -> Compiled:
     """The kernel for 4 ranks and, where it takes several weights side by side, two of them.
@@ -206,7 +194,7 @@ def compile_case(case: Case) -> Compiled:
     Second operands have contiguous K, as a linear layer holds them, where they are loaded by descriptors and for a few
     rows; else contiguous N.
     """
-    fn = (KERNELS | LOCAL_KERNELS | EXPERT_KERNELS)[case.kernel]
+    fn = (KERNELS | LOCAL_KERNELS)[case.kernel]
     fits = case.fitted
     threads = fits.num_warps * TARGETS[case.target].warp_size
     k_major = case.descriptors or (case.kernel in OF_FEW_ROWS and not case.elsewhere)
@@ -259,7 +247,6 @@ def compile_case(case: Case) -> Compiled:
         "SLOTS": 64,
         "BY_TOKEN": True,
         "BY_SLOT": True,
-        "ROUTING": routing_of(case),
         "HAS_ABSENT": case.elsewhere,
     }
     aligned = [["tt.divisibility", 16]]
@@ -327,9 +314,6 @@ def compile_case(case: Case) -> Compiled:
             count = counts.get(name, case.length)
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count
             attributes |= {(place, i): aligned for i in range(count)}
-            if case.tokens and name == "operands":
-                signature[name] = (*signature[name], "*i64", "*fp32")
-                attributes |= {(place, count + i): aligned for i in range(2)}
         else:
             signature[name] = f"*{case.dtype}" if name in TENSORS else "i32"
             if not parameter.do_not_specialize:

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering import register
-from ditron_inductor.task import nodes, reference
-from ditron_inductor.task.nodes import EXTRAS, NODES, ULYSSES_KINDS, Norm
+from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import EXTRAS, NODES, NORM_KINDS, ULYSSES_KINDS, Norm
 from ditron_inductor.task.nodes import KINDS as MATMUL_KINDS
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -28,8 +28,6 @@ CHUNKED_KINDS = (*CUT_KINDS, *ULYSSES_KINDS)
 """Those that have the strategy of that name: the first ones alone, and all of them."""
 TILE_KINDS = (*KINDS, *ULYSSES_KINDS, FEW_ROWS, FEW_ROWS_GATHERED)
 """One for each of the tile kernels of matmuls."""
-NORM_KINDS = nodes.NORM_KINDS[:2]
-"""The norms behind a reduction and behind a matmul with a reduction; `expert_problems` has those behind experts."""
 NORM = Norm("rms", 1e-6)
 
 

@@ -22,12 +22,12 @@ from benchmarks.host import stand_in_for_kernels
 from ditron_inductor.core.signals import FIRST_SLOT, Pointers
 from ditron_inductor.errors import DitronError
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter, ShardNorm
+from ditron_inductor.task.nodes import NORM_KINDS, AllGatherMatmul, MatmulReduceScatter, ShardNorm
 from ditron_inductor.task.plan import decisions
 from ditron_inductor.task.watch import watch
 from tests.lowering.calls import Site
 from tests.lowering.decode_problems import Decode, DecodeProblem
-from tests.lowering.problems import NORM, NORM_KINDS, TILE_KINDS, Problem, Size
+from tests.lowering.problems import NORM, TILE_KINDS, Problem, Size
 
 KINDS = (*TILE_KINDS, *NORM_KINDS)
 SIZE = Size(64, 64, 64)

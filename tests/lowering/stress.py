@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ditron_inductor.device import slot_layout, workspaces
 from tests.lowering.calls import Site
-from tests.lowering.expert_problems import ExpertsProblem
 from tests.lowering.problems import Problem, Size
 from tests.rank_process import RankContext
 
@@ -111,7 +110,7 @@ def call_in_poisoned_slots(ctx: RankContext, kind: str, size: Size, site: Site) 
     check_in_poisoned_slots(ctx, Problem(ctx, kind, size, site=site))
 
 
-def check_in_poisoned_slots(ctx: RankContext, problem: Problem | ExpertsProblem) -> None:
+def check_in_poisoned_slots(ctx: RankContext, problem: Problem) -> None:
     """Nothing is read that was not written: slots are full of NaN before a call, and so are outputs when allocated."""
     problem.check(problem())
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -19,7 +19,7 @@ from tests.ranks import RankPools
 class Case:
     """`tokens` that take `top_k` of `experts`, whose products have `n` columns. routing: `random`; or `one`, where all
     tokens take the same experts. absent: there are as many experts elsewhere, whose slots count as 0. biased: the
-    experts have biases.
+    experts have biases. in_order: the products lie token by token.
     """
 
     tokens: int
@@ -32,11 +32,12 @@ class Case:
     scale_dtype: torch.dtype = torch.float32
     absent: bool = False
     biased: bool = False
+    in_order: bool = False
 
     def __str__(self) -> str:
         name = f"{self.tokens}x{self.top_k}of{self.experts}-{self.n}-{self.routing}-{str(self.dtype)[6:]}"
         optional = "-added" * self.added + "-absent" * self.absent + "-biased" * self.biased
-        return f"{name}-{str(self.scale_dtype)[6:]}{optional}"
+        return f"{name}-{str(self.scale_dtype)[6:]}{optional}" + "-in_order" * self.in_order
 
 
 CASES = (
@@ -48,6 +49,7 @@ CASES = (
     Case(19, 3, 4, 72, absent=True),
     Case(23, 3, 6, 80, biased=True, scale_dtype=torch.bfloat16),
     Case(19, 3, 4, 72, absent=True, added=True, biased=True),
+    Case(9, 3, 7, 56, added=True, in_order=True),
 )
 LARGE_CASES = (
     Case(1000, 4, 32, 2880, added=True, scale_dtype=torch.bfloat16),
@@ -61,16 +63,18 @@ Operands = tuple[torch.Tensor | None, ...]
 
 
 def routed(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the weight of each sorted slot, its expert, its place among the slots of all tokens)."""
+    """(the weight of each slot as the products lie, its expert, its place among the slots of all tokens)."""
     scores = torch.rand(case.tokens, case.experts * (1 + case.absent), generator=generator)
     weights, chosen = (scores[:1].expand_as(scores) if case.routing == "one" else scores).topk(case.top_k)
+    if case.in_order:
+        return weights.reshape(-1), chosen.reshape(-1), torch.arange(chosen.numel())
     ids, order = chosen.reshape(-1).sort()
     return weights.reshape(-1)[order], ids, order
 
 
 def operands(case: Case, device: torch.device, seed: int = 0) -> Operands:
-    """(products, places, scale, absent or None, added or None, bias or None, experts or None). The rows of the operands
-    are longer than they show. The products of absent slots are no numbers, and their experts are any.
+    """(products, places or None, scale, absent or None, added or None, bias or None, experts or None). The rows of the
+    operands are longer than they show. The products of absent slots are no numbers, and their experts are any.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -87,17 +91,17 @@ def operands(case: Case, device: torch.device, seed: int = 0) -> Operands:
     # As graphs clamp them, or count from the end.
     experts = torch.where(ids % 3 == 1, ids - case.experts, ids).clamp(max=case.experts - 1).to(device)
     places, scale = order.argsort().to(device), scale.to(device, case.scale_dtype)
-    return products, places, scale, absent, added, bias, experts if case.biased else None
+    return products, None if case.in_order else places, scale, absent, added, bias, experts if case.biased else None
 
 
 def node_of(case: Case) -> CombineExperts:
-    return CombineExperts(case.top_k, case.added, case.absent, case.biased)
+    return CombineExperts(case.top_k, case.added, case.absent, case.biased, in_order=case.in_order)
 
 
 def wanted(
     case: Case,
     products: torch.Tensor,
-    places: torch.Tensor,
+    places: torch.Tensor | None,
     scale: torch.Tensor,
     absent: torch.Tensor | None,
     added: torch.Tensor | None,
@@ -107,6 +111,8 @@ def wanted(
     """The sums in fp64, slot by slot."""
     if bias is not None and experts is not None:
         products = products + bias[experts]
+    if places is None:
+        places = torch.arange(len(products), device=products.device)
     total = torch.zeros(case.tokens, case.n, dtype=torch.float64, device=products.device)
     for j in range(case.top_k):
         taken = places.view(case.tokens, case.top_k)[:, j]

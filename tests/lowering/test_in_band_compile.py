@@ -35,8 +35,8 @@ WIDE = VOLATILE + r"\.v4\.b32"
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of n elements, `rows` in a tile, of `world` ranks, each the sum of `top_k` rows and of another, if any. trace:
-    the clock of its time stamps, if any.
+    """Rows of n elements, `rows` in a tile, of `world` ranks. top_k: of how many rows, and of another, each of them is
+    the sum, if any. trace: the clock of its time stamps, if any.
     """
 
     target: str

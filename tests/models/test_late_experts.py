@@ -19,7 +19,6 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
 T, D, F, E, K = 48, 16, 8, 6, 2
-DECODE = "experts_all_reduce"
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -33,15 +32,6 @@ def experts(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch
     return terms[order.argsort()].view(-1, K, D).sum(1).bfloat16()
 
 
-def decoded(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """The same in a decode step."""
-    weights, chosen = scores.topk(K)
-    ids = chosen.reshape(-1)
-    hidden = torch.bmm(up[ids], x.repeat_interleave(K, 0).unsqueeze(-1))
-    products = torch.bmm(down[ids], hidden).squeeze(-1)
-    return (products * weights.reshape(-1, 1)).view(-1, K, D).sum(1).bfloat16()
-
-
 def whole(total: torch.Tensor) -> torch.Tensor:
     return funcol.all_reduce(total, "sum", dist.group.WORLD)
 
@@ -50,21 +40,16 @@ def sequences(total: torch.Tensor) -> torch.Tensor:
     return funcol.reduce_scatter_tensor(total.view(3, -1, D), "sum", 1, dist.group.WORLD)
 
 
-REDUCTIONS: dict[str, Reduce] = {
-    "grouped_matmul_all_reduce": whole,
-    "grouped_matmul_reduce_scatter": sequences,
-    DECODE: whole,
-}
+REDUCTIONS: dict[str, Reduce] = {"grouped_matmul_all_reduce": whole, "grouped_matmul_reduce_scatter": sequences}
 
 
 def differs_later(ctx: RankContext, kind: str, statistic: bool) -> int:
     """Compares four calls with eager, in one of which a rank reads the sum too, or has no tokens; how many nodes."""
-    # Of other sizes, because what the ranks have agreed on for one kind holds for equal sizes in the same lines.
-    reduce, returned, tokens = REDUCTIONS[kind], *((decoded, T // 2) if kind == DECODE else (experts, T))
+    reduce = REDUCTIONS[kind]
 
     def step(call: int, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         odd = ctx.rank == 1 and call == 2
-        total = torch.zeros_like(operands[1]) if odd and not statistic else returned(*operands)
+        total = torch.zeros_like(operands[1]) if odd and not statistic else experts(*operands)
         reduced = reduce(total)
         return (reduced, total.abs().max()) if odd and statistic else (reduced,)
 
@@ -76,7 +61,7 @@ def differs_later(ctx: RankContext, kind: str, statistic: bool) -> int:
     with mock.patch.object(fuse, "LEAST_TOKENS", T), torch.no_grad():
         compiled = torch.compile(step, backend="ditron", options=options)
         for call in range(4):
-            shapes = (tokens, E), (tokens, D), (E, F, D), (E, D, F)
+            shapes = (T, E), (T, D), (E, F, D), (E, D, F)
             scores, *others = (torch.randn(shape, generator=drawn) for shape in shapes)
             operands = scores, *(one.bfloat16() for one in others)
             for got, wanted in zip(compiled(call, *operands), step(call, *operands), strict=True):
@@ -89,9 +74,7 @@ def differs_later(ctx: RankContext, kind: str, statistic: bool) -> int:
     ("kind", "statistic"),
     [
         ("grouped_matmul_all_reduce", False),
-        (DECODE, False),
         *rare(
-            (DECODE, True),
             ("grouped_matmul_reduce_scatter", False),
             ("grouped_matmul_all_reduce", True),
             ("grouped_matmul_reduce_scatter", True),

@@ -20,11 +20,6 @@ SORTS = "passes/graph/sorts.py"
 ROWS = "passes/graph/expert_rows.py"
 BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
-DECODED = "ditron_inductor/core/experts.py"
-DECODED_FINDER = "passes/fuse/experts_all_reduce.py"
-DECODED_TEST = "tests/lowering/test_experts_all_reduce.py"
-DECODED_FOUND = "tests/passes/test_experts_all_reduce.py"
-
 ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "experts may be numbered beyond the weights",
@@ -256,47 +251,5 @@ ROUTING: tuple[Mutation, ...] = (
         'user is reader or (user.op == "output" and row_major)',
         "True",
         "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire[products_read_elsewhere]",
-    ),
-    Mutation(
-        "an expert is multiplied again and again in place of the next one",
-        DECODED,
-        "routed.taken & (numbers > expert)",
-        "routed.taken & (numbers >= expert)",
-        f"{DECODED_TEST}::test_near_the_reference",
-    ),
-    Mutation(
-        "a token has a part of the experts that it does not take",
-        DECODED,
-        "total += tl.where((places >= 0)[None, :], products, 0.0)",
-        "total += products",
-        f"{DECODED_TEST}::test_an_infinite_expert_spoils_its_own_tokens_alone",
-    ),
-    Mutation(
-        "the products of an expert are added to those of the one before",
-        DECODED,
-        "            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)\n    return",
-        "            acc = acc + 0.0\n    return",
-        f"{DECODED_TEST}::test_near_the_reference",
-    ),
-    Mutation(
-        "products that are read elsewhere are reduced with their experts",
-        DECODED_FINDER,
-        "if other is not None:",
-        "if other is node:",
-        f"{DECODED_FOUND}::test_reasons[terms_used-intermediate_used]",
-    ),
-    Mutation(
-        "the slots of a token may share its row",
-        DECODED_FINDER,
-        "product is None or product.by_token or",
-        "product is None or",
-        f"{DECODED_FOUND}::test_reasons[of_tokens-experts_form]",
-    ),
-    Mutation(
-        "factors may belong to columns",
-        DECODED_FINDER,
-        "return proofs.same_shape(tuple(value.shape), (*product.shape[:-1], 1))",
-        "return value.ndim == product.ndim",
-        f"{DECODED_FOUND}::test_it_must_not_fire",
     ),
 )

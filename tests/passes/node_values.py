@@ -115,21 +115,6 @@ def _grouped_matmul_reduce_scatter(calls: list[Call]) -> list[Any]:
     return [[chunk.flatten(0, 1), *_kept_products(call)] for chunk, call in zip(chunks, calls, strict=True)]
 
 
-def _experts_all_reduce(calls: list[Call]) -> list[Any]:
-    total = reduced([_decoded_experts(call) for call in calls], calls[0].node.reduce_op)
-    return [[total] for _ in calls]
-
-
-def _experts_all_reduce_rms_norm(calls: list[Call]) -> list[Any]:
-    return _normalised(calls, reduced([_decoded_experts(call) for call in calls], calls[0].node.reduce_op))
-
-
-def _decoded_experts(call: Call) -> torch.Tensor:
-    """The sums of the slots of a rank, which lie token by token."""
-    products = torch.einsum("sk,skn->sn", call.x, call.matrices[call.experts])
-    return reference.combined(call.node.top_k, products, None, call.factors, None, call.given.get("added"))
-
-
 def _after_epilogue(call: Call, products: list[torch.Tensor]) -> list[torch.Tensor]:
     parsed = call.node.parsed
     return products if parsed is None else evaluate(parsed, products, call.given.get("extras", ()))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.expert_projections import expert_projections
-from ditron_inductor.task.nodes import FUSIONS, MOST_EXPERT_TOKENS
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS
 from tests.passes.graphs import all_reduce, compiled_graphs, run_ranks, text, traced
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -208,11 +208,6 @@ def test_a_graph_without_a_fused_collective_stays() -> None:
 @pytest.mark.parametrize("options", [Options(strategy="library"), Options(fusions=("matmul_all_reduce",))], ids=str)
 def test_options(options: Options) -> None:
     assert calls(traced(layer, *OPERANDS), options) == 0
-
-
-def test_the_second_matmul_goes_with_its_reduction() -> None:
-    module = traced(layer, *OPERANDS)
-    assert calls(module, Options(fusions=FUSIONS)) == 1 and "ditron.experts_all_reduce(" in text(module.graph)
 
 
 def test_idempotent() -> None:

@@ -21,7 +21,6 @@ from tests.lowering import test_all_gather_attention as attention
 from tests.lowering import test_all_reduce_rms_norm as norms
 from tests.lowering.calls import Site, all_reduce_rms_norm
 from tests.lowering.decode_problems import Decode, DecodeProblem
-from tests.lowering.expert_problems import Case, ExpertsProblem
 from tests.lowering.failures import TIMEOUT_S
 from tests.lowering.problems import CHUNKED_KINDS, CUT_KINDS, FEW_ROWS, KINDS, NORM_KINDS, TILE_KINDS, Problem, Size
 from tests.protocol_model.recorder import Event, recorded
@@ -32,14 +31,13 @@ LARGE = Size(64, 16, 36)
 """Of which an all-reduce takes two shots."""
 FULL, CAUSAL = attention.Case("full", 20, 20, heads=2), attention.Case("causal_offset", 20, 20, heads=2)
 DECODES = (Decode(1, 4, 1, 32, 50, torch.bfloat16), Decode(3, 6, 2, 16, 37, page=8), Decode(2, 3, 3, 16, 33))
-EXPERTS = ((Case(3, 2, 4, 16, 40), "alone"), (Case(1, 2, 4, 16, 40), "normed"))
 Step = Callable[[], Any]
 
 
 def steps_of(ctx: RankContext, name: str) -> list[Step]:
     """The calls of one program."""
     return {
-        "tile": lambda: [*problems(ctx, "tile", TILE_KINDS), *(ExpertsProblem(ctx, *one) for one in EXPERTS)],
+        "tile": lambda: problems(ctx, "tile", TILE_KINDS),
         "chunked": lambda: problems(ctx, "chunked", (*CHUNKED_KINDS, NORM_KINDS[1])),
         "two shots": lambda: two_shots(ctx),
         "norms": lambda: norms_of(ctx),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ditron_inductor.lowering.combine_experts.op import combine_experts
-from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
-from ditron_inductor.task.nodes import ExpertsAllReduce, ReducedExperts
+from ditron_inductor.task.nodes import ReducedExperts
 
 
 def by_library(node: ReducedExperts, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
@@ -35,20 +34,6 @@ def by_library(node: ReducedExperts, reduce: Callable[[torch.Tensor], torch.Tens
         return [reduce(total), *[products] * node.returns_products]
 
     return call
-
-
-def local_sums(
-    node: ExpertsAllReduce,
-    x: torch.Tensor,
-    matrices: torch.Tensor,
-    experts: torch.Tensor,
-    factors: torch.Tensor,
-    extras: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
-    """Returns what this rank reduces, [T, N], contiguous. See the node for the operands."""
-    (products,) = expert_projections(node.products, [x, experts, matrices])
-    (total,) = combine_experts(node.sums, [products, factors.reshape(-1), *extras])
-    return total
 
 
 def experts_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
