@@ -230,7 +230,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     def ours(strategy: str) -> Any:
         policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=strategy == "auto")
-        site = replace(node, site=f"benchmark/0:{node.kind}:{strategy}", policy=policy)
+        site = replace(node, site=f"benchmark/{cell.shape}:{node.kind}:{strategy}", policy=policy)
         return in_turns(site, [{"q": q, "k": k, "v": v, "bias": bias}], 0)
 
     found["ditron"] = ours("auto")

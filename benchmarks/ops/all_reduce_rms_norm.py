@@ -166,7 +166,7 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     def site(name: str, strategy: str) -> dict[str, Any]:
         group = {"world_size": session.world_size, "group_name": group_name}
         policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=strategy == "auto")
-        return {"reduce_op": "sum", **group, "site": f"benchmark/0:{name}", "policy": policy}
+        return {"reduce_op": "sum", **group, "site": f"benchmark/{cell.shape}:{name}", "policy": policy}
 
     def ours(strategy: str) -> Any:
         fields = {"norm": norm, "extras": tuple(of_norm), **site(f"{cell.op}:{strategy}", strategy)}

@@ -152,7 +152,8 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
         given: dict[str, Any] = {"seen": seen, "scale": scale, "softcap": cell.softcap, "bias": bias}
         backward = functools.partial(reference_attention.attend_backward, **given)
         found["local"] = lambda i: (backward(*operands)[0].to(q.dtype),)
-    site = replace(node, site=f"benchmark/0:{node.kind}:auto", policy=Policy("auto", WORKSPACE_LIMIT, TIMEOUT_S))
+    policy = Policy("auto", WORKSPACE_LIMIT, TIMEOUT_S)
+    site = replace(node, site=f"benchmark/{cell.shape}:{node.kind}:auto", policy=policy)
     names = ("grad_out", "q", "k", "v", "out", "lse")
     given = dict(zip(names, operands, strict=True)) | {"bias": bias}
     return found | {"ditron": in_turns(site, [given], slice(3))}

@@ -111,13 +111,17 @@ class SymmetricBuffer:
 
 @dataclass(frozen=True)
 class Setting:
-    """The place of a contest."""
+    """The place of a contest. cell: the shape of the present cell, of whose contestants each is a site of its own. The
+    ranks of a site agree once on a size that each of them has of its own, such as K of a reduced product, so cells
+    that shared a site would share the trial of the first of them.
+    """
 
     device: torch.device
     rank: int
     world_size: int
     group_name: str
     shared: SymmetricBuffer
+    cell: str = ""
 
     @property
     def library(self) -> str:
@@ -146,7 +150,7 @@ class Setting:
 
     def site(self, op: str, name: str) -> str:
         """The name of the site that one of our contestants is."""
-        return f"benchmark/0:{op}:{name}"
+        return f"benchmark/{self.cell}:{op}:{name}"
 
     def ours(self, kind: type[Node], fields: Mapping[str, Any], operands: Sequence[Operands]) -> dict[str, Call]:
         """Our contestants, which return the first output. fields: of the node, those of the site excepted."""

@@ -57,7 +57,7 @@ def chain_of(
     weights = [[(draw(width, k) / math.sqrt(k)).t() for width in widths] for _ in range(copies)]
     scale, gathered = draw(k), draw(m, k)
     normalise = torch.compile(add_norm, dynamic=False) if device.type == "cuda" else add_norm
-    place = f"gather_norm/0:{chain}"
+    place = f"gather_norm/{m}x{sum(widths)}x{k}:{chain}"
 
     def node(name: str, strategy: str, prologue: ShardNorm | None) -> AllGatherMatmul:
         policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=strategy == "auto")

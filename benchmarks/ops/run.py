@@ -104,13 +104,17 @@ class Run(Session):
         self.notes.append(f"{cell.text}: {contestant}: {why}")
         self.say(f"    {contestant}: {why}")
 
+    def of(self, cell: Cell) -> Setting:
+        """The place of the contest of a cell."""
+        return replace(self.setting, cell=cell.shape)
+
     def open(self, cell: Cell) -> tuple[Contest, Check]:
         """The contest of the cell's shape and its expected result, made once for both modes."""
         shape = replace(cell, graph=False)
         if self._contest is None or self._shape != shape:
             self.close()
             with self.phases.phase("operands"):
-                contest = CONTESTS[cell.op](self.setting, cell)
+                contest = CONTESTS[cell.op](self.of(cell), cell)
             with self.phases.phase("expected result"):
                 self._contest = contest, Check(contest)
             self._shape = shape
@@ -198,7 +202,7 @@ class Run(Session):
         self.say("    " + "  ".join(f"{name} {each.p50_us:.1f}" for name, each in times.items()))
         if not cell.graph:
             self.say("    host us per call: " + "  ".join(f"{name} {each.host_us:.1f}" for name, each in times.items()))
-        last = decisions.last(self.setting.group_name, self.setting.site(cell.op, "ditron"))
+        last = decisions.last(self.setting.group_name, self.of(cell).site(cell.op, "ditron"))
         if "ditron" in times and last is not None:
             self.say(f"    auto ran {last[1].strategy}: {last[1].reason}")
 

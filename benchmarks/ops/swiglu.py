@@ -50,7 +50,7 @@ def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: in
     pointwise = torch.compile(lambda gate, up: F.silu(gate) * up, dynamic=False) if device.type == "cuda" else None
     finish = pointwise or (lambda gate, up: F.silu(gate) * up)
     saved = kind == "training"
-    place = f"swiglu/0:{kind}"
+    place = f"swiglu/{m}x{width}x{k}:{kind}"
     given = [{"shard": shard, "weights": pair} for shard, pair in zip(shards, weights, strict=True)]
 
     def finished(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:

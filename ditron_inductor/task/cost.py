@@ -33,8 +33,9 @@ between GPUs. P = 2 M N bytes / H is the time of a pass over partial results, or
 * For `flash_decode` (m query heads of n elements, k = 1) only the time behind the attention is compared: launches, a
   round of signals or a collective, and the parts that each rank receives.
 
-The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
-`python -m benchmarks.plan`. `python -m ditron_inductor tune --model-error` shows the model's error.
+The numbers of the H200, and those of the H100 for two ranks, are fitted to benchmarks/results/gemm_collectives.csv
+(bf16, no NVLink multicast) by `python -m benchmarks.plan`. `python -m ditron_inductor tune --model-error` shows the
+model's error.
 """
 
 from __future__ import annotations
@@ -158,21 +159,21 @@ H200 = Hardware(
 # The same chip with less memory bandwidth.
 H100 = Hardware(
     name="H100",
-    matmul_flops=700e12,
+    matmul_flops=721e12,
     matmul_flops_fp32=290e12,
-    memory_bytes_per_s=3e12,
-    gather_bytes_per_s=290e9,
-    scatter_bytes_per_s=270e9,
-    all_reduce_bytes_per_s=340e9,
-    copy_bytes_per_s=230e9,
-    pair_gain=1.4,
-    collective_us=13.0,
-    protocol_us=20.0,
-    launch_us=4.0,
-    signal_us=15.0,
-    chunk_us=12.0,
-    tile_efficiency=0.8,
-    chunk_efficiency=0.95,
+    memory_bytes_per_s=2.62e12,
+    gather_bytes_per_s=165e9,
+    scatter_bytes_per_s=160e9,
+    all_reduce_bytes_per_s=235e9,
+    copy_bytes_per_s=504e9,
+    pair_gain=1.22,
+    collective_us=7.64,
+    protocol_us=21.1,
+    launch_us=3.37,
+    signal_us=4.09,
+    chunk_us=23.5,
+    tile_efficiency=0.98,
+    chunk_efficiency=1.0,
 )
 # These numbers are for GPUs that have not been measured. They are cautious about our own kernels.
 UNKNOWN = Hardware(

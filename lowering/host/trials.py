@@ -51,8 +51,9 @@ class Sample:
     def take(self, run: Runner, operands: Sequence[Any]) -> Any:
         """Runs a call and times it. Collective on a GPU."""
         if self._events is not None:
-            dist.all_reduce(torch.zeros(1, device=self._workspace.device), group=self._workspace.group.process_group())
             streams.delay(trial.HEAD_START_US)
+            # All ranks leave it together, whereas the delay takes longer on a device with a slower clock.
+            dist.all_reduce(torch.zeros(1, device=self._workspace.device), group=self._workspace.group.process_group())
             self._events[0].record()
         begun = time.perf_counter_ns()
         result = run(*operands)

@@ -79,7 +79,7 @@ def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
     if proofs.other_user(steps, {*steps, call}) is not None:
         return None
     read = [one for one in (terms.products, terms.factors, terms.added) if one is not None]
-    return terms if written(read) is None else None
+    return terms if written(node for one in read for node in proofs.views_up(one)) is None else None
 
 
 def _sums(source: fx.Node) -> Iterator[SlotSum]:

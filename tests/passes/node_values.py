@@ -146,7 +146,13 @@ def _finished(value: torch.Tensor, call: Call) -> list[torch.Tensor]:
 
 
 def _all_reduce_rms_norm(calls: list[Call]) -> list[Any]:
-    return _normalised(calls, reduced([call.x for call in calls], calls[0].node.reduce_op))
+    rows = [
+        reference.combined(call.node.top_k, call.x, None, call.factors, None, call.given.get("added"))
+        if call.node.top_k
+        else call.x
+        for call in calls
+    ]
+    return _normalised(calls, reduced(rows, calls[0].node.reduce_op))
 
 
 def _matmul_all_reduce_rms_norm(calls: list[Call]) -> list[Any]:

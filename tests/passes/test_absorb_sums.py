@@ -37,7 +37,7 @@ OPERANDS = (SCORES, X, UP, DOWN)
 
 def normed(reduced: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What the next layer begins with: the residual, and the norm in front of a matmul."""
-    total = x.view(reduced.shape) + reduced
+    total = x.view(reduced.shape).to(reduced.dtype) + reduced
     wide = total.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return scaled.to(reduced.dtype).view(-1, D) @ weight.mT.to(reduced.dtype), total
@@ -142,7 +142,8 @@ def compiled(fn: Callable[..., Any], given: tuple[torch.Tensor, ...] = OPERANDS)
 
 def terms_used(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out, weights = products(*operands)
-    return (out * weights.reshape(-1).unsqueeze(-1)).view(-1, K, D).sum(1).to(BF16), out.sin()
+    terms = out * weights.reshape(-1).unsqueeze(-1)
+    return terms.view(-1, K, D).sum(1).to(BF16), terms.sin()
 
 
 def sum_used(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,6 +206,18 @@ def test_golden_experts_of_a_decode_step() -> None:
     expecttest.assert_expected_inline(
         begin + rest,
         """\
+expert_projections_1 = ditron.expert_projections([getitem_12, view, permute_default_1], 'top_k=2 num_weights=1', None)
+getitem_7 [6, 16] = expert_projections_1[0]
+view_2 [6] = aten.reshape(getitem, [-1])
+unsqueeze_3 [6, 1] = aten.unsqueeze(view_2, -1)
+reshape_default [6] = aten.reshape(unsqueeze_3, [6])
+all_reduce_rms_norm_1 = ditron.all_reduce_rms_norm([getitem_7, arg1_1, reshape_default], 'reduce_op=sum norm=() extras=residual world_size=4 group_name=0 site=4095cb6f/0:all_reduce_rms_norm trials top_k=2', None)
+getitem_8 [3, 16] = all_reduce_rms_norm_1[0]
+getitem_9 [3, 16] = all_reduce_rms_norm_1[1]
+select [16, 16] = aten.select.int(arg2_1, 0, 0)
+permute [16, 16] = aten.permute(select, [1, 0])
+mm [3, 16] = aten.mm(getitem_8, permute)
+return (mm, getitem_9)
 """,
     )
 
@@ -260,6 +273,7 @@ def test_few_tokens_only(tokens: int) -> None:
 def test_a_dynamic_number_of_tokens_stays() -> None:
     scores, x = torch.empty(5, E), torch.empty(5, D).to(BF16)
     torch._dynamo.mark_dynamic(scores, 0, min=2, max=60)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=60)
     (module,) = compiled_graphs(layer(experts), scores, x, UP, DOWN)
     with assert_no_new_guards(module):
         pipeline.run(module.graph, Options())
