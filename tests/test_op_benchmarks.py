@@ -64,6 +64,13 @@ def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
+def test_summed_experts(rank_pools: RankPools) -> None:
+    module = "benchmarks.ops.summed_experts"
+    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "3", "--rounds", "2", "--out", "", "--commit", "0"]
+    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny))
+    assert {row.contestant for row in rows} == OURS | {"gloo", "ditron:apart"} and all(row.p50_us for row in rows)
+
+
 def test_flash_decode(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, "benchmarks.ops.flash_decode", _tiny("benchmarks.ops.flash_decode"))
     assert {row.contestant for row in rows} == OURS | {"gloo"} and all(row.p50_us for row in rows)

@@ -18,6 +18,10 @@ COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_i
 REFUSED = "tests/test_strict.py"
 SORTS = "passes/graph/sorts.py"
 ROWS = "passes/graph/expert_rows.py"
+ABSORB = "passes/absorb/absorb_sums.py"
+ABSORBED = "tests/passes/test_absorb_sums.py"
+IN_BAND = "lowering/all_reduce_rms_norm/norm_in_band.py"
+ADDED_UP = "tests/lowering/test_summed_experts.py::test_near_the_reference"
 BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
 ROUTING: tuple[Mutation, ...] = (
@@ -55,6 +59,55 @@ ROUTING: tuple[Mutation, ...] = (
         " and chain.zeros.isdisjoint(node.all_input_nodes):",
         ":",
         f"{UNREAD}::test_what_is_made_of_weighted_slots_stays_outside[added]",
+    ),
+    Mutation(
+        "sums of halves of a product are sums of slots",
+        ABSORB,
+        "if not all(shape and proofs.known_equal(shape[-1], N) for shape in shapes):",
+        "if not all(shapes):",
+        f"{ABSORBED}::test_it_must_not_fire[factors_of_halves]",
+    ),
+    Mutation(
+        "terms that a reduction adds up are left unmade for others",
+        ABSORB,
+        "if proofs.other_user(steps, {*steps, call}) is not None:",
+        "if False:",
+        f"{ABSORBED}::test_it_must_not_fire[terms_used]",
+    ),
+    Mutation(
+        "what the compiler makes in one kernel with its sum is taken apart",
+        ABSORB,
+        "if terms is None or not is_stored(terms.products):",
+        "if terms is None:",
+        f"{ABSORBED}::test_products_that_are_no_tensor_in_memory_stay",
+    ),
+    Mutation(
+        "what a reduction adds may be written to before",
+        ABSORB,
+        "return terms if written(node for one in read for node in proofs.views_up(one)) is None else None",
+        "return terms",
+        f"{ABSORBED}::test_operands_that_are_written_to_stay",
+    ),
+    Mutation(
+        "any number of tokens is summed in a reduction",
+        ABSORB,
+        "isinstance(T, int) and T <= MOST_EXPERT_TOKENS and all(",
+        "isinstance(T, int) and all(",
+        f"{ABSORBED}::test_few_tokens_only[65]",
+    ),
+    Mutation(
+        "a token has the slots of the token before",
+        IN_BAND,
+        "slot = row * TOP_K + j",
+        "slot = tl.maximum(row - 1, 0) * TOP_K + j",
+        ADDED_UP,
+    ),
+    Mutation(
+        "what is added to a sum of experts is left out",
+        IN_BAND,
+        "                lower += low\n                upper += high\n",
+        "                lower += low\n",
+        ADDED_UP,
     ),
     Mutation(
         "the ends of experts may be sums of several dimensions",
