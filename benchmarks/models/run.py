@@ -191,11 +191,11 @@ class Run(Session):
             self._built = key, self.made(lambda: forms.build(self.architecture(cell), cell, self.mesh))
         return self._built[1]
 
-    def made(self, build: Callable[[], Decoder], dtype: torch.dtype | None = None) -> Decoder:
-        """A model on this rank's device, in this run's dtype or another."""
+    def made(self, build: Callable[[], Decoder]) -> Decoder:
+        """A model on this rank's device, in this run's dtype."""
         with self.phases.phase("models"), self.clock.device:
             before = torch.get_default_dtype()
-            torch.set_default_dtype(dtype or self.dtype)
+            torch.set_default_dtype(self.dtype)
             try:
                 return build()
             finally:
@@ -432,7 +432,9 @@ class Run(Session):
     def gate(self, cell: Cell, model: Decoder, given: tuple[Any, ...]) -> Gate:
         """What the contestants are compared with."""
         wider = WIDER[self.dtype]
-        wide = self.made(lambda: copied(forms.build(self.architecture(cell), cell, self.mesh), model), wider)
+        # It is cut before it is widened: all weights of many experts in a wider dtype would not fit beside the model.
+        wide = self.made(lambda: forms.build(self.architecture(cell), cell, self.mesh)).to(wider)
+        wide = copied(wide, model)
         operands = tuple(one.to(wider) if one is not None else None for one in given)
         wanted = collected(self.checked(cell, "reference", lambda part: part, wide, operands))
         del wide
