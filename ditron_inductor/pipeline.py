@@ -60,6 +60,7 @@ from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
 from ditron_inductor.passes.fuse.combine_experts import combine_experts
 from ditron_inductor.passes.fuse.expert_projections import expert_projections
 from ditron_inductor.passes.fuse.fusions import FUSIONS
+from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph.collectives import group_sizes
 from ditron_inductor.passes.normalize.keep_roundings import hide_roundings, show_roundings
@@ -116,8 +117,9 @@ PASSES: tuple[Pass, ...] = (
     review_left_alone,
     # With `ditron.strict` the error is raised before any time is spent on the rest.
     require_fusions,
-    # Experts of few tokens, before their gate and up are separated.
+    # Experts of few tokens and of many, before their gate and up are separated.
     expert_projections,
+    grouped_projections,
     # What experts return, once the collective behind it is decided on: in a launch that reduces it, or in its own.
     absorb_sums,
     combine_experts,

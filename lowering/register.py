@@ -22,6 +22,7 @@ from ditron_inductor.lowering.expert_projections.experts_kernel import expert_pr
 from ditron_inductor.lowering.flash_decode import op as flash_decode
 from ditron_inductor.lowering.grouped_matmul_all_reduce.op import LOWERING as grouped_matmul_all_reduce
 from ditron_inductor.lowering.grouped_matmul_reduce_scatter.op import LOWERING as grouped_matmul_reduce_scatter
+from ditron_inductor.lowering.grouped_projections.grouped_kernel import grouped_projections
 from ditron_inductor.lowering.host.kind import Lowering
 from ditron_inductor.lowering.host.launch import is_tf32_allowed
 from ditron_inductor.lowering.host.local_calls import LocalCalls
@@ -40,6 +41,7 @@ from ditron_inductor.task.nodes import (
     CombineExperts,
     ExpertProjections,
     FlashDecode,
+    GroupedProjections,
     Projections,
 )
 
@@ -58,6 +60,7 @@ KINDS: tuple[Lowering, ...] = (
 LOCAL: Mapping[str, LocalCalls[Any]] = {
     Projections.kind: projections,
     ExpertProjections.kind: expert_projections,
+    GroupedProjections.kind: grouped_projections,
     CombineExperts.kind: combine_experts,
 }
 """The kinds that communicate nothing."""

@@ -74,6 +74,39 @@ class ExpertProjections(LocalProducts):
         return operands[0], operands[1], operands[2:end], operands[end:]
 
 
+@dataclass(frozen=True)
+class GroupedProjections(LocalProducts):
+    """out_i[s] = x[rows[s]] @ weight_i[expert of s] for every slot s and every weight i, or what an epilogue makes of
+    that. A slot is a token's use of one expert. No site. x is [T, K], rows int64 [S], and weight_i [E, K, N_i], a
+    matrix for each of E experts. The slots are sorted by expert: ends is int32 [E], and those of expert e end before
+    slot ends[e]. out_i is [S, N_i]; what it holds behind the last end is not defined. A negative row counts from the
+    end.
+    """
+
+    kind: ClassVar[str] = "grouped_projections"
+    # Not measured on GPUs yet.
+    by_default: ClassVar[bool] = False
+    num_weights: int
+    num_extras: int = 0
+    epilogue: str = ""
+    strategy: str = "auto"
+
+    def slots(self) -> Slots:
+        return (("x", None), ("rows", None), ("ends", None), ("weights", self.num_weights), *self.extra_slots())
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        S, K = shapes["rows"][0], shapes["x"][1]
+        return Sizes(S, sum(shape[2] for shape in shapes["weights"]), K, "n", (S, K))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return self.made([(shapes["rows"][0], shape[2]) for shape in shapes["weights"]])
+
+    def split(self, operands: Sequence[T]) -> tuple[T, T, T, Sequence[T], Sequence[T]]:
+        """Returns (x, rows, ends, weights, extra tensors)."""
+        x, rows, ends, *others = operands
+        return x, rows, ends, others[: self.num_weights], others[self.num_weights :]
+
+
 MOST_EXPERT_TOKENS = MOST_PROJECTED_ROWS
 """The most tokens of `ExpertProjections`: all rows of an expert are in one tile of its kernel."""
 

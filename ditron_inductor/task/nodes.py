@@ -19,6 +19,7 @@ from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
 from ditron_inductor.task.expert_nodes import GroupedMatmulAllReduce as GroupedMatmulAllReduce
 from ditron_inductor.task.expert_nodes import GroupedMatmulReduceScatter as GroupedMatmulReduceScatter
+from ditron_inductor.task.expert_nodes import GroupedProjections as GroupedProjections
 from ditron_inductor.task.expert_nodes import ReducedExperts as ReducedExperts
 from ditron_inductor.task.matmul_nodes import MAX_PRODUCTS as MAX_PRODUCTS
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS as MOST_PROJECTED_ROWS
@@ -69,6 +70,7 @@ DECLARED: tuple[type[Node], ...] = (
     FlashDecode,
     Projections,
     ExpertProjections,
+    GroupedProjections,
     CombineExperts,
     GroupedMatmulAllReduce,
     GroupedMatmulReduceScatter,

@@ -151,6 +151,20 @@ def _experts(node: nodes.ExpertProjections, given: Given) -> Rules:
     yield from _epilogue(node, given, experts.shape[0], widths, experts=weights[0].shape[0])
 
 
+def _grouped(node: nodes.GroupedProjections, given: Given) -> Rules:
+    x, rows, ends, weights = given["x"], given["rows"], given["ends"], given["weights"]
+    yield x.ndim == 2, f"has a first operand with {x.ndim} dimensions, not 2"
+    yield x.dtype in OPERAND_DTYPES, f"has dtype {x.dtype}, which no kernel takes"
+    yield from _same_dtype([x, *weights])
+    yield rows.dtype == torch.int64 and rows.ndim == 1, "has rows that are no int64 vector"
+    yield ends.dtype == torch.int32 and ends.ndim == 1, "has ends that are no int32 vector"
+    for weight in weights:
+        yield weight.ndim == 3, f"has a weight with {weight.ndim} dimensions, not 3"
+        yield weight.shape[0] == ends.shape[0], "has ends that do not fit the experts"
+        yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
+    yield from _epilogue(node, given, rows.shape[0], [weight.shape[2] for weight in weights])
+
+
 def _combined(node: nodes.CombineExperts, given: Given) -> Rules:
     products = given["products"]
     yield from _slots_summed(node.top_k, given, products.shape, products.dtype)
@@ -330,6 +344,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.MatmulAllToAll: _columns_exchanged,
     nodes.Projections: _projected,
     nodes.ExpertProjections: _experts,
+    nodes.GroupedProjections: _grouped,
     nodes.CombineExperts: _combined,
     nodes.ReducedExperts: _experts_reduced,
     nodes.GroupedMatmulReduceScatter: _experts_scattered,

@@ -258,7 +258,7 @@ def _launches(node: object) -> bool:
         return False
     waits = node.target.namespace in ("_c10d_functional", schema.NAMESPACE)
     attends = node.target._opname.startswith(ATTENTION)
-    return waits or attends or launches_collective(node) or node.target in proofs.MATMULS
+    return waits or attends or launches_collective(node) or node.target in (*proofs.MATMULS, proofs.GROUPED)
 
 
 def _closed(chain: EpilogueChain) -> set[fx.Node]:

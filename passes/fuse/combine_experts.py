@@ -58,7 +58,6 @@ from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
-GROUPED = aten._grouped_mm.default
 DETERMINISTIC = "torchtitan::deterministic_scatter_add"
 SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
 LEAST_SCATTERED = 512
@@ -186,7 +185,7 @@ def _terms(node: fx.Node) -> ScaledProducts | None:
         absent, summed = _unmasked(kept)
         bias = _biased(summed)
         grouped = summed if bias is None else bias.grouped
-        if grouped.target is GROUPED:
+        if grouped.target is proofs.GROUPED:
             behind = tuple(dict.fromkeys((kept, factor, scaled, node)))
             return ScaledProducts(grouped, bias, scale, absent, tuple(step for step in behind if step is not summed))
     return None
@@ -200,7 +199,7 @@ def _biased(node: fx.Node) -> SlotBias | None:
         return None
     for products, rows in (node.args, node.args[::-1]):
         indexed = proofs.indexed_rows(rows)
-        if indexed is None or not isinstance(products, fx.Node) or products.target is not GROUPED:
+        if indexed is None or not isinstance(products, fx.Node) or products.target is not proofs.GROUPED:
             continue
         dtypes = {proofs.fake(one).dtype for one in (node, products, rows)}
         if len(dtypes) == 1 and proofs.alike(node, products) and proofs.alike(node, rows):

@@ -58,6 +58,8 @@ MAY_KEEP_ORDER: frozenset[object] = ORDER_KEEPING | TRANSPOSES | {aten.expand.de
 SLICES: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, getitem})
 BATCHED: frozenset[object] = frozenset({aten.bmm.default, aten.baddbmm.default})
 MATMULS: frozenset[object] = BATCHED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
+GROUPED = aten._grouped_mm.default
+"""The matmul of rows that are sorted by expert with the weights of all experts."""
 
 
 def known(condition: Any) -> bool:

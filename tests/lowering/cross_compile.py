@@ -21,6 +21,7 @@ from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_ke
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, Functions, arrange
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections_kernel
+from ditron_inductor.lowering.grouped_projections.grouped_kernel import grouped_projections_kernel
 from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_all_to_all.tile import matmul_all_to_all_kernel
@@ -41,13 +42,17 @@ KERNELS: dict[str, Any] = {
     "scattered_columns": matmul_all_to_all_kernel,
     "scattered_rows": all_to_all_matmul_kernel,
 }
-LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel, "experts": expert_projections_kernel}
+LOCAL_KERNELS: dict[str, Any] = {
+    "projections": projections_kernel,
+    "experts": expert_projections_kernel,
+    "grouped": grouped_projections_kernel,
+}
 """They send nothing: no waits, no signals."""
 CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
 """What a kernel reads that notes when it did what, and where."""
-OF_WEIGHTS = ("all_gather_matmul", "projections", "experts")
+OF_WEIGHTS = ("all_gather_matmul", "projections", "experts", "grouped")
 """Kernels of several products that are not added up."""
-OF_FEW_ROWS = ("one_shot", "gathered_few", "projections", "experts")
+OF_FEW_ROWS = ("one_shot", "gathered_few", "projections", "experts", "grouped")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -245,6 +250,7 @@ def compile_case(case: Case) -> Compiled:
         "TOP_K": 8,
         "RANKS": 8,
         "SLOTS": 64,
+        "EXPERTS": 128,
         "BY_TOKEN": True,
         "BY_SLOT": True,
         "HAS_ABSENT": case.elsewhere,
@@ -300,8 +306,8 @@ def compile_case(case: Case) -> Compiled:
                 attributes |= all_aligned(place, POINTERS)
         elif name == ("stride_bk" if k_major else "stride_bn"):
             signature[name], known[place,] = "constexpr", 1
-        elif name == "experts":
-            signature[name], attributes[place,] = "*i64", aligned
+        elif name in ("experts", "rows", "ends"):
+            signature[name], attributes[place,] = "*i32" if name == "ends" else "*i64", aligned
         elif name == "functions":
             signature[name] = Functions("constexpr", "constexpr")
             known |= {(place, 0): case.arrangement.pre, (place, 1): case.arrangement.function}

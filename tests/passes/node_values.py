@@ -75,6 +75,14 @@ def _expert_projections(calls: list[Call]) -> list[Any]:
     return results
 
 
+def _grouped_projections(calls: list[Call]) -> list[Any]:
+    results = []
+    for call in calls:
+        products = [torch._grouped_mm(call.x[call.rows], weight.contiguous(), offs=call.ends) for weight in call.weights]
+        results.append(_after_epilogue(call, products))
+    return results
+
+
 def _combine_experts(calls: list[Call]) -> list[Any]:
     biases = [(call.bias, call.experts) if call.node.has_bias else () for call in calls]
     return [[_summed(call, call.products, *biased)] for call, biased in zip(calls, biases, strict=True)]

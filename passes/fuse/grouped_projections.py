@@ -1,0 +1,94 @@
+"""The first matmuls of a mixture of experts with many tokens become one `ditron::grouped_projections` each.
+
+Before, with the rows of x once for each expert that a token takes, sorted by expert:
+
+    x [T, K] -> index(x, [rows [S]]) [S, K] -> _grouped_mm(.., weight [E, K, N], offs=ends [E]) [S, N]
+
+After:
+
+    x, rows, ends, [weight] -> ditron.grouped_projections -> getitem 0 [S, N]
+
+The rows are not copied (see lowering/grouped_projections/grouped_kernel.py). For gate and up in one weight see
+split_weights.py.
+
+Nothing is communicated, so ranks need not agree on it. It must not fire when
+* the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
+* something else reads the copied rows too, as a backward does: they are then made anyway;
+* the matmul has a bias, or another dtype for its result;
+* K of x, or both dimensions of the matrices, are not contiguous;
+* something writes into x, the rows, the ends or the weight;
+* the dtype is none of bfloat16, float16 and float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.all_to_all import written
+from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.task.nodes import GroupedProjections
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Match:
+    """A grouped matmul of the rows `rows` of x."""
+
+    grouped: fx.Node
+    copied: fx.Node
+    x: fx.Node
+    rows: fx.Node
+    ends: fx.Node
+    weight: fx.Node
+
+
+def find_grouped_projections(grouped: fx.Node) -> Match | None:
+    """Proves that a grouped matmul is one of copied rows, as drawn above; None if it is not."""
+    bound = proofs.arguments(grouped)
+    copied, weight, ends = (bound[name] for name in ("self", "mat2", "offs"))
+    if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
+        return None
+    indexed = proofs.indexed_rows(copied)
+    if indexed is None or any(user.target is not proofs.GROUPED for user in copied.users):
+        return None
+    x, rows = indexed
+    value, matrices, places = proofs.fake(x), proofs.fake(weight), proofs.fake(rows)
+    dims = value.ndim == 2 and matrices.ndim == 3 and places.ndim == 1 and places.dtype == torch.int64
+    if not dims or proofs.fake(ends).dtype != torch.int32 or value.dtype not in OPERAND_DTYPES:
+        return None
+    lies = proofs.known_equal(value.stride(1), 1) and any(proofs.known_equal(one, 1) for one in matrices.stride()[1:])
+    if not lies or written((x, rows, ends, weight)) is not None:
+        return None
+    return Match(grouped, copied, x, rows, ends, weight)
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the product by one op call and returns that call."""
+    value = proofs.fake(match.grouped)
+    task = GroupedProjections(1, strategy=options.strategy)
+    operands = {"x": match.x, "rows": match.rows, "ends": match.ends, "weights": [match.weight]}
+    with graph.inserting_before(match.grouped):
+        product = rewriting.fake_like(value, tuple(value.shape), rewriting.contiguous_strides(value.shape))
+        call = rewriting.call_task(graph, task, operands, match.grouped, [product])
+        output = rewriting.output(graph, call, 0, match.grouped)
+    match.grouped.replace_all_uses_with(output)
+    rewriting.erase_unused(graph, [match.grouped, match.copied])
+    return call
+
+
+def grouped_projections(graph: fx.Graph, *, options: Options) -> int:
+    """Makes one call of each grouped matmul and of the rows that are copied for it, and returns how many."""
+    if not takes_local(graph, GroupedProjections.kind, options):
+        return 0
+    matches = [find_grouped_projections(node) for node in graph.find_nodes(op="call_function", target=proofs.GROUPED)]
+    found = [match for match in matches if match is not None]
+    for match in found:
+        rewrite(graph, match, options)
+    return len(found)

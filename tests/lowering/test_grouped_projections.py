@@ -1,0 +1,228 @@
+"""grouped_projections: near the fp64 reference by the kernel and by the library, with and without an epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from benchmarks.tolerances import assert_near
+from ditron_inductor.lowering.grouped_projections import grouped_kernel as lowering
+from ditron_inductor.task.epilogue import parse
+from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.nodes import GroupedProjections
+from tests.lowering.assembly import dialect_of, resources
+from tests.lowering.cross_compile import NUM_WEIGHTS, compile_case
+from tests.lowering.cross_compile import Case as Compilation
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+
+SWIGLU = "cast(silu(mm0), bf16) * mm1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` that take `top_k` of `experts`, whose weights are [k, n] for each of `columns`.
+
+    routing: `random`; `one`, where all tokens take the same expert; `first` and `last`, where no token takes another
+    one. across: the columns of the weights are contiguous. behind: so many slots lie behind the last end. pitch: more
+    elements than k from row to row.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    k: int
+    columns: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    epilogue: str = ""
+    routing: str = "random"
+    across: bool = False
+    behind: int = 0
+    pitch: int = 0
+
+    def __str__(self) -> str:
+        widths = "-".join(map(str, self.columns))
+        name = f"{self.tokens}x{self.top_k}of{self.experts}-{self.k}-{widths}-{str(self.dtype)[6:]}-{self.routing}"
+        optional = f"-behind{self.behind}" * bool(self.behind) + f"-pitch{self.pitch}" * bool(self.pitch)
+        return name + "-epilogue" * bool(self.epilogue) + "-across" * self.across + optional
+
+
+CASES = (
+    Case(30, 2, 5, 40, (40, 48)),
+    Case(21, 3, 7, 48, (40,), torch.float32, behind=9),
+    Case(19, 2, 3, 40, (40, 40), epilogue=SWIGLU, across=True),
+    Case(11, 4, 6, 72, (56, 56, 24), torch.float16, epilogue=f"{SWIGLU}; mm2 + row(x0)", pitch=8),
+    # One hot expert, the first or the last one, and experts without slots between others.
+    Case(40, 1, 8, 32, (40,), routing="one"),
+    Case(33, 1, 4, 40, (24,), routing="first", across=True),
+    Case(33, 2, 4, 40, (24, 24), epilogue="mm0 * column(x0); mm1 + full(x1)", routing="last"),
+    # Fewer slots than experts.
+    Case(1, 2, 16, 48, (40, 40), epilogue=SWIGLU),
+    Case(1, 1, 1, 40, (16,), behind=1),
+    # Rows of half a weight that begin between multiples of 16 bytes, which torch's matmul does not take.
+    Case(25, 2, 3, 40, (36, 36), epilogue=SWIGLU, across=True),
+)
+LARGE_CASES = (
+    Case(2048, 8, 128, 2048, (384, 384), epilogue=SWIGLU),
+    Case(2048, 2, 8, 4096, (7168, 7168), epilogue=SWIGLU),
+    Case(128, 8, 128, 2048, (384, 384), epilogue=SWIGLU),
+    Case(1000, 5, 11, 1000, (336, 328), torch.float16, behind=77),
+    Case(512, 4, 32, 512, (384, 40), torch.float32),
+    Case(1024, 4, 64, 2880, (5760,), across=True, behind=1000),
+    Case(2000, 4, 64, 2880, (2880, 2880), epilogue=SWIGLU, across=True, routing="one"),
+)
+
+
+def operands(
+    case: Case, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Returns (x, rows, ends, weights, extra tensors)."""
+    generator = torch.Generator().manual_seed(0)
+    S = case.tokens * case.top_k
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device, case.dtype)
+
+    weights = [draw(case.experts, n, case.k, scale=case.k**-0.5).mT for n in case.columns]
+    weights = [weight.contiguous() for weight in weights] if case.across else weights
+    extras = [draw(case.columns[-1])] if "row(x0)" in case.epilogue else []
+    if "column(x0)" in case.epilogue:
+        extras = [draw(S, 1), draw(S, case.columns[1])]
+    ids = torch.randint(0, case.experts, (S,), generator=generator)
+    ids = {"one": ids * 0 + case.experts // 2, "first": ids * 0, "last": ids * 0 + case.experts - 1}.get(
+        case.routing, ids
+    )
+    order = ids.sort(stable=True).indices
+    ends = torch.bincount(ids, minlength=case.experts).cumsum(0).clamp(max=S - case.behind)
+    rows = (order // case.top_k).to(device)
+    # Rows may count from the end.
+    rows[::3] -= case.tokens
+    x = draw(case.tokens, case.k + case.pitch, scale=0.5)[:, : case.k]
+    return x, rows, ends.to(device, torch.int32), weights, extras
+
+
+def wanted(
+    case: Case,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The outputs up to the last end, in fp64."""
+    taken, begins = x.double()[rows], [0, *ends.tolist()[:-1]]
+    products = [
+        torch.cat([taken[begin:end] @ weight[e].double() for e, (begin, end) in enumerate(zip(begins, ends.tolist()))])  # noqa: B905
+        for weight in weights
+    ]
+    if case.epilogue:
+        kept = [one[: len(products[0])] if one.ndim > 1 else one for one in extras]
+        products = evaluate(parse(case.epilogue), [one.to(case.dtype) for one in products], kept)
+    return products
+
+
+def check(case: Case, device: torch.device) -> None:
+    given = operands(case, device)
+    node = GroupedProjections(len(case.columns), len(given[-1]), case.epilogue)
+    right = wanted(case, *given)
+    by_kernel = lowering.prepare(node, *given, "tile")
+    runs = [by_kernel, by_kernel]
+    # On a GPU torch's grouped matmul is one of bfloat16.
+    runs += [lowering.by_library(node, given[0], given[-1])] if given[0].dtype == torch.bfloat16 else []
+    for run in runs:
+        for out, value in zip(run(*given), right, strict=True):
+            assert out.shape[0] == case.tokens * case.top_k and out.is_contiguous()
+            assert_near(out[: len(value)], value, num_partials=3 if case.epilogue else 1, what=str(case))
+
+
+def _check_in_rank(ctx: RankContext, case: Case) -> None:
+    check(case, ctx.device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case) -> None:
+    rank_pools.get("cpu", 2).run(_check_in_rank, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", (*CASES, *LARGE_CASES), ids=str)
+def test_near_the_reference_on_a_gpu(case: Case) -> None:
+    check(case, torch.device("cuda", 0))
+
+
+def _no_memory_beyond(ctx: RankContext) -> None:
+    """Rows and ends beyond what there is touch no other memory."""
+    case = CASES[0]
+    x, rows, ends, weights, extras = operands(case, ctx.device)
+    node = GroupedProjections(len(weights))
+    right = wanted(case, x, rows, ends, weights, extras)
+    broken = rows.clone()
+    broken[4], broken[17] = case.tokens, -case.tokens - 1
+    beyond = ends.clone()
+    beyond[-1] += 1 << 20
+    run = lowering.prepare(node, x, rows, ends, weights, extras, "tile")
+    kept = torch.ones(len(rows), dtype=torch.bool, device=ctx.device)
+    kept[4] = kept[17] = False
+    for out, value in zip(run(x, broken, beyond, weights, extras), right, strict=True):
+        assert_near(out[kept], value[kept], what="the other rows")
+
+
+def test_what_lies_beyond_is_not_touched(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_no_memory_beyond)
+
+
+@pytest.mark.gpu
+def test_in_a_graph_it_follows_its_operands() -> None:
+    case = LARGE_CASES[0]
+    given = operands(case, torch.device("cuda", 0))
+    node = GroupedProjections(len(case.columns), 0, case.epilogue)
+    x, rows, ends, weights, _ = given
+    call = [x, rows, ends, *weights]
+    lowering.grouped_projections(node, call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = lowering.grouped_projections(node, call)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.normal_(std=0.5)
+        ids = torch.randint(0, case.experts, (len(rows),), device="cuda")
+        rows.copy_(ids.sort(stable=True).indices // case.top_k)
+        ends.copy_(torch.bincount(ids, minlength=case.experts).cumsum(0))
+        graph.replay()
+        (value,) = wanted(case, *given)
+        assert_near(outs[0], value, num_partials=3)
+
+
+def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
+    case = Case(5, 2, 4, 16, (8, 8))
+    x, rows, ends, weights, extras = operands(case, torch.device("cpu"))
+    node = GroupedProjections(2)
+    apart = x.repeat_interleave(2, 1)[:, ::2]
+    assert apart.stride(1) == 2
+    for out, value in zip(
+        lowering.prepare(node, apart, rows, ends, weights, extras, "tile")(apart, rows, ends, weights, extras),
+        wanted(case, x, rows, ends, weights, extras),
+        strict=True,
+    ):
+        assert_near(out, value)
+    none = rows[:0], ends * 0
+    outs = lowering.prepare(node, x, *none, weights, extras, "tile")(x, *none, weights, extras)
+    assert [out.shape for out in outs] == [(0, 8), (0, 8)]
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["k-major", "across"])
+@pytest.mark.parametrize("epilogue", ["", SWIGLU], ids=["plain", "epilogue"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_compiles_for_gpus(target: str, epilogue: str, across: bool) -> None:
+    for slots in lowering.SHAPES:
+        numbers = {"slots": slots * 128, "experts": 128, "dtype": torch.bfloat16}
+        tile = lowering.config_for(**numbers, together=bool(epilogue), interpreted=False)
+        compiled = compile_case(Compilation("grouped", target, tile, "bf16", epilogue=epilogue, elsewhere=across))
+        assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
+        if target == "sm_90":
+            # Several steps of K under way at once, and nothing in memory of its own.
+            assert compiled.shared_bytes > 2 * tile.block_k * (tile.block_m + tile.block_n)
+            assert resources(compiled.assembly).spilled_bytes == 0

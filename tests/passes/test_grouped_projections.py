@@ -1,0 +1,173 @@
+"""grouped_projections: which grouped matmuls take their rows where they lie, and what keeps them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from torch import fx
+from torch.nn.functional import silu
+
+from benchmarks.tolerances import relative_error
+from ditron_inductor import pipeline
+from ditron_inductor.options import Options
+from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
+from ditron_inductor.task.nodes import FUSIONS
+from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text, traced
+
+pytestmark = pytest.mark.usefixtures("group")
+KIND = "grouped_projections"
+ALL = Options(fusions=FUSIONS)
+BF16 = torch.bfloat16
+T, D, F, E, K = 80, 16, 8, 4, 2
+X, SCORES = torch.empty(T, D).to(BF16), torch.empty(T, E)
+GATE_UP, DOWN, NORM = (torch.empty(*shape).to(BF16) for shape in ((E, 2 * F, D), (E, D, F), (D, D)))
+OPERANDS = (X, SCORES, GATE_UP, DOWN, NORM)
+
+
+def sorted_slots(scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(The slots in the order of their experts, the ends of the experts, the weights of the slots)."""
+    weights, chosen = scores.topk(K)
+    ids, order = chosen.reshape(-1).sort()
+    ends = torch.histc(ids.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+    return order, ends, weights
+
+
+def experts(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The experts of a prompt, as `transformers` writes them."""
+    order, ends, weights = sorted_slots(scores)
+    gate, up = torch._grouped_mm(x[order // K], gate_up.mT, offs=ends).chunk(2, -1)
+    out = torch._grouped_mm(silu(gate) * up, down.mT, offs=ends)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return (out * weights.flatten()[order].unsqueeze(-1))[places].view(-1, K, x.shape[1]).sum(1).to(x.dtype)
+
+
+def behind_a_reduction(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Without a reduction that is fused nothing is."""
+
+    def layer(x: torch.Tensor, scores: torch.Tensor, *more: torch.Tensor) -> Any:
+        *weights, norm = more
+        found = fn(all_reduce(x @ norm), scores, *weights)
+        first, *others = found if isinstance(found, tuple) else (found,)
+        return all_reduce(first), *others
+
+    return layer
+
+
+def made(module: fx.GraphModule, options: Options = ALL) -> int:
+    """Runs all passes; how many calls were made."""
+    count = pipeline.run(module.graph, options)[KIND]
+    module.graph.lint()
+    module.recompile()
+    return count
+
+
+def test_golden_experts_of_a_prompt() -> None:
+    (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
+    assert made(module) == 1
+    lines = [line for line in text(module.graph).splitlines() if "matrices" not in line]
+    begin = next(index for index, line in enumerate(lines) if "floor_divide" in line or "div" in line)
+    end = next(index for index, line in enumerate(lines) if KIND in line) + 2
+    expecttest.assert_expected_inline("\n".join(lines[begin:end]), """\
+div [160] = aten.div.Tensor_mode(getitem_3, 2, rounding_mode='floor')
+permute [4, 16, 16] = aten.permute(arg3_1, [0, 2, 1])
+convert_element_type_2 [160] = prims.convert_element_type(getitem_2, torch.float32)
+histc [4] = aten.histc(convert_element_type_2, 4, 0, 3)
+cumsum [4] = aten.cumsum(histc, 0, dtype=torch.int32)
+columns [4, 16, 8] = aten.slice.Tensor(permute, 2, 0, 8)
+columns_1 [4, 16, 8] = aten.slice.Tensor(permute, 2, 8, 16)
+grouped_projections_2 = ditron.grouped_projections([getitem_6, div, cumsum, columns, columns_1], "num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
+getitem_10 [160, 8] = grouped_projections_2[0]""")
+
+
+def same_results(fn: Callable[..., Any], given: tuple[torch.Tensor, ...] = OPERANDS) -> int:
+    """How many calls were made; the graph computes on all ranks what it computed before."""
+    before, after = traced(fn, *given), traced(fn, *given)
+    count = made(after)
+
+    def inputs() -> list[list[torch.Tensor]]:
+        drawn = torch.Generator().manual_seed(0)
+        return [[torch.randn(one.shape, generator=drawn).to(one.dtype) for one in given] for _ in range(WORLD_SIZE)]
+
+    for got, wanted in zip(run_ranks(after, inputs()), run_ranks(before, inputs()), strict=True):
+        assert all(relative_error(one, other) < 2e-2 for one, other in zip(got, wanted, strict=True))
+    return count
+
+
+def apart(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Gate and up in two weights, whose rows are copied once."""
+    order, ends, _ = sorted_slots(scores)
+    rows = x[order // K]
+    gate = torch._grouped_mm(rows, gate_up[:, :F].mT, offs=ends)
+    up = torch._grouped_mm(rows, gate_up[:, F:].mT, offs=ends)
+    return torch._grouped_mm(silu(gate) * up, down.mT, offs=ends)
+
+
+def across(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Weights with contiguous columns, and rows by `index_select`."""
+    order, ends, _ = sorted_slots(scores)
+    return torch._grouped_mm(x.index_select(0, order // K), down.mT @ gate_up.mT.mT.mT, offs=ends)
+
+
+@pytest.mark.parametrize(("fn", "count"), [(experts, 1), (apart, 2)])
+def test_computes_the_same(fn: Callable[..., Any], count: int) -> None:
+    assert same_results(behind_a_reduction(fn)) == count
+
+
+def rows_kept(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
+    """As a backward keeps them."""
+    order, ends, _ = sorted_slots(scores)
+    rows = x[order // K]
+    return torch._grouped_mm(rows, gate_up.mT, offs=ends), rows
+
+
+def rows_scaled(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    order, ends, weights = sorted_slots(scores)
+    rows = x[order // K] * weights.flatten()[order].unsqueeze(-1).to(BF16)
+    return torch._grouped_mm(rows, gate_up.mT, offs=ends)
+
+
+def columns_of_x(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    order, ends, _ = sorted_slots(scores)
+    return torch._grouped_mm(x.mT.contiguous().mT[order // K], gate_up.mT, offs=ends)
+
+
+@pytest.mark.parametrize("fn", [rows_kept, rows_scaled, columns_of_x])
+def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
+    (module,) = compiled_graphs(behind_a_reduction(fn), *OPERANDS)
+    assert made(module) == 0
+
+
+def test_rows_that_are_written_to_stay() -> None:
+    (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
+    (ends,) = [node for node in module.graph.nodes if "cumsum" in node.name]
+    (last,) = [node for node in module.graph.nodes if node.op == "output"]
+    with module.graph.inserting_before(last):
+        zero = module.graph.call_function(torch.ops.aten.zero_.default, (ends,))
+    zero.meta["val"] = ends.meta["val"]
+    assert made(module) == 0
+
+
+@pytest.mark.parametrize("options", [Options(), Options(fusions=("matmul_all_reduce",))], ids=["default", "others"])
+def test_it_is_made_only_if_it_is_asked_for(options: Options) -> None:
+    (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
+    assert made(module, options) == 0
+
+
+def test_a_dynamic_number_of_tokens() -> None:
+    x, scores = torch.empty(T, D).to(BF16), torch.empty(T, E)
+    for one in (x, scores):
+        torch._dynamo.mark_dynamic(one, 0, min=66, max=4096)
+    (module,) = compiled_graphs(behind_a_reduction(apart), x, scores, *OPERANDS[2:])
+    with assert_no_new_guards(module):
+        assert made(module) == 2
+
+
+def test_idempotent() -> None:
+    (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
+    assert made(module) == 1
+    assert grouped_projections(module.graph, options=ALL) == 0
