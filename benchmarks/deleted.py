@@ -146,7 +146,7 @@ DELETED = (
         ("ditron:apart",),
         ("ditron:tile",),
         "one call for each part",
-        "[expert_projections](kernels/expert_projections.md), Inductor's sum, and `all_reduce_rms_norm`",
+        "[expert_projections](kernels/expert_projections.md), Inductor's sum, and the reduction with its norm",
     ),
 )
 

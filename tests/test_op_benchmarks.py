@@ -64,6 +64,14 @@ def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
+def test_grouped_projections(rank_pools: RankPools) -> None:
+    module = "benchmarks.ops.grouped_projections"
+    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "66", "--rounds", "2", "--out", "", "--commit", "0"]
+    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny))
+    wanted = {"gemm", "inductor", "max_autotune", "ditron", "ditron:product"}
+    assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
+
+
 def test_summed_experts(rank_pools: RankPools) -> None:
     module = "benchmarks.ops.summed_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "3", "--rounds", "2", "--out", "", "--commit", "0"]

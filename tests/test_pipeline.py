@@ -83,6 +83,8 @@ def test_the_order_of_the_passes() -> None:
         "review_left_alone",
         "require_fusions",
         "expert_projections",
+        "grouped_projections",
+        "absorb_sums",
         "combine_experts",
         "split_weights",
         "projections",

@@ -21,6 +21,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
 from ditron_inductor.report.timing import GRAPH_CALLS
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import AllReduceRmsNorm, ExpertProjections, Norm, Policy
+from ditron_inductor.task.nodes import NORM_KINDS, TASKS, ExpertProjections, Norm, Policy
 
 MODULE = "benchmarks.ops.summed_experts"
 EPS = 1e-6
@@ -121,7 +122,8 @@ def ours(session: Session, name: str, strategy: str, k: int, apart: bool = False
     policy = Policy(strategy, 1 << 31, 60.0, strategy == "auto")
     norm = Norm("rms", EPS, round_first=True)
     group = session.world_size, session.group_name
-    node = AllReduceRmsNorm("sum", norm, ("residual", "weight"), *group, name, policy, top_k=0 if apart else k)
+    made: Any = TASKS[NORM_KINDS[0]]
+    node = made("sum", norm, ("residual", "weight"), *group, name, policy, top_k=0 if apart else k)
     of_products = ExpertProjections(k, by_token=False, num_weights=1)
     (project, projections), (reduce, text) = ((schema.overload(one.kind), one.text()) for one in (of_products, node))
 

@@ -97,15 +97,19 @@ BIASED_PARTS = 0.95
 BIAS_PASSES = 5
 """The passes over a bias before it is cut: to find the largest value of each row, and to subtract it."""
 
-MIDDLE_ROWS = range(33, 1024)
-MIDDLE_EFFICIENCY = 0.5
-"""The speed of `tile` with this many rows relative to others: large tiles are too few, small ones reread rows."""
+MANY_ROWS = 1024
+FEWER_EFFICIENCY = 0.5
+"""The speed of `tile` with fewer rows than these relative to others: large tiles are too few, small ones reread rows,
+and those of up to 64 rows read the weight at half the speed of the memory (two H100s: 86 us where the library takes 50,
+and 312 us where it takes 174).
+"""
 SLICE_ROWS = 64
 """The rows of a small tile of the library's batched product. Not fitted: no batch was in the measurements."""
-FEW_ROWS = 64
+FEW_ROWS = {GATHERED_PRODUCT: 64, REDUCED_PRODUCT: 32}
 WIDE_COLUMNS = 16384
-"""MIDDLE_EFFICIENCY does not hold for a gathered product with at most FEW_ROWS, whose tiles read the weight once, nor
-with at least WIDE_COLUMNS, such as logits, where there are enough large tiles.
+"""FEWER_EFFICIENCY does not hold for a reduced or gathered product with at most FEW_ROWS, for which there are kernels
+that read the weight once, nor for a gathered product with at least WIDE_COLUMNS, such as logits, where there are enough
+large tiles.
 """
 
 
@@ -161,17 +165,17 @@ H100 = Hardware(
     name="H100",
     matmul_flops=721e12,
     matmul_flops_fp32=290e12,
-    memory_bytes_per_s=2.62e12,
-    gather_bytes_per_s=165e9,
-    scatter_bytes_per_s=160e9,
-    all_reduce_bytes_per_s=235e9,
-    copy_bytes_per_s=504e9,
-    pair_gain=1.22,
-    collective_us=7.64,
-    protocol_us=21.1,
-    launch_us=3.37,
-    signal_us=4.09,
-    chunk_us=23.5,
+    memory_bytes_per_s=2.85e12,
+    gather_bytes_per_s=152e9,
+    scatter_bytes_per_s=155e9,
+    all_reduce_bytes_per_s=220e9,
+    copy_bytes_per_s=955e9,
+    pair_gain=1.23,
+    collective_us=11.5,
+    protocol_us=22.2,
+    launch_us=1.34,
+    signal_us=3.19,
+    chunk_us=26.9,
     tile_efficiency=0.98,
     chunk_efficiency=1.0,
 )
@@ -350,12 +354,14 @@ def _tile_us(problem: Problem, on: Hardware) -> float:
     attends = computes(problem) == "attention"
     efficiency = ATTENTION_TILE if attends else on.tile_efficiency * _fill(problem)
     matmul = _matmul_us(problem, on, efficiency=efficiency)
-    fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
-    if not attends and problem.m in MIDDLE_ROWS and not (fast and exchange_of(problem) == GATHERED_PRODUCT):
-        matmul /= MIDDLE_EFFICIENCY
+    exchange = exchange_of(problem)
+    fast = problem.m <= FEW_ROWS.get(exchange, 0)
+    fast = fast or (problem.n >= WIDE_COLUMNS and exchange == GATHERED_PRODUCT)
+    if not attends and problem.m < MANY_ROWS and not fast:
+        matmul /= FEWER_EFFICIENCY
     transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
     overlapped = _overlapped(matmul, transfer, _chunks(problem))
-    return overlapped + _partials_us(problem, on) + exchange_of(problem).rounds * on.signal_us
+    return overlapped + _partials_us(problem, on) + exchange.rounds * on.signal_us
 
 
 def _overlapped(matmul: float, transfer: float, chunks: int) -> float:

@@ -29,6 +29,8 @@ class ReductionWithNorm(TaskNode):
     """
 
     kind: ClassVar[str]
+    sums_slots: ClassVar[bool] = False
+    """Whether the node may add up what the experts of each token return, before it reduces the sums."""
     reduce_op: str
     norm: Norm
     extras: tuple[str, ...]
@@ -100,6 +102,7 @@ class AllReduceRmsNorm(ReductionWithNorm):
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
+    sums_slots: ClassVar[bool] = True
     exchange: ClassVar[Exchange] = REDUCED_PRODUCT
     computes: ClassVar[str] = "norm"
     host_us: ClassVar[Mapping[str, float]] = {"library": 60.0, "tile": 36.0}

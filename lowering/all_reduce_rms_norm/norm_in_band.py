@@ -115,13 +115,14 @@ def words_at(pointer, places, inside):
 
 
 @triton.jit
-def reduced_words(x, slots, row, lane, places, inside, sizes, HOW: tl.constexpr):
+def reduced_words(sources, row, lane, places, inside, sizes, HOW: tl.constexpr):
     """Returns the words at `places` of what this rank reduces, those `lane` of the rows `row`; 0 where `inside` is
-    false. slots: pointers to the factor of each row of x, and to what is added, if HOW.TOP_K is not 0. Senders and
-    readers call this for the same words and have to get equal bits, so no product may be rounded in one and not in the
-    other.
+    false. sources: pointers to x, and, if HOW.TOP_K is not 0, to the factors of its rows and to what is added. Senders
+    and readers call this for the same words and have to get equal bits, so no product may be rounded in one and not in
+    the other.
     """
     TOP_K: tl.constexpr = HOW.TOP_K
+    x = sources[0]
     dtype: tl.constexpr = x.dtype.element_ty
     if TOP_K == 0:
         result = words_at(x, places, inside)
@@ -130,7 +131,7 @@ def reduced_words(x, slots, row, lane, places, inside, sizes, HOW: tl.constexpr)
         upper = lower
         for j in tl.static_range(TOP_K):
             slot = row * TOP_K + j
-            factor = tl.load(slots[0] + slot, mask=row < sizes.M, other=0.0).to(tl.float32)
+            factor = tl.load(sources[1] + slot, mask=row < sizes.M, other=0.0).to(tl.float32)
             product = words_at(x, slot * sizes.width + lane, inside)
             if dtype == tl.float32:
                 lower = tl.fma(product.to(tl.float32, bitcast=True), factor, lower)
@@ -139,7 +140,7 @@ def reduced_words(x, slots, row, lane, places, inside, sizes, HOW: tl.constexpr)
                 lower = tl.fma(low, factor, lower)
                 upper = tl.fma(high, factor, upper)
         if HOW.HAS_ADDED:
-            more = words_at(slots[1], places, inside)
+            more = words_at(sources[2], places, inside)
             if dtype == tl.float32:
                 lower += more.to(tl.float32, bitcast=True)
             else:
@@ -151,9 +152,9 @@ def reduced_words(x, slots, row, lane, places, inside, sizes, HOW: tl.constexpr)
 
 
 @triton.jit
-def send(protocol, asked, x, slots, own, heaps, sizes, number, HOW: tl.constexpr, TRACE: tl.constexpr):
+def send(protocol, asked, sources, own, heaps, sizes, number, HOW: tl.constexpr, TRACE: tl.constexpr):
     """Sends a chunk of the words that this rank reduces to all peers, sets zeros back, and returns the result of
-    `leave`. x, slots: see `reduced_words`. heaps: those of rank + 1, ..
+    `leave`. sources: see `reduced_words`. heaps: those of rank + 1, ..
     """
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
@@ -161,7 +162,7 @@ def send(protocol, asked, x, slots, own, heaps, sizes, number, HOW: tl.constexpr
     places = first + tl.arange(0, HOW.CHUNK)
     row = places // sizes.width
     there = places < sizes.words
-    sent = encode(reduced_words(x, slots, row, places - row * sizes.width, places, there, sizes, HOW))
+    sent = encode(reduced_words(sources, row, places - row * sizes.width, places, there, sizes, HOW))
     known = answer(asked)
     use = with_epoch(protocol, known.epoch)
     if known.ok != 0:
@@ -175,7 +176,7 @@ def send(protocol, asked, x, slots, own, heaps, sizes, number, HOW: tl.constexpr
 
 @triton.jit
 def reduce(
-    protocol, asked, x, slots, given, outputs, own, sizes, piece, HOW: tl.constexpr, NORMS: tl.constexpr,
+    protocol, asked, sources, given, outputs, own, sizes, piece, HOW: tl.constexpr, NORMS: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduces and normalises the rows of `piece`, and returns the result of `leave`."""
@@ -183,13 +184,13 @@ def reduce(
     ROWS: tl.constexpr = HOW.ROWS
     WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = sources[0].dtype.element_ty
     rows = (piece * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     lanes = tl.arange(0, HOW.BLOCK_WORDS)[None, :]
     places = rows * sizes.width + lanes
     there = (rows < sizes.M) & (lanes < sizes.width)
-    mine = encode(reduced_words(x, slots, rows, lanes, places, there, sizes, HOW))
+    mine = encode(reduced_words(sources, rows, lanes, places, there, sizes, HOW))
     at = rows.to(tl.int64) * sizes.N + cols
     inside = (rows < sizes.M) & (cols < sizes.N)
     loaded = extras(given, at, cols, inside, sizes.N, NORMS.FORM)
@@ -215,12 +216,12 @@ def reduce(
 
 @triton.jit(do_not_specialize=["M", "words", "senders", "rank"])
 def in_band_kernel(
-    x, slots, given, outputs, pointers, rank, M, columns, words, senders,
+    sources, given, outputs, pointers, rank, M, columns, words, senders,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. x is [M, N], or [M * TOP_K, N], contiguous; for the other sizes see `Sent`. slots: see
-    `reduced_words`. given, outputs: see `rows.extras` and `rows.finish`. There is program 0, then `senders` programs,
-    then a program for each ROWS rows.
+    """See the module. sources: see `reduced_words`; x is [M, N], or [M * TOP_K, N], contiguous. For the other sizes see
+    `Sent`. given, outputs: see `rows.extras` and `rows.finish`. There is program 0, then `senders` programs, then a
+    program for each ROWS rows.
     """
     WORLD: tl.constexpr = HOW.WORLD
     program = tl.program_id(0)
@@ -233,10 +234,10 @@ def in_band_kernel(
         if program == 0:
             left = begin(asked, protocol, WORLD, HOW.THREADS)
         else:
-            left = send(protocol, asked, x, slots, own, heaps, sizes, program - 1, HOW, TRACE)
+            left = send(protocol, asked, sources, own, heaps, sizes, program - 1, HOW, TRACE)
     else:
         piece = program - 1 - senders
-        left = reduce(protocol, asked, x, slots, given, outputs, own, sizes, piece, HOW, NORMS, TRACE)
+        left = reduce(protocol, asked, sources, given, outputs, own, sizes, piece, HOW, NORMS, TRACE)
     known = answer(asked)
     use = with_epoch(protocol, known.epoch)
     close_in_band(granted(left, HOW.THREADS), use, known.number, WORLD * columns.stride)
@@ -341,7 +342,7 @@ def all_reduce_rms_norm(
         )
 
     slots = x if factors is None else factors.contiguous(), x if added is None else in_words(added.contiguous())
-    tensors = {"x": x, "slots": slots, "given": pointers(given, x), "outputs": all_outputs(node, outputs)}
+    tensors = {"sources": (x, *slots), "given": pointers(given, x), "outputs": all_outputs(node, outputs)}
     launch.run(in_band_kernel, 0, arguments, tensors)
     return outputs
 

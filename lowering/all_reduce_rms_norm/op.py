@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.lowering.all_reduce_rms_norm import norm_in_band, norm_kernel
-from ditron_inductor.lowering.combine_experts.op import combine_experts
+from ditron_inductor.lowering.expert_sums.combine_kernel import sums_of_slots
 from ditron_inductor.lowering.host.kind import Lowering, Tile
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.norms import norm_library
@@ -32,7 +32,7 @@ def summed(
     node: AllReduceRmsNorm, products: torch.Tensor, factors: torch.Tensor | None, added: torch.Tensor | None
 ) -> torch.Tensor:
     """Returns what a rank reduces, [T, N], contiguous, if products are summed. See the node for the operands."""
-    (total,) = combine_experts(node.sums, [one for one in (products, factors, added) if one is not None])
+    (total,) = sums_of_slots(node.sums, [one for one in (products, factors, added) if one is not None])
     return total
 
 

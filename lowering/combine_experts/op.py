@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from ditron_inductor.lowering.expert_sums.combine_kernel import prepare
-from ditron_inductor.lowering.host.local_calls import LocalCalls
-from ditron_inductor.task.nodes import CombineExperts
+from ditron_inductor.lowering.expert_sums.combine_kernel import sums_of_slots as combine_experts
 
-combine_experts: LocalCalls[CombineExperts] = LocalCalls(prepare)
-"""Returns [the sums [T, N]], contiguous. operands: as `CombineExperts` describes them."""
+__all__ = ["combine_experts"]

@@ -21,7 +21,7 @@ import triton.language as tl
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.host.launch import ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
-from ditron_inductor.lowering.host.local_calls import facts_of
+from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import CombineExperts
 
@@ -160,3 +160,7 @@ def prepare(
 def by_library(node: CombineExperts) -> Runner:
     """Returns what indexes the products and adds them up."""
     return lambda *operands: [reference.combined(node.top_k, *operands)]
+
+
+sums_of_slots: LocalCalls[CombineExperts] = LocalCalls(prepare)
+"""Returns [the sums [T, N]], contiguous. operands: as `CombineExperts` describes them."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.lowering.combine_experts.op import combine_experts
+from ditron_inductor.lowering.expert_sums.combine_kernel import sums_of_slots
 from ditron_inductor.task.nodes import ReducedExperts
 
 
@@ -30,7 +30,7 @@ def by_library(node: ReducedExperts, reduce: Callable[[torch.Tensor], torch.Tens
                 operands += [bias, experts]
             else:
                 products += bias[experts]
-        (total,) = combine_experts(sums, operands)
+        (total,) = sums_of_slots(sums, operands)
         return [reduce(total), *[products] * node.returns_products]
 
     return call

@@ -93,14 +93,16 @@ def slots_of(number, ends, S, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit
 def grouped_projections_kernel(
-    x, rows, ends, weights, extras, outs, sizes, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr,
+    x, slots, weights, extras, outs, sizes, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr,
     TILES: tl.constexpr, PAIR: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. The arguments are those of `projections_kernel`, Sizes, and those of `slots_of`."""
+    """See the module. slots: pointers to the row of x of each slot, int64 [S], and to the experts' ends. The other
+    arguments are those of `projections_kernel`, Sizes, and those of `slots_of`.
+    """
     number = tl.program_id(0) // sizes.tiles
     tile = tl.program_id(0) % sizes.tiles
-    expert, slots, inside = slots_of(number, ends, sizes.S, sizes.E, TILES.BLOCK_M, EXPERTS)
-    row = tl.load(rows + slots, mask=inside, other=0)
+    expert, places, inside = slots_of(number, slots[1], sizes.S, sizes.E, TILES.BLOCK_M, EXPERTS)
+    row = tl.load(slots[0] + places, mask=inside, other=0)
     row = tl.where(row < 0, row + sizes.T, row)
     there = inside & (row >= 0) & (row < sizes.T)
     of_expert = ()
@@ -109,7 +111,7 @@ def grouped_projections_kernel(
         of_expert = of_expert + (weights[i] + expert.to(tl.int64) * sizes.strides_be[i],)  # type: ignore[assignment]
     tile = tl.where(expert < sizes.E, tile, -1)
     store_projections(
-        tile, Rows(x + row * sizes.pitch, there), Places(slots, expert), of_expert, extras, outs, widths, sizes.K,
+        tile, Rows(x + row * sizes.pitch, there), Places(places, expert), of_expert, extras, outs, widths, sizes.K,
         GROUPS, EPILOGUE, TILES, PAIR,
     )  # fmt: skip
 
@@ -150,7 +152,7 @@ def prepare(
         extras: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         outs, tensors = tensors_of(arrangement, S, x, weights, extras)
-        tensors |= {"rows": rows, "ends": ends}
+        tensors["slots"] = rows, ends
         launcher(handle_for(x), lambda: arguments, (), (), tensors)
         return outs
 

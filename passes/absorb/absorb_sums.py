@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,7 +35,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.slot_sums import added_to, candidates, casts, rounded_to
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, AllReduceRmsNorm
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReductionWithNorm
 from ditron_inductor.task.norms import norm_form
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, TORCH_DTYPES
 from ditron_inductor.task.verify import task_calls
@@ -124,7 +125,7 @@ def _is_column(scale: fx.Node, scaled: fx.Node) -> bool:
     return proofs.same_shape(tuple(value.shape), (*product.shape[:-1], 1))
 
 
-def rewrite(graph: fx.Graph, call: fx.Node, task: AllReduceRmsNorm, terms: SlotSum) -> None:
+def rewrite(graph: fx.Graph, call: fx.Node, task: Any, terms: SlotSum) -> None:
     """Gives the call the products in the place of their sum."""
     operands = schema.operands_from_call(call)
     x = operands["x"]
@@ -164,9 +165,10 @@ def absorb_sums(graph: fx.Graph, *, options: Options) -> int:
     """Gives every reduction with a norm the sum of slots that provably makes what it reduces; returns how many."""
     count = 0
     for call, task in task_calls(graph):
-        terms = find_sum_of_slots(call) if isinstance(task, AllReduceRmsNorm) and not task.top_k else None
+        node: Any = task
+        sums = isinstance(task, ReductionWithNorm) and task.sums_slots and not node.top_k
+        terms = find_sum_of_slots(call) if sums else None
         if terms is not None:
-            assert isinstance(task, AllReduceRmsNorm)
             rewrite(graph, call, task, terms)
             count += 1
     return count

@@ -306,8 +306,11 @@ def compile_case(case: Case) -> Compiled:
                 attributes |= all_aligned(place, POINTERS)
         elif name == ("stride_bk" if k_major else "stride_bn"):
             signature[name], known[place,] = "constexpr", 1
-        elif name in ("experts", "rows", "ends"):
-            signature[name], attributes[place,] = "*i32" if name == "ends" else "*i64", aligned
+        elif name == "experts":
+            signature[name], attributes[place,] = "*i64", aligned
+        elif name == "slots":
+            signature[name] = ("*i64", "*i32")
+            attributes |= {(place, i): aligned for i in range(2)}
         elif name == "functions":
             signature[name] = Functions("constexpr", "constexpr")
             known |= {(place, 0): case.arrangement.pre, (place, 1): case.arrangement.function}

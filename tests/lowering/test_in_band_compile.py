@@ -105,12 +105,12 @@ def compiled(case: Case) -> Any:
         elif name in ("pointers", "columns"):
             signature[name] = POINTERS if name == "pointers" else SentColumns("i32", "i32", "i32")
             attributes |= all_aligned(place, signature[name])
-        elif name in ("slots", "given", "outputs"):
-            count = {"slots": 2, "given": len(EXTRAS), "outputs": 2 + len(SAVED)}[name]
+        elif name in ("sources", "given", "outputs"):
+            count = {"sources": 3, "given": len(EXTRAS), "outputs": 2 + len(SAVED)}[name]
             signature[name] = (f"*{case.dtype}",) * count
             attributes |= {(place, i): aligned for i in range(count)}
         else:
-            signature[name] = f"*{case.dtype}" if name == "x" else "i32"
+            signature[name] = "i32"
             if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(in_band_kernel, signature, known, attributes)
