@@ -71,15 +71,16 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def slots_of(number, ends, S, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Returns (the expert of tile of slots number `number`, its slots [BLOCK_M], which of them exist). Behind the last
-    tile the expert is E or more, and no slot exists. ends: int32 [E]. EXPERTS: a power of two of at least E.
+def tile_of_slots(number, slots, sizes, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Returns (the expert of tile of slots number `number`, its slots [BLOCK_M], their rows of x, which of them exist).
+    Behind the last tile the expert is E or more, and nothing exists. slots: see `grouped_projections_kernel`. EXPERTS:
+    a power of two of at least E.
     """
     experts = tl.arange(0, EXPERTS)
-    last = tl.load(ends + experts, mask=experts < E, other=0)
-    first = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    # Whatever the ends are, only slots that exist are read.
-    last = tl.minimum(last, S)
+    last = tl.load(slots[1] + experts, mask=experts < sizes.E, other=0)
+    first = tl.load(slots[1] + experts - 1, mask=(experts > 0) & (experts < sizes.E), other=0)
+    # Whatever the ends and the rows are, only what exists is read.
+    last = tl.minimum(last, sizes.S)
     counts = tl.maximum(last - first, 0)
     tiles = (counts + (BLOCK_M - 1)) // BLOCK_M
     upto = tl.cumsum(tiles, 0)
@@ -87,8 +88,11 @@ def slots_of(number, ends, S, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     mine = experts == expert
     begin = tl.sum(tl.where(mine, first + (number - (upto - tiles)) * BLOCK_M, 0))
     end = tl.sum(tl.where(mine, last, 0))
-    slots = begin + tl.arange(0, BLOCK_M)
-    return expert, slots, (slots >= 0) & (slots < end)
+    places = begin + tl.arange(0, BLOCK_M)
+    inside = (places >= 0) & (places < end)
+    row = tl.load(slots[0] + places, mask=inside, other=0)
+    row = tl.where(row < 0, row + sizes.T, row)
+    return expert, places, row, inside & (row >= 0) & (row < sizes.T)
 
 
 @triton.jit
@@ -97,14 +101,11 @@ def grouped_projections_kernel(
     TILES: tl.constexpr, PAIR: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """See the module. slots: pointers to the row of x of each slot, int64 [S], and to the experts' ends. The other
-    arguments are those of `projections_kernel`, Sizes, and those of `slots_of`.
+    arguments are those of `projections_kernel`, Sizes, and those of `tile_of_slots`.
     """
     number = tl.program_id(0) // sizes.tiles
     tile = tl.program_id(0) % sizes.tiles
-    expert, places, inside = slots_of(number, slots[1], sizes.S, sizes.E, TILES.BLOCK_M, EXPERTS)
-    row = tl.load(slots[0] + places, mask=inside, other=0)
-    row = tl.where(row < 0, row + sizes.T, row)
-    there = inside & (row >= 0) & (row < sizes.T)
+    expert, places, row, there = tile_of_slots(number, slots, sizes, TILES.BLOCK_M, EXPERTS)
     of_expert = ()
     NUM_WEIGHTS: tl.constexpr = len(weights)
     for i in tl.static_range(NUM_WEIGHTS):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.grouped_projections import grouped_kernel as lowering
@@ -151,6 +154,38 @@ def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case
 @pytest.mark.parametrize("case", (*CASES, *LARGE_CASES), ids=str)
 def test_near_the_reference_on_a_gpu(case: Case) -> None:
     check(case, torch.device("cuda", 0))
+
+
+@triton.jit
+def _tiles_kernel(slots, found, sizes, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Stores what `tile_of_slots` finds for each slot of each tile: [tiles, BLOCK_M, (expert, slot, row, whether)]."""
+    number = tl.program_id(0)
+    expert, places, row, there = lowering.tile_of_slots(number, slots, sizes, BLOCK_M, EXPERTS)
+    at = found + (number * BLOCK_M + tl.arange(0, BLOCK_M)) * 4
+    tl.store(at, tl.zeros((BLOCK_M,), tl.int64) + expert)
+    tl.store(at + 1, places.to(tl.int64))
+    tl.store(at + 2, row)
+    tl.store(at + 3, there.to(tl.int64))
+
+
+def _tiles(ctx: RankContext, ends: list[int], rows: list[int], T: int, tiles: int) -> list[tuple[int, int, int]]:
+    """(The expert, the slot and the row of x) of every slot that a tile has."""
+    E, block = len(ends), 4
+    found = torch.zeros(tiles, block, 4, dtype=torch.int64, device=ctx.device)
+    slots = torch.tensor(rows, device=ctx.device), torch.tensor(ends, dtype=torch.int32, device=ctx.device)
+    sizes = lowering.Sizes(T, len(rows), E, 1, 1, 1, (1,))
+    _tiles_kernel[(tiles,)](slots, found, sizes, block, triton.next_power_of_2(E))
+    return [(expert, slot, row) for expert, slot, row, there in found.flatten(0, 1).tolist() if there]
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 10], [0, 5, 5, 6, 12], [12], [0, 0, 0], [4, 8, 12, 12, 40]], ids=str)
+def test_every_slot_is_in_one_tile(rank_pools: RankPools, ends: list[int]) -> None:
+    """And no slot behind the last end, or beyond all slots, or whose row does not exist."""
+    rows = [0, 1, 2, 3, 4, -1, 5, 2, 7, -9, 8, 1]
+    (found, *_) = rank_pools.get("cpu", 2).run(_tiles, ends, rows, 8, 3 + len(ends))
+    expert_of = [expert for expert, (a, b) in enumerate(pairwise([0, *ends])) for _ in range(min(b, 12) - min(a, 12))]
+    named = [(expert, slot, row + 8 * (row < 0)) for slot, (expert, row) in enumerate(zip(expert_of, rows))]  # noqa: B905
+    assert sorted(found, key=lambda one: one[1]) == [one for one in named if 0 <= one[2] < 8]
 
 
 def _no_memory_beyond(ctx: RankContext) -> None:

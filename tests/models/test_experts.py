@@ -42,10 +42,18 @@ def _trained(ctx: RankContext, setup: Setup) -> tuple[int, int]:
     return sites["forward"][REDUCED], sites["backward"][REDUCED]
 
 
-def _decoded(ctx: RankContext, setup: Setup) -> tuple[int, int]:
-    """Does `_run` with copied weights; returns the calls of the experts' matmuls, and those of norms."""
+def _decoded(ctx: RankContext, setup: Setup) -> tuple[int, int, int]:
+    """Does `_run` with copied weights; returns the calls of the experts' matmuls, those of norms, and how many of these
+    add up what the experts return.
+    """
     _run(ctx, setup)
-    return counters["ditron"][PROJECTED], counters["ditron"]["all_reduce_rms_norm"]
+    return counters["ditron"][PROJECTED], counters["ditron"]["all_reduce_rms_norm"], counters["ditron"]["absorb_sums"]
+
+
+def _where_they_lie(ctx: RankContext, setup: Setup) -> int:
+    """Does `_run` with grouped matmuls; returns how many of them take their rows where they lie."""
+    _run(ctx, setup, GROUPED)
+    return counters["ditron"]["grouped_projections"]
 
 
 def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
@@ -88,8 +96,17 @@ PROMPTS = (
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> None:
     # Gate and up in one, down in the other.
-    for projected, normed in rank_pools.get("cpu", 2).run(_decoded, setup, timeout=200):
+    for projected, normed, summed in rank_pools.get("cpu", 2).run(_decoded, setup, timeout=200):
         assert projected == 2 * setup.num_layers and normed >= setup.num_layers
+        # GPT-OSS has biases behind the second matmul; the matmul of DeepSeek's shared expert takes the sum.
+        assert summed == (setup.num_layers if setup.name in ("qwen3_moe", "mixtral") else 0)
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("name", ["qwen3_moe", *rare("mixtral", "deepseek_v3", "gpt_oss")])
+def test_rows_of_a_prompt_are_not_copied(rank_pools: RankPools, name: str) -> None:
+    setup = Setup(name, "hf", sizes=NARROW, batch=5, seq_len=15, everything=True)
+    assert rank_pools.get("cpu", 2).run(_where_they_lie, setup, timeout=200) == [setup.num_layers] * 2
 
 
 @pytest.mark.timeout(220)

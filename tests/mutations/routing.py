@@ -18,6 +18,10 @@ COMPUTED = "tests/lowering/test_expert_projections.py::test_near_the_reference_i
 REFUSED = "tests/test_strict.py"
 SORTS = "passes/graph/sorts.py"
 ROWS = "passes/graph/expert_rows.py"
+PROJECTED = "passes/fuse/grouped_projections.py"
+TAKEN = "tests/passes/test_grouped_projections.py"
+TILED = "lowering/grouped_projections/grouped_kernel.py"
+GROUPED_ROWS = "tests/lowering/test_grouped_projections.py::test_near_the_reference_in_the_interpreter"
 ABSORB = "passes/absorb/absorb_sums.py"
 ABSORBED = "tests/passes/test_absorb_sums.py"
 IN_BAND = "lowering/all_reduce_rms_norm/norm_in_band.py"
@@ -59,6 +63,41 @@ ROUTING: tuple[Mutation, ...] = (
         " and chain.zeros.isdisjoint(node.all_input_nodes):",
         ":",
         f"{UNREAD}::test_what_is_made_of_weighted_slots_stays_outside[added]",
+    ),
+    Mutation(
+        "rows that are copied all the same are taken where they lie",
+        PROJECTED,
+        "if indexed is None or any(user.target is not proofs.GROUPED for user in copied.users):",
+        "if indexed is None:",
+        f"{TAKEN}::test_it_must_not_fire[rows_kept]",
+    ),
+    Mutation(
+        "ends that change are read late",
+        PROJECTED,
+        "if not lies or written((x, rows, ends, weight)) is not None:",
+        "if not lies:",
+        f"{TAKEN}::test_rows_that_are_written_to_stay",
+    ),
+    Mutation(
+        "a tile goes on into the slots of the next expert",
+        TILED,
+        "end = tl.sum(tl.where(mine, last, 0))",
+        "end = sizes.S",
+        "tests/lowering/test_grouped_projections.py::test_every_slot_is_in_one_tile",
+    ),
+    Mutation(
+        "experts without slots have a tile",
+        TILED,
+        "tiles = (counts + (BLOCK_M - 1)) // BLOCK_M",
+        "tiles = tl.maximum((counts + (BLOCK_M - 1)) // BLOCK_M, 1)",
+        GROUPED_ROWS,
+    ),
+    Mutation(
+        "rows beyond x are read",
+        TILED,
+        "inside & (row >= 0) & (row < sizes.T)",
+        "inside & (row < sizes.T)",
+        "tests/lowering/test_grouped_projections.py::test_every_slot_is_in_one_tile",
     ),
     Mutation(
         "sums of halves of a product are sums of slots",
