@@ -193,13 +193,15 @@ def _slots_summed(top_k: int, given: Given, shape: Sequence[Any], dtype: torch.d
         yield places.shape[0] == shape[0], "has rows that do not fit the slots"
     yield shape[0] % top_k == 0, f"has slots that are no multiple of {top_k}"
     yield scale.dtype in ACTIVATION_DTYPES, f"has a scale of {scale.dtype}"
-    yield scale.numel() == shape[0], "has a scale that does not fit the slots"
+    yield scale.ndim == 1, "has a scale that is no vector"
+    yield scale.shape[0] == shape[0], "has a scale that does not fit the slots"
     if "absent" in given:
         absent = given["absent"]
         yield absent.dtype == torch.bool and absent.ndim == 1, "has marks of absent slots that are no bool vector"
         yield absent.shape[0] == shape[0], "has marks of absent slots that do not fit the slots"
     if "added" in given:
         yield given["added"].dtype == dtype, "has operands of different dtypes"
+        yield given["added"].ndim == 2, "adds what does not fit"
         for size, other in zip(given["added"].shape, (shape[0] // top_k, shape[1]), strict=True):
             yield size == other, "adds what does not fit"
 

@@ -60,7 +60,7 @@ from ditron_inductor.lowering.norms.rows import (
 from ditron_inductor.task.nodes import ReductionWithNorm
 
 MOST_BYTES = 256 << 10
-"""The most bytes of x. The best limit has not been measured."""
+"""The most bytes that a rank sends to each peer. The best limit has not been measured."""
 MOST_ELEMENTS = 8192
 """The most elements of a tile of several rows."""
 LEAST_CHUNK = 256
@@ -98,7 +98,7 @@ class SentColumns(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The sizes of x [M, N]: its words, those of a row, those of a source in an area; and the senders."""
+    """The sizes of what is reduced, [M, N]: its words, those of a row and of a source in an area; and the senders."""
 
     M: Any
     N: Any

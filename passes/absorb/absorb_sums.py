@@ -11,12 +11,14 @@ order of collectives does not change. What is sent is the same, so a rank may ha
 
 It must not fire when
 * the products are no tensor in memory anyway: what makes them and the sum would be one kernel of the compiler;
-* the terms, the sum, or a view of it in front of the call, are used elsewhere: the compiler would compute it once more;
-* the sum is one of integers, or rounded to another dtype than that of the products;
+* the products do not lie row after row, or what is added does not: each call would copy them;
+* the terms, the sum, or a view of it in front of the call, are used elsewhere, or by the call as another operand: the
+  compiler would compute it once more;
+* the sum is one of integers or of fp64, or rounded to another dtype than that of the products;
 * what is scaled, added up or reduced has rows of another length than the products: its rows would not be slots;
 * there are more than MOST_EXPERT_TOKENS tokens, or a dynamic number: the rows of many are not sent in band, and then
   the sum has a kernel of its own;
-* something writes into an operand, which the call would read later.
+* something writes into an operand, or into what it is a view or a slice of: the call would read it later.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class SlotSum:
 
 def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
     """Proves that what `call`, of an all_reduce_rms_norm, reduces is a sum as drawn above; None if it is not."""
-    x = schema.operands_from_call(call)["x"]
+    operands = schema.operands_from_call(call)
+    x = operands.pop("x")
     *views, source = proofs.views_up(x)
     terms = next(_sums(source), None)
     if terms is None or not is_stored(terms.products):
@@ -77,10 +80,20 @@ def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
     if not few or reduced.dtype != products.dtype or products.dtype not in ACTIVATION_DTYPES:
         return None
     steps = (*terms.steps, *views)
-    if proofs.other_user(steps, {*steps, call}) is not None:
+    if {*steps} & {*operands.values()} or proofs.other_user(steps, {*steps, call}) is not None:
         return None
-    read = [one for one in (terms.products, terms.factors, terms.added) if one is not None]
-    return terms if written(node for one in read for node in proofs.views_up(one)) is None else None
+    rows = [one for one in (terms.products, terms.added) if one is not None]
+    if not all(proofs.row_major(proofs.fake(one)) for one in rows):
+        return None
+    return terms if written(node for one in (*rows, terms.factors) for node in _parts_of(one)) is None else None
+
+
+def _parts_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields a node, and what it is a view or a slice of."""
+    yield node
+    while node.target in rewriting.MOVES:
+        node = proofs.operand(node)
+        yield node
 
 
 def _sums(source: fx.Node) -> Iterator[SlotSum]:
@@ -95,8 +108,8 @@ def _terms(total: fx.Node) -> SlotSum | None:
     """Reads `total` as a sum of scaled products of slots; None if it is none."""
     summed, bound = proofs.operand(total), proofs.arguments(total)
     shape = proofs.fake(summed).shape
-    if not proofs.fake(total).dtype.is_floating_point:
-        # A sum of another kind of numbers would not be what is added up here.
+    if proofs.fake(total).dtype not in ACTIVATION_DTYPES:
+        # The node adds in fp32, so this would not be the sum of integers or of fp64.
         return None
     if len(shape) != 3 or [dim % 3 for dim in bound["dim"] or ()] != [1] or bound["keepdim"]:
         return None
@@ -109,7 +122,7 @@ def _terms(total: fx.Node) -> SlotSum | None:
     for factor, scale in (factors, factors[::-1]):
         wide = [factor] if casts(factor) else []
         products = proofs.operand(factor) if wide else factor
-        if _is_column(scale, scaled) and proofs.alike(factor, scaled) and proofs.fake(products).shape[-1] != 1:
+        if _is_column(scale, scaled) and proofs.alike(factor, scaled) and not _is_column(factor, scaled):
             last = rounded_to(total, proofs.fake(products).dtype)
             result, behind, added = added_to(last)
             steps = dict.fromkeys((*wide, scaled, *rounded, *views, total, last, *behind, result))

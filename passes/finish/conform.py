@@ -6,6 +6,7 @@
     wait(reduce_scatter(x))     ->  matmul_reduce_scatter(.., as the first)[0]
     wait(all_reduce(x))         ->  grouped_matmul_all_reduce(0 [T, 16], 0 [1, 16, N], .., added x)[0]
     wait(reduce_scatter(x))     ->  grouped_matmul_reduce_scatter(.., as the one before)[0]
+    wait(all_reduce(x))         ->  all_reduce_rms_norm(x), the output `total`
 
 If a rank's graph has no matmul in front of a collective, but its peers wait for the tiles of one, the rank has to send
 tiles too. They are those of a product of zeros to which x is added, or of experts whose weights are zeros. The sum
@@ -120,14 +121,13 @@ def _task(match: Match, options: Options) -> TaskNode:
     collective, declared = match.collective, TASKS[match.form.kind]
     known: dict[str, Any] = {
         **{name: int(size) for name, size in match.leader.items() if name in (*DIMENSIONS, OUTER)},
-        "top_k": 1,
-        "has_added": True,
         "reduce_op": collective.reduce_op,
         "norm": Norm(),
         "extras": (),
         "return_gathered": True,
         "num_weights": 1,
         **({"num_extras": 1, "epilogue": ADD_ALL} if _adds(declared) else {}),
+        **({"top_k": 1, "has_added": True} if issubclass(declared, ReducedExperts) else {}),
         **rewriting.site_fields(collective.world_size, collective.group_name, options),
     }
     return declared(**{field.name: known[field.name] for field in fields(declared) if field.name in known})

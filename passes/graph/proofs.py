@@ -203,7 +203,9 @@ def sole_user(node: fx.Node) -> fx.Node | None:
     if len(node.users) != 1:
         return None
     (user,) = node.users
-    return user if list(user.all_input_nodes).count(node) == 1 else None
+    read: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), read.append)
+    return user if read.count(node) == 1 else None
 
 
 def other_user(nodes: Iterable[fx.Node], known: Collection[fx.Node]) -> fx.Node | None:

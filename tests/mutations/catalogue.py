@@ -384,6 +384,13 @@ PIECES = "tests/passes/test_proofs.py"
 
 PASSES: tuple[Mutation, ...] = (
     Mutation(
+        "a sole user may use a node twice",
+        PROOFS,
+        "return user if read.count(node) == 1 else None",
+        "return user",
+        f"{PIECES}::test_a_sole_user_uses_a_node_once",
+    ),
+    Mutation(
         "slices that begin beyond the end are pieces",
         PROOFS,
         'return SlicedPart(bound["self"], dim, start, length) if known(start + length <= source.shape[dim]) else None',

@@ -109,8 +109,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "terms that a reduction adds up are left unmade for others",
         ABSORB,
-        "if proofs.other_user(steps, {*steps, call}) is not None:",
-        "if False:",
+        " or proofs.other_user(steps, {*steps, call}) is not None:",
+        ":",
         f"{ABSORBED}::test_it_must_not_fire[terms_used]",
     ),
     Mutation(
@@ -123,9 +123,51 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "what a reduction adds may be written to before",
         ABSORB,
-        "return terms if written(node for one in read for node in proofs.views_up(one)) is None else None",
+        "return terms if written(node for one in (*rows, terms.factors) for node in _parts_of(one)) is None else None",
         "return terms",
         f"{ABSORBED}::test_operands_that_are_written_to_stay",
+    ),
+    Mutation(
+        "what a reduction adds may be a slice of what is written to before",
+        ABSORB,
+        "while node.target in rewriting.MOVES:",
+        "while proofs.keeps_order(node):",
+        f"{ABSORBED}::test_products_whose_whole_is_written_to_stay",
+    ),
+    Mutation(
+        "a sum that a reduction also takes as its residual is made twice",
+        ABSORB,
+        "if {*steps} & {*operands.values()} or ",
+        "if ",
+        f"{ABSORBED}::test_a_sum_that_the_call_has_as_its_residual_too_stays",
+    ),
+    Mutation(
+        "products that each call would copy are summed in a reduction",
+        ABSORB,
+        "if not all(proofs.row_major(proofs.fake(one)) for one in rows):",
+        "if False:",
+        f"{ABSORBED}::test_it_must_not_fire[of_columns]",
+    ),
+    Mutation(
+        "sums of fp64 are made in fp32",
+        ABSORB,
+        "if proofs.fake(total).dtype not in ACTIVATION_DTYPES:",
+        "if not proofs.fake(total).dtype.is_floating_point:",
+        f"{ABSORBED}::test_it_must_not_fire[in_fp64]",
+    ),
+    Mutation(
+        "a collective whose peers normalise it adds up slots that it does not have",
+        "passes/finish/conform.py",
+        "if issubclass(declared, ReducedExperts) else {}",
+        "if 'top_k' in {field.name for field in fields(declared)} else {}",
+        "tests/models/test_divergent.py::test_a_rank_that_differs_later_runs_what_was_agreed[cpu-slots_not_normed_this_time]",
+    ),
+    Mutation(
+        "factors of a sum of slots may have two dimensions",
+        "ditron_inductor/task/rules.py",
+        "yield scale.ndim == 1,",
+        "yield True,",
+        "tests/task/test_verify.py::test_operands_of_a_sum_of_slots_fit",
     ),
     Mutation(
         "any number of tokens is summed in a reduction",

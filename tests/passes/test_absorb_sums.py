@@ -168,10 +168,6 @@ def in_fp32(*operands: torch.Tensor) -> torch.Tensor:
     return (out * weights.reshape(-1, 1)).view(-1, K, D).sum(1)
 
 
-def in_rows_of_another_length(*operands: torch.Tensor) -> torch.Tensor:
-    return summed(*operands).view(-1, D // 2)
-
-
 def of_halves(*operands: torch.Tensor) -> torch.Tensor:
     """Sums of the two halves of each product, in rows that are long enough again behind them."""
     out, weights = products(*operands)
@@ -192,7 +188,34 @@ def of_integers(*operands: torch.Tensor) -> torch.Tensor:
     return terms.sum(1, dtype=torch.int32).to(BF16)
 
 
-LEFT = (terms_used, sum_used, with_bias, of_other_slots, by_column, in_fp32, of_halves, factors_of_halves, of_integers)
+def in_fp64(*operands: torch.Tensor) -> torch.Tensor:
+    """Of products in fp32, whose sum in fp64 has digits that one in fp32 has not."""
+    rows, weights, _ = hidden(*operands[:3])
+    out = rows.float() @ operands[3][0].mT.float()
+    return (out * weights.reshape(-1, 1)).view(-1, K, D).sum(1, dtype=torch.float64).float()
+
+
+def twice_as_wide(*operands: torch.Tensor) -> torch.Tensor:
+    """A product of which each half has the columns of a slot."""
+    rows, _, _ = hidden(*operands[:3])
+    return rows @ torch.cat((operands[3][0], operands[3][1])).mT
+
+
+def of_columns(*operands: torch.Tensor) -> torch.Tensor:
+    """Of products that do not lie row after row."""
+    _, weights = products(*operands)
+    return (twice_as_wide(*operands)[:, D:] * weights.reshape(-1, 1)).reshape(-1, K, D).sum(1).to(BF16)
+
+
+def with_columns(*operands: torch.Tensor) -> torch.Tensor:
+    """With something that does not lie row after row."""
+    return summed(*operands) + twice_as_wide(*operands)[: len(operands[0]), D:]
+
+
+LEFT = (
+    terms_used, sum_used, with_bias, of_other_slots, by_column, in_fp32, of_halves, factors_of_halves, of_integers,
+    in_fp64, of_columns, with_columns,
+)  # fmt: skip
 
 
 def made(module: fx.GraphModule) -> bool:
@@ -287,6 +310,31 @@ def test_operands_that_are_written_to_stay() -> None:
     with module.graph.inserting_before(wait):
         zero = module.graph.call_function(torch.ops.aten.zero_.default, (added,))
     zero.meta["val"] = added.meta["val"]
+    pipeline.run(module.graph, Options())
+    assert not made(module)
+
+
+def test_a_sum_that_the_call_has_as_its_residual_too_stays() -> None:
+    def fn(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = summed(*operands)
+        return normed(all_reduce(total), total, operands[2][0])
+
+    assert not made(compiled(fn))
+
+
+def test_products_whose_whole_is_written_to_stay() -> None:
+    def fn(*operands: torch.Tensor) -> torch.Tensor:
+        rows, weights, _ = hidden(*operands[:3])
+        out = (torch.cat((rows, rows)) @ operands[3][0].mT)[1 : 1 + len(rows)]
+        return (out * weights.reshape(-1, 1)).view(-1, K, D).sum(1).to(BF16)
+
+    assert made(compiled(layer(fn)))
+    (module,) = compiled_graphs(layer(fn), *OPERANDS)
+    (whole, _) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    (wait,) = [node for node in module.graph.nodes if "wait_tensor" in node.name]
+    with module.graph.inserting_before(wait):
+        zero = module.graph.call_function(torch.ops.aten.zero_.default, (whole,))
+    zero.meta["val"] = whole.meta["val"]
     pipeline.run(module.graph, Options())
     assert not made(module)
 

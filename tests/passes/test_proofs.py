@@ -1,4 +1,4 @@
-"""Slices and splits as pieces of a tensor: where each begins and how long it is, beyond the end too."""
+"""Slices and splits as pieces of a tensor: where each begins and how long it is, beyond the end too; and sole users."""
 
 from __future__ import annotations
 
@@ -54,3 +54,17 @@ def test_a_piece(fn: Callable[..., Any], expected: tuple[int, int, int]) -> None
 )
 def test_no_piece(fn: Callable[..., Any]) -> None:
     assert piece_of(fn) is None
+
+
+@pytest.mark.parametrize(
+    ("fn", "uses"),
+    [
+        pytest.param(lambda x: x.sin() + 1.0, 1, id="once"),
+        pytest.param(lambda x: (y := x.sin()) * y, 2, id="twice"),
+        pytest.param(lambda x: torch.cat((y := x.sin(), y)), 2, id="twice_in_a_list"),
+    ],
+)
+def test_a_sole_user_uses_a_node_once(fn: Callable[..., Any], uses: int) -> None:
+    (sine,) = traced(fn, X).graph.find_nodes(op="call_function", target=aten.sin.default)
+    (user,) = sine.users
+    assert proofs.sole_user(sine) is (user if uses == 1 else None)

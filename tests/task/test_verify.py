@@ -13,7 +13,7 @@ from torch import fx
 
 from ditron_inductor.errors import GraphVerificationError, InvalidTaskNode
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter, Policy
+from ditron_inductor.task.nodes import AllGatherMatmul, AllReduceRmsNorm, MatmulReduceScatter, Norm, Policy
 from ditron_inductor.task.verify import task_calls, verify_graph
 from tests.passes.graphs import traced
 
@@ -141,6 +141,29 @@ def test_extra_tensors_of_a_reduction_fit_its_output(epilogue: str, legal: bool)
     schema.define()
     module = traced(fn, X, W, torch.empty(24))
     with contextlib.nullcontext() if legal else pytest.raises(GraphVerificationError, match="no full: x0"):
+        verify_graph(module.graph)
+
+
+@pytest.mark.parametrize(
+    ("factors", "added", "words"),
+    [
+        ((8,), (4, 16), ""),
+        ((4, 2), (4, 16), "has a scale that is no vector"),
+        ((4,), (4, 16), "has a scale that does not fit the slots"),
+        ((8,), (64,), "adds what does not fit"),
+        ((8,), (8, 8), "adds what does not fit"),
+    ],
+)
+def test_operands_of_a_sum_of_slots_fit(factors: tuple[int, ...], added: tuple[int, ...], words: str) -> None:
+    node = AllReduceRmsNorm("sum", Norm(), (), 4, "0", "r/0", Policy(), top_k=2, has_added=True)
+
+    def fn(x: torch.Tensor, factors: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        out, *_ = schema.call(node, x=x, factors=factors, added=added)
+        return out
+
+    schema.define()
+    module = traced(fn, X, torch.empty(factors), torch.empty(added))
+    with pytest.raises(GraphVerificationError, match=words) if words else contextlib.nullcontext():
         verify_graph(module.graph)
 
 
