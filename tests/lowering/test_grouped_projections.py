@@ -16,6 +16,7 @@ from ditron_inductor.lowering.grouped_projections import grouped_kernel as lower
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import GroupedProjections
+from tests.cases import rare
 from tests.lowering.assembly import dialect_of, resources
 from tests.lowering.cross_compile import NUM_WEIGHTS, compile_case
 from tests.lowering.cross_compile import Case as Compilation
@@ -248,16 +249,24 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
     assert [out.shape for out in outs] == [(0, 8), (0, 8)]
 
 
-@pytest.mark.parametrize("across", [False, True], ids=["k-major", "across"])
-@pytest.mark.parametrize("epilogue", ["", SWIGLU], ids=["plain", "epilogue"])
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_compiles_for_gpus(target: str, epilogue: str, across: bool) -> None:
-    for slots in lowering.SHAPES:
-        numbers = {"slots": slots * 128, "experts": 128, "dtype": torch.bfloat16}
-        tile = lowering.config_for(**numbers, together=bool(epilogue), interpreted=False)
-        compiled = compile_case(Compilation("grouped", target, tile, "bf16", epilogue=epilogue, elsewhere=across))
-        assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
-        if target == "sm_90":
-            # Several steps of K under way at once, and nothing in memory of its own.
-            assert compiled.shared_bytes > 2 * tile.block_k * (tile.block_m + tile.block_n)
-            assert resources(compiled.assembly).spilled_bytes == 0
+@pytest.mark.parametrize("slots", [16, 128, *rare(32, 64)])
+@pytest.mark.parametrize(
+    ("target", "epilogue", "across"),
+    [
+        ("sm_90", SWIGLU, False),
+        ("sm_90", "", True),
+        ("gfx942", SWIGLU, False),
+        *rare(("sm_90", SWIGLU, True), ("sm_90", "", False), ("gfx942", "", True)),
+    ],
+    ids=lambda value: {"": "plain", SWIGLU: "epilogue"}.get(value, str(value)),
+)
+def test_compiles_for_gpus(target: str, epilogue: str, across: bool, slots: int) -> None:
+    numbers = {"slots": slots * 128, "experts": 128, "dtype": torch.bfloat16}
+    tile = lowering.config_for(**numbers, together=bool(epilogue), interpreted=False)
+    assert tile.block_m == slots
+    compiled = compile_case(Compilation("grouped", target, tile, "bf16", epilogue=epilogue, elsewhere=across))
+    assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
+    if target == "sm_90":
+        # Several steps of K under way at once, and nothing in memory of its own.
+        assert compiled.shared_bytes > 2 * tile.block_k * (tile.block_m + tile.block_n)
+        assert resources(compiled.assembly).spilled_bytes == 0
