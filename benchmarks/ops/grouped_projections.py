@@ -160,14 +160,14 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
         given = drawn(Experts(whole.D, whole.F // W, whole.E, whole.k), T, routing, device)
         calls = contestants(session, given, graph)
         times = interleaved(session.clock, calls, GRAPH_CALLS if graph else 1, options.rounds)
-        limit_us = times["gemm"].p50_us if "gemm" in times else float("nan")
+        limit_us = times["gemm"].p50_us if "gemm" in times else None
         rows += session.rows_of(
             times, bench="moe", op=GroupedProjections.kind, shape=shape, graph=graph,
-            limit_us=limit_us if limit_us == limit_us else None, commit=options.commit,
+            limit_us=limit_us, commit=options.commit,
         )  # fmt: skip
         compared = {name: each for name, each in times.items() if name != "gemm"}
-        lines.append([shape, *texts_of(compared, SHOWN[1:], limit_us)])
-        lines[-1].insert(1, f"{limit_us:.1f}")
+        alone_us = float("nan") if limit_us is None else limit_us
+        lines.append([shape, f"{alone_us:.1f}", *texts_of(compared, SHOWN[1:], alone_us)])
         session.say("  ".join(lines[-1]))
         del given, calls
         end_cell(session, options, rows)

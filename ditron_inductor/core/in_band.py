@@ -150,10 +150,13 @@ def decode(words, dtype: tl.constexpr):
 
 @triton.jit
 def halves(words, dtype: tl.constexpr):
-    """Returns the fp32 values of the elements of `dtype`, which has 16 bits, in the lower and the upper half of words
-    that are not encoded.
+    """Returns the fp32 values of the elements of `dtype` in the lower and the upper half of words that are not encoded;
+    of fp32 the elements and zeros.
     """
-    if dtype == tl.bfloat16:
+    if dtype == tl.float32:
+        lower = words.to(tl.float32, bitcast=True)
+        upper = tl.zeros(words.shape, dtype=tl.float32)
+    elif dtype == tl.bfloat16:
         lower = (words << 16).to(tl.float32, bitcast=True)
         upper = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
@@ -165,8 +168,12 @@ def halves(words, dtype: tl.constexpr):
 @triton.jit
 def joined(lower, upper, dtype: tl.constexpr):
     """Returns the words of which `halves` returns these values, rounded to `dtype`."""
-    low = lower.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
-    return low | (upper.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    if dtype == tl.float32:
+        words = lower.to(tl.uint32, bitcast=True)
+    else:
+        low = lower.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        words = low | (upper.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    return words
 
 
 @triton.jit

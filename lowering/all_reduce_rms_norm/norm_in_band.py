@@ -132,22 +132,14 @@ def reduced_words(sources, row, lane, places, inside, sizes, HOW: tl.constexpr):
         for j in tl.static_range(TOP_K):
             slot = row * TOP_K + j
             factor = tl.load(sources[1] + slot, mask=row < sizes.M, other=0.0).to(tl.float32)
-            product = words_at(x, slot * sizes.width + lane, inside)
-            if dtype == tl.float32:
-                lower = tl.fma(product.to(tl.float32, bitcast=True), factor, lower)
-            else:
-                low, high = halves(product, dtype)
-                lower = tl.fma(low, factor, lower)
-                upper = tl.fma(high, factor, upper)
+            low, high = halves(words_at(x, slot * sizes.width + lane, inside), dtype)
+            lower = tl.fma(low, factor, lower)
+            upper = tl.fma(high, factor, upper)
         if HOW.HAS_ADDED:
-            more = words_at(sources[2], places, inside)
-            if dtype == tl.float32:
-                lower += more.to(tl.float32, bitcast=True)
-            else:
-                low, high = halves(more, dtype)
-                lower += low
-                upper += high
-        result = lower.to(tl.uint32, bitcast=True) if dtype == tl.float32 else joined(lower, upper, dtype)
+            low, high = halves(words_at(sources[2], places, inside), dtype)
+            lower += low
+            upper += high
+        result = joined(lower, upper, dtype)
     return result
 
 

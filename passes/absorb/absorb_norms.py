@@ -169,7 +169,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     like = match.x.meta["val"]
     values = [_returned(like, shape, name) for name in names]
     with graph.inserting_before(call):
-        operands["shard"] = _shaped(graph, match.x, shape)
+        operands["shard"] = rewriting.shaped(graph, match.x, shape, "rows")
         operands |= {"residual": match.residual, "weight": norm.weight, "shift": norm.shift}
         task = replace(schema.node_from_call(call.target, call.args), prologue=prologue)
         everything = [*old[:without], *values, old[without]]
@@ -187,7 +187,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
                 users = [user for user in node.users if user not in fused]
                 if users:
                     made = rewriting.output(graph, new, without + number, node)
-                    made = _shaped(graph, made, tuple(node.meta["val"].shape))
+                    made = rewriting.shaped(graph, made, tuple(node.meta["val"].shape), "rows")
                     for user in users:
                         user.replace_input_with(node, made)
     widened = [] if norm.terms is None else [*norm.totals, *norm.x.all_input_nodes]
@@ -200,14 +200,6 @@ def _returned(like: torch.Tensor, shape: tuple[Any, ...], name: str) -> torch.Te
     sizes = (*shape[:-1], 1) if name in ("mean", "rstd") else shape
     dtype = None if name == "total" else torch.float32
     return rewriting.fake_like(like, sizes, rewriting.contiguous_strides(sizes), dtype)
-
-
-def _shaped(graph: fx.Graph, node: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
-    """A tensor in this shape, whose sizes are all known if it is another: itself, or a reshape that is inserted."""
-    value = node.meta["val"]
-    if proofs.same_shape(tuple(value.shape), shape):
-        return node
-    return rewriting.call(graph, aten.reshape.default, (node, list(shape)), node, shape, name="rows")
 
 
 def absorb_norms(graph: fx.Graph, *, options: Options) -> int:

@@ -35,11 +35,10 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import is_stored
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
-from ditron_inductor.passes.graph.slot_sums import added_to, candidates, casts, rounded_to
+from ditron_inductor.passes.graph.slot_sums import added_to, casts, ending_with, rounded_to
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReductionWithNorm
-from ditron_inductor.task.norms import norm_form
-from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, TORCH_DTYPES
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 from ditron_inductor.task.verify import task_calls
 
 aten = torch.ops.aten
@@ -66,7 +65,7 @@ def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
     operands = schema.operands_from_call(call)
     x = operands.pop("x")
     *views, source = proofs.views_up(x)
-    terms = next(_sums(source), None)
+    terms = ending_with(source, _terms)
     if terms is None or not is_stored(terms.products):
         return None
     products, reduced = proofs.fake(terms.products), proofs.fake(x)
@@ -96,16 +95,10 @@ def _parts_of(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _sums(source: fx.Node) -> Iterator[SlotSum]:
-    """Yields the sums of slots, of those near `source`, that end with it."""
-    for total in candidates(source):
-        found = _terms(total) if total.target is aten.sum.dim_IntList else None
-        if found is not None and found.result is source:
-            yield found
-
-
 def _terms(total: fx.Node) -> SlotSum | None:
     """Reads `total` as a sum of scaled products of slots; None if it is none."""
+    if total.target is not aten.sum.dim_IntList:
+        return None
     summed, bound = proofs.operand(total), proofs.arguments(total)
     shape = proofs.fake(summed).shape
     if proofs.fake(total).dtype not in ACTIVATION_DTYPES:
@@ -145,11 +138,11 @@ def rewrite(graph: fx.Graph, call: fx.Node, task: Any, terms: SlotSum) -> None:
     (*_, N), T = proofs.fake(terms.products).shape, proofs.fake(terms.summed).shape[0]
     task = replace(task, top_k=terms.top_k, has_added=terms.added is not None)
     with graph.inserting_before(call):
-        operands["x"] = _shaped(graph, terms.products, (T * terms.top_k, N))
-        operands["factors"] = _shaped(graph, terms.factors, (T * terms.top_k,))
+        operands["x"] = rewriting.shaped(graph, terms.products, (T * terms.top_k, N))
+        operands["factors"] = rewriting.shaped(graph, terms.factors, (T * terms.top_k,))
         if terms.added is not None:
-            operands["added"] = _shaped(graph, terms.added, (T, N))
-        outputs = [_like(x, name, (T, N)) for name in task.returned]
+            operands["added"] = rewriting.shaped(graph, terms.added, (T, N))
+        outputs = [rewriting.norm_output(proofs.fake(x), name, (T, N)) for name in task.returned]
         made = rewriting.call_task(graph, task, operands, call, [*outputs, call.meta["val"][-1]])
     for user in list(call.users):
         assert user.target is getitem, user
@@ -157,21 +150,9 @@ def rewrite(graph: fx.Graph, call: fx.Node, task: Any, terms: SlotSum) -> None:
         assert isinstance(index, int)
         with graph.inserting_before(user):
             result = rewriting.output(graph, made, index, user)
-            user.replace_all_uses_with(_shaped(graph, result, tuple(proofs.fake(user).shape)))
+            user.replace_all_uses_with(rewriting.shaped(graph, result, tuple(proofs.fake(user).shape)))
         graph.erase_node(user)
     rewriting.erase_unused(graph, [call, x, *reversed(terms.steps)])
-
-
-def _like(x: fx.Node, name: str, shape: tuple[int, int]) -> torch.Tensor:
-    """The fake value of the output `name` for so many rows and columns."""
-    found, dtype = norm_form(name, shape)
-    return rewriting.fake_like(proofs.fake(x), found, rewriting.contiguous_strides(found), TORCH_DTYPES.get(dtype))
-
-
-def _shaped(graph: fx.Graph, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    if proofs.same_shape(tuple(proofs.fake(node).shape), shape):
-        return node
-    return rewriting.computed(graph, aten.reshape.default, (node, list(shape)), node)
 
 
 def absorb_sums(graph: fx.Graph, *, options: Options) -> int:

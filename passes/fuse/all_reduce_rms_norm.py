@@ -59,8 +59,6 @@ from ditron_inductor.task.nodes import (
     Norm,
     ReductionWithNorm,
 )
-from ditron_inductor.task.norms import norm_form
-from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 
 aten = torch.ops.aten
 
@@ -221,7 +219,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             rewriting.hoist(extra, launch)
     task, operands = _task(match, options)
     like: torch.Tensor = found.reduced.meta["val"]
-    outputs = [_contiguous(like, name) for name in task.returned]
+    outputs = [rewriting.norm_output(like, name, like.shape) for name in task.returned]
     with graph.inserting_before(launch):
         call = rewriting.call_task(
             graph,
@@ -367,12 +365,6 @@ def _scale_row(graph: fx.Graph, match: Match) -> fx.Node | None:
     for target, args, stride in ((aten.reshape.default, [1], 1), (aten.expand.default, [columns], 0)):
         row = rewriting.call(graph, target, (row, args), scale, args, (stride,), name="scale")
     return row
-
-
-def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
-    """The fake value of an output, for reduced rows like these."""
-    shape, dtype = norm_form(name, like.shape)
-    return rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape), TORCH_DTYPES.get(dtype))
 
 
 def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:

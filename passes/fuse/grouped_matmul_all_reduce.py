@@ -23,7 +23,6 @@ It must not fire when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,7 @@ from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
-from ditron_inductor.passes.graph.slot_sums import candidates
+from ditron_inductor.passes.graph.slot_sums import ending_with
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, ReducedExperts
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -69,7 +68,7 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     behind `operand` to the collective.
     """
     *views, source = proofs.views_up(operand)
-    sums = next(_sums(source), None)
+    sums = ending_with(source, lambda total: combine_experts.find_combine_experts(total, whenever=True))
     if sums is None:
         return ReasonCode.NO_MATMUL.at(source)
     tokens = proofs.fake(sums.index).shape[0] // sums.top_k
@@ -108,14 +107,6 @@ def _are_biases(bias: combine_experts.SlotBias, ends: fx.Node, num_experts: Any)
     """Returns whether the bias of a row is that of the expert whose rows end there."""
     as_many = isinstance(num_experts, int) and proofs.known_equal(proofs.fake(bias.table).shape[0], num_experts)
     return as_many and expert_rows.are_experts_of_rows(bias.experts, ends, num_experts)
-
-
-def _sums(source: fx.Node) -> Iterator[combine_experts.Match]:
-    """Yields the proofs that `source` is what a sum of slots, of those near it, ends with."""
-    for total in candidates(source):
-        found = combine_experts.find_combine_experts(total, whenever=True)
-        if found is not None and found.result is source:
-            yield found
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

@@ -15,7 +15,9 @@ from ditron_inductor.options import STRICT_RUN, Options
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.task import schema
 from ditron_inductor.task.node import Node
+from ditron_inductor.task.norms import norm_form
 from ditron_inductor.task.policy import Policy
+from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 
 # Written by a late pass, which sees all sites of the graph.
 UNNAMED_SITE = ""
@@ -149,12 +151,29 @@ def row_major_copy(graph: fx.Graph, node: fx.Node, origin: fx.Node, name: str | 
     return copy
 
 
-def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node) -> fx.Node:
-    """Inserts an op call with the metadata of `origin`, a tensor; its fake value is computed from those of `args`."""
-    node = graph.call_function(target, args)
+def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, name: str | None = None) -> fx.Node:
+    """Inserts an op call with the metadata of `origin`, a tensor; its fake value is computed from those of `args`.
+    name: of the node; by default that of its target.
+    """
+    node = graph.create_node("call_function", target, args, {}, name=name)
     node.meta.update(copied_meta(origin))
     recompute(node)
     return node
+
+
+def shaped(graph: fx.Graph, node: fx.Node, shape: tuple[Any, ...], name: str | None = None) -> fx.Node:
+    """Returns a tensor in this shape, whose sizes are all known if it is another: itself, or a reshape of it, which is
+    inserted.
+    """
+    if proofs.same_shape(tuple(proofs.fake(node).shape), shape):
+        return node
+    return computed(graph, aten.reshape.default, (node, list(shape)), node, name)
+
+
+def norm_output(like: torch.Tensor, name: str, shape: Sequence[Any]) -> torch.Tensor:
+    """The fake value of the output of this name of a reduction with a norm, for a sum of this shape, beside `like`."""
+    found, dtype = norm_form(name, shape)
+    return fake_like(like, found, contiguous_strides(found), TORCH_DTYPES.get(dtype))
 
 
 def call_task(

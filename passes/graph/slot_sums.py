@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -11,6 +12,16 @@ from ditron_inductor.passes.graph import proofs
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+
+
+class EndsWith(Protocol):
+    """A sum over slots. result: the node that it ends with."""
+
+    @property
+    def result(self) -> fx.Node: ...
+
+
+S = TypeVar("S", bound=EndsWith)
 
 
 def casts(node: fx.Node) -> bool:
@@ -48,3 +59,11 @@ def candidates(source: fx.Node) -> Iterator[fx.Node]:
         for term in source.args:
             if isinstance(term, fx.Node):
                 yield from candidates(proofs.views_up(term)[-1])
+
+
+def ending_with(source: fx.Node, find: Callable[[fx.Node], S | None]) -> S | None:
+    """Returns the first sum that `find` reads in one of the `candidates`, and that ends with `source`; None if there is
+    none.
+    """
+    found = (find(total) for total in candidates(source))
+    return next((one for one in found if one is not None and one.result is source), None)

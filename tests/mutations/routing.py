@@ -186,8 +186,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "what is added to a sum of experts is left out",
         IN_BAND,
-        "                lower += low\n                upper += high\n",
-        "                lower += low\n",
+        "            lower += low\n            upper += high\n",
+        "            lower += low\n",
         ADDED_UP,
     ),
     Mutation(
