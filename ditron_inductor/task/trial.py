@@ -60,15 +60,20 @@ class Times:
         return self.host_us < HEAD_START_US + HOST_BOUND * self.device_us
 
 
-def candidates(request: PlanRequest, planned: Choice) -> tuple[str, ...]:
-    """The strategies that are worth a trial, the planned one first; empty where there is nothing to try."""
-    predicted = planned.predicted_us
-    if predicted is None or planned.settled or planned.source not in ("table", "model"):
+def candidates(request: PlanRequest, eager: Choice, captured: Choice) -> tuple[str, ...]:
+    """The strategies that are worth a trial, the one that is planned for eager mode first; empty where there is nothing
+    to try. A strategy whose launches take the host too long may still be the fastest one inside CUDA graphs.
+    """
+    if eager.settled or eager.source not in ("table", "model"):
         return ()
-    able = [strategy for strategy in ("library", *possible(request)) if strategy in predicted]
-    limit = HOPELESS * min(predicted[strategy] for strategy in able)
-    others = [strategy for strategy in able if strategy != planned.strategy and predicted[strategy] <= limit]
-    return (planned.strategy, *others) if others else ()
+    hopeful: set[str] = set()
+    for choice in (eager, captured):
+        predicted = choice.predicted_us or {}
+        able = [strategy for strategy in ("library", *possible(request)) if strategy in predicted]
+        limit = HOPELESS * min((predicted[strategy] for strategy in able), default=0.0)
+        hopeful |= {strategy for strategy in able if predicted[strategy] <= limit}
+    others = [strategy for strategy in ("library", *possible(request)) if strategy in hopeful - {eager.strategy}]
+    return (eager.strategy, *others) if others else ()
 
 
 def strategy_of_call(tried: Sequence[str], calls: int) -> tuple[str, bool] | None:

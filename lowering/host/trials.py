@@ -184,7 +184,7 @@ def choose_both(
     """
     group_name = node.group_name
     captured, eager = choose(request.inside_graphs(), workspace.table), choose(request, workspace.table)
-    known = _trial_of(workspace, wire, request, eager) if node.policy.trials else None
+    known = _trial_of(workspace, wire, request, eager, captured) if node.policy.trials else None
     if known is not None and known.times is not None:
         to_eager, to_captured = trial.decide(eager.strategy, captured.strategy, known.times)
         eager = trial.decided(eager, to_eager, known.times)
@@ -207,9 +207,13 @@ def choose_both(
     return *chosen, part
 
 
-def _trial_of(workspace: Workspace, wire: Sequence[int], request: PlanRequest, planned: Choice) -> Trial | None:
-    """Returns the trial of a problem, after beginning it if there is none; None if nothing is tried."""
-    tried = trial.candidates(request, planned)
+def _trial_of(
+    workspace: Workspace, wire: Sequence[int], request: PlanRequest, eager: Choice, captured: Choice
+) -> Trial | None:
+    """Returns the trial of a problem, after beginning it if there is none; None if nothing is tried. eager, captured:
+    what the plan picks outside and inside CUDA graphs.
+    """
+    tried = trial.candidates(request, eager, captured)
     if not tried:
         return None
     problem = request.problem

@@ -21,22 +21,34 @@ def planned(strategy: str = "chunked", source: str = "model", **us: float) -> Ch
     return Choice(strategy, "predicted", us or {"library": 190.0, "chunked": 100.0, "tile": 150.0}, source)
 
 
+def candidates(request: PlanRequest, choice: Choice) -> tuple[str, ...]:
+    """What is tried where the plan picks the same in both modes."""
+    return trial.candidates(request, choice, choice)
+
+
 def test_the_planned_strategy_is_tried_first_and_the_hopeless_are_not() -> None:
-    assert trial.candidates(REQUEST, planned()) == ("chunked", "library", "tile")
+    assert candidates(REQUEST, planned()) == ("chunked", "library", "tile")
     slow = planned(library=201.0, chunked=100.0, tile=150.0)
-    assert trial.candidates(REQUEST, slow) == ("chunked", "tile")
-    assert trial.candidates(REQUEST, planned(library=201.0, chunked=100.0, tile=300.0)) == ()
+    assert candidates(REQUEST, slow) == ("chunked", "tile")
+    assert candidates(REQUEST, planned(library=201.0, chunked=100.0, tile=300.0)) == ()
+
+
+def test_a_strategy_with_hope_in_one_mode_is_tried() -> None:
+    eager = planned("library", library=100.0, chunked=300.0, tile=300.0)
+    captured = planned("chunked", library=100.0, chunked=95.0, tile=300.0)
+    assert trial.candidates(REQUEST, eager, captured) == ("library", "chunked")
+    assert trial.candidates(REQUEST, captured, eager) == ("chunked", "library")
 
 
 def test_what_cannot_run_is_not_tried() -> None:
     request = replace(REQUEST, tile=Requirement(reason="no"), chunked=Requirement(nbytes=2 << 30))
-    assert trial.candidates(replace(request, chunked=Requirement()), planned()) == ("chunked", "library")
-    assert trial.candidates(request, planned("library")) == ()
+    assert candidates(replace(request, chunked=Requirement()), planned()) == ("chunked", "library")
+    assert candidates(request, planned("library")) == ()
 
 
 @pytest.mark.parametrize("source", ["forced", "obstacle"])
 def test_nothing_is_tried_where_nothing_was_chosen(source: str) -> None:
-    assert trial.candidates(REQUEST, planned(source=source)) == ()
+    assert candidates(REQUEST, planned(source=source)) == ()
 
 
 def test_every_strategy_has_its_calls_and_the_first_ones_are_not_timed() -> None:
@@ -100,8 +112,8 @@ def test_the_choice_says_what_was_measured() -> None:
 
 
 def test_what_the_own_table_has_is_not_tried_again() -> None:
-    assert trial.candidates(REQUEST, replace(planned(source="table"), settled=True)) == ()
-    assert trial.candidates(REQUEST, planned(source="table")) != ()
+    assert candidates(REQUEST, replace(planned(source="table"), settled=True)) == ()
+    assert candidates(REQUEST, planned(source="table")) != ()
 
 
 def test_a_table_gets_the_times_of_the_products_alone() -> None:
