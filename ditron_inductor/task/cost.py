@@ -64,7 +64,7 @@ MIN_CHUNKS = 4
 """The fewest chunks. On two GPUs a rank's part is cut into several."""
 PROTOCOL_BYTES = 4e6
 """At this size of a collective, half of `protocol_us` counts."""
-SMALL_BYTES = 8 << 20
+SMALL_BYTES = 16 << 20
 SMALL_ALL_REDUCE = 0.86
 """Up to SMALL_BYTES `chunked` replaces the library's all-reduce by one kernel of ours, and takes this fraction of the
 time of `library`. It was 0.67 to 0.97 on 2 and 4 H200s.

@@ -84,8 +84,6 @@ class GroupedProjections(LocalProducts):
     """
 
     kind: ClassVar[str] = "grouped_projections"
-    # Not measured on GPUs yet.
-    by_default: ClassVar[bool] = False
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""

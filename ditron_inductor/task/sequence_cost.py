@@ -5,7 +5,7 @@ numbers.
     sharded    = each product with its reduce-scatter + each gather with its matmuls    + row-wise passes / W
 
 Each term is that of the fastest strategy that the cost model predicts. If one kernel reduces and normalises (up to
-`cost.SMALL_BYTES`), the launch of the norm is not counted, and neither is the writing and reading of the sum in
+`NORM_BYTES`), the launch of the norm is not counted, and neither is the writing and reading of the sum in
 between. A gather without matmuls counts as the library's collective, and so does a reduction without a product. With
 few rows the second round of launches and signals costs more than it saves.
 """
@@ -22,6 +22,8 @@ from ditron_inductor.task.problem import Problem
 
 GAIN = 0.98
 """The sharded form is chosen below this part of the replicated form's predicted time on every known GPU."""
+NORM_BYTES = 8 << 20
+"""The most bytes of a sum that one kernel reduces and normalises faster than two."""
 NORM_LAUNCH = 0.7
 """The part of a launch that a norm in the kernel of its reduction saves over a norm behind it. 2.1 us of 3 us are
 measured (the median of `ditron:split` minus `ditron` in benchmarks/results/norm.csv, 12 shapes of up to 1 MB).
@@ -86,7 +88,7 @@ def pays(work: RegionWork) -> bool:
 def _norm_gain_us(work: RegionWork, reduced: Reduced, on: cost.Hardware) -> float:
     """Returns the microseconds that one node for a reduction and its norm saves over two kernels."""
     nbytes = work.m * reduced.n * work.precision.result.itemsize
-    if not reduced.has_norm or nbytes > cost.SMALL_BYTES:
+    if not reduced.has_norm or nbytes > NORM_BYTES:
         return 0.0
     return NORM_LAUNCH * on.launch_us + 2 * nbytes / on.memory_bytes_per_s * cost.MICRO
 

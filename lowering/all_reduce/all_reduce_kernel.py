@@ -50,7 +50,7 @@ from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedSum
 
-MOST_BYTES = 8 << 20
+MOST_BYTES = 16 << 20
 """The most bytes of a product for this kernel. For larger products, copies are worth their launches."""
 ROUND_BYTES = 800 << 10
 """The bytes that a rank can send in the time of one more round of signals."""
@@ -252,15 +252,19 @@ class Cut:
 
 
 def cut(numel: int, itemsize: int, world_size: int, *, programs: int, least_piece: int, round_bytes: int) -> Cut:
-    """Returns the Cut with the smallest pieces, of 2^n elements, of which there are at most `programs`. round_bytes:
-    two shots are chosen if a rank then sends fewer bytes by more than this number. In one shot it sends numel elements
-    to each of its W - 1 peers, and in two shots 2 / W of them.
+    """Returns the Cut with the smallest pieces, of 2^n elements, of which there are at most `programs`, or as many as
+    there are flags for where pieces would be larger than MOST_PIECE_BYTES. round_bytes: two shots are chosen if a rank
+    then sends fewer bytes by more than this number. In one shot it sends numel elements to each of its W - 1 peers, and
+    in two shots 2 / W of them.
     """
     saved = (world_size - 1) * (world_size - 2) * numel * itemsize // max(world_size, 1)
     in_one_shot = saved <= round_bytes
     length = numel if in_one_shot else ceil_div(numel, world_size)
+    flags = REVOKED_ROW.value - (0 if in_one_shot else RESULT_ROW.value)
     piece = least_piece
-    while ceil_div(length, piece) > programs and 2 * piece * itemsize <= MOST_PIECE_BYTES:
+    while (ceil_div(length, piece) > programs and 2 * piece * itemsize <= MOST_PIECE_BYTES) or (
+        ceil_div(length, piece) > flags
+    ):
         piece *= 2
     return Cut(in_one_shot, piece, ceil_div(length, piece))
 
@@ -297,7 +301,6 @@ def geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int) ->
         least_piece=INTERPRETED_LEAST_PIECE if launch.interpreted else LEAST_PIECE,
         round_bytes=INTERPRETED_ROUND_BYTES if launch.interpreted else ROUND_BYTES,
     )
-    assert chosen.pieces <= REVOKED_ROW.value - (0 if chosen.one_shot else RESULT_ROW.value), chosen
     areas = world if chosen.one_shot else 2 * world
     return Geometry(
         M=M,

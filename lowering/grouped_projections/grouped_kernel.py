@@ -5,8 +5,9 @@ and behind it another kernel reads gate and up of all slots. Algorithm. One grid
 of slots and a tile of columns. The slots of a tile have one expert; a program finds them by the ends of the experts,
 which only the device knows, so there are as many programs as the ends may need, and the others end at once. A program
 loads the rows of x where they lie, so nothing is copied. Products that an epilogue combines, such as gate and up, are
-computed in one tile. Nothing is communicated, and no program waits. Limits. K of x is contiguous, and so are K or the
-columns of the weights. Anything else is computed by the library, which copies the rows.
+computed as one product whose columns alternate. Nothing is communicated, and no program waits. Limits. K of x is
+contiguous, and so are K or the columns of the weights. Anything else is computed by the library, which copies the rows,
+and so are wide weights that take many slots (see `library_wins`).
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from ditron_inductor.core.matmul import Rows
+from ditron_inductor.core.matmul import Carried, Tiles, matmul_tile, weight_of
+from ditron_inductor.core.matmul_pair import matmul_pair_in_one
+from ditron_inductor.core.order import grouped
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import INTERPRETER, Config
-from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange
-from ditron_inductor.lowering.host.launch import ceil_div, widths_of
+from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, unpacked
+from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
-from ditron_inductor.lowering.projections.projections_kernel import (
-    Places,
-    pair_of,
-    store_projections,
-    tensors_of,
-    tiles_of,
-)
+from ditron_inductor.lowering.projections.projections_kernel import Places, store_group, tensors_of
 from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 SHAPES = {
-    16: Config(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=4).validate(),
-    32: Config(block_m=32, block_n=128, block_k=64, num_warps=4, num_stages=5).validate(),
-    64: Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4).validate(),
-    128: Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4).validate(),
+    64: Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=5).validate(),
+    128: Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4).validate(),
 }
-"""The tile shapes by their slots: the largest one that is not larger than the mean number of slots of an expert. They
-have not been measured.
+"""The tile shapes by their slots: the largest one that is not larger than the mean number of slots of an expert. Two
+products that are computed together have half of the columns each.
+"""
+WIDE_TILES, WIDE_GROUP = 32, 16
+"""With so many tiles of columns, an expert's weight does not stay in the L2 cache from one tile of slots to the next:
+so many tiles of slots take a tile of columns together.
+"""
+LIBRARY_FLOPS, KERNEL_FLOPS, BYTES_PER_S = 730e12, 590e12, 3.0e12
+"""The rates of torch's grouped matmul and of the kernel with many slots, and of the copy of rows and of the kernel
+behind the matmul, on an H100. Only their ratios matter.
 """
 ALIGNMENT = 16
 """The bytes at whose multiples torch's grouped matmul wants rows to begin."""
-PAIRED_COLUMNS = 64
-"""The columns of a tile of 128 slots and two weights, whose two accumulators need the registers of one."""
 Runner = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]
 ]
@@ -57,14 +58,15 @@ Runner = Callable[
 
 
 class Sizes(NamedTuple):
-    """The numbers of rows of x, of slots, of experts and of tiles of columns, K, the elements from row to row of x,
-    and, for each weight, the stride from expert to expert.
+    """The numbers of rows of x, of slots, of experts, of tiles of slots and of tiles of columns, K, the elements from
+    row to row of x, and, for each weight, the stride from expert to expert.
     """
 
     T: Any
     S: Any
     E: Any
-    tiles: Any
+    num_m: Any
+    num_n: Any
     K: Any
     pitch: Any
     strides_be: Any
@@ -73,7 +75,7 @@ class Sizes(NamedTuple):
 @triton.jit
 def tile_of_slots(number, slots, sizes, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """Returns (the expert of tile of slots number `number`, its slots [BLOCK_M], their rows of x, which of them exist).
-    Behind the last tile the expert is E or more, and nothing exists. slots: see `grouped_projections_kernel`. EXPERTS:
+    The row of a slot that does not exist is 0. Behind the last tile the expert is E or more, and nothing exists. slots: see `grouped_projections_kernel`. EXPERTS:
     a power of two of at least E.
     """
     experts = tl.arange(0, EXPERTS)
@@ -92,29 +94,44 @@ def tile_of_slots(number, slots, sizes, BLOCK_M: tl.constexpr, EXPERTS: tl.const
     inside = (places >= 0) & (places < end)
     row = tl.load(slots[0] + places, mask=inside, other=0)
     row = tl.where(row < 0, row + sizes.T, row)
-    return expert, places, row, inside & (row >= 0) & (row < sizes.T)
+    there = inside & (row >= 0) & (row < sizes.T)
+    return expert, places, tl.where(there, row, 0), there
 
 
 @triton.jit
 def grouped_projections_kernel(
     x, slots, weights, extras, outs, sizes, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr,
-    TILES: tl.constexpr, PAIR: tl.constexpr, EXPERTS: tl.constexpr,
+    TILES: tl.constexpr, APART: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """See the module. slots: pointers to the row of x of each slot, int64 [S], and to the experts' ends. The other
-    arguments are those of `projections_kernel`, Sizes, and those of `tile_of_slots`.
+    arguments are those of `projections_kernel`, Sizes, and those of `matmul_pair_in_one` and `tile_of_slots`.
     """
-    number = tl.program_id(0) // sizes.tiles
-    tile = tl.program_id(0) % sizes.tiles
+    number, tile = grouped(tl.program_id(0), sizes.num_m, sizes.num_n, TILES.GROUP_M)
     expert, places, row, there = tile_of_slots(number, slots, sizes, TILES.BLOCK_M, EXPERTS)
+    tile = tl.where(expert < sizes.E, tile, -1)
+    a_rows = x + row * sizes.pitch
     of_expert = ()
     NUM_WEIGHTS: tl.constexpr = len(weights)
     for i in tl.static_range(NUM_WEIGHTS):
         of_expert = of_expert + (weights[i] + expert.to(tl.int64) * sizes.strides_be[i],)  # type: ignore[assignment]
-    tile = tl.where(expert < sizes.E, tile, -1)
-    store_projections(
-        tile, Rows(x + row * sizes.pitch, there), Places(places, expert), of_expert, extras, outs, widths, sizes.K,
-        GROUPS, EPILOGUE, TILES, PAIR,
-    )  # fmt: skip
+    # Outputs have the dtype of the rows where the epilogue says nothing else.
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
+    for g in tl.static_range(NUM_GROUPS):
+        N = widths.columns[unpacked(GROUPS.FIRST_WEIGHTS, g)]
+        tiles = tl.cdiv(N, TILES.BLOCK_N // unpacked(GROUPS.NUM_TOGETHER, g))
+        if (tile >= 0) & (tile < tiles):
+            column = tile * (TILES.BLOCK_N // unpacked(GROUPS.NUM_TOGETHER, g))
+            weight = weight_of(of_expert, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
+            if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
+                other = weight_of(of_expert, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
+                accs = matmul_pair_in_one(a_rows, weight, other, column, N, sizes.K, TILES, APART)
+            else:
+                accs = (matmul_tile(a_rows, weight, column, N, sizes.K, Carried(None, (), 0, 0), TILES),)
+            offs_n = column + tl.arange(0, TILES.BLOCK_N // unpacked(GROUPS.NUM_TOGETHER, g))
+            store_group(accs, Places(places, expert), there, offs_n, N, extras, outs, g, GROUPS, DTYPE, EPILOGUE)
+        # For the program whose tile this was, it is negative from now on.
+        tile -= tiles
 
 
 def prepare(
@@ -131,19 +148,18 @@ def prepare(
     """
     if x.device.type == "cpu" and strategy != "tile":
         return by_library(node, x, extras)
-    fits = len(rows) > 0 and x.shape[1] > 0 and x.dtype in OPERAND_DTYPES and 0 not in weights[0].shape
-    lies = x.stride(1) == 1 and rows.is_contiguous() and ends.is_contiguous()
-    lies = lies and all(1 in weight.stride()[1:] for weight in weights)
-    if not (fits and lies) or facts_of(x.device).tile_problem:
+    (S, E), arrangement = (len(rows), len(ends)), arrange(node.parsed, node.num_weights)
+    fits = S > 0 and 0 not in x.shape and x.dtype in OPERAND_DTYPES and 0 not in weights[0].shape
+    if not (fits and _lies(x, rows, ends, weights, arrangement)) or facts_of(x.device).tile_problem:
         return by_library(node, x, extras)
-    S = len(rows)
-    arrangement = arrange(node.parsed, node.num_weights)
-    config = config_for(
-        slots=S, experts=len(ends), dtype=x.dtype, together=arrangement.together > 1, interpreted=x.device.type == "cpu"
-    )
+    N = sum(weight.shape[2] for weight in weights)
+    if strategy != "tile" and x.dtype == torch.bfloat16 and library_wins(
+        slots=S, experts=E, K=x.shape[1], N=N, has_epilogue=arrangement.function is not None
+    ):  # fmt: skip
+        return by_library(node, x, extras)
+    config = config_for(slots=S, experts=E, dtype=x.dtype, interpreted=x.device.type == "cpu")
+    config = config.for_arch(facts_of(x.device).arch)
     launcher = local_launcher(grouped_projections_kernel, x.device)
-    # These are made now, because a closure would keep the operands alive.
-    arguments = _arguments(x, S, len(ends), weights, arrangement, config.for_arch(facts_of(x.device).arch))
 
     def run(
         x: torch.Tensor,
@@ -154,20 +170,50 @@ def prepare(
     ) -> list[torch.Tensor]:
         outs, tensors = tensors_of(arrangement, S, x, weights, extras)
         tensors["slots"] = rows, ends
-        launcher(handle_for(x), lambda: arguments, (), (), tensors)
+        launcher(handle_for(x), lambda: _arguments(x, S, E, weights, arrangement, config), (), (), tensors)
         return outs
 
     return run
 
 
-def config_for(*, slots: int, experts: int, dtype: torch.dtype, together: bool, interpreted: bool) -> Config:
-    """Returns the tile shape. together: two weights are multiplied in one tile."""
+def _lies(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    arrangement: Arrangement,
+) -> bool:
+    """Returns whether the kernel can read operands that lie in memory as these."""
+    strides = [weights[index].stride() for index in arrangement.weights]
+    for first, group in zip(arrangement.first_weights, arrangement.groups, strict=True):
+        if len(group.products) > 1 and strides[first][1:] != strides[first + 1][1:]:
+            return False
+    contiguous = x.stride(1) == 1 and rows.is_contiguous() and ends.is_contiguous()
+    return contiguous and all(1 in stride[1:] for stride in strides)
+
+
+def library_wins(*, slots: int, experts: int, K: int, N: int, has_epilogue: bool) -> bool:
+    """Returns whether torch's grouped matmul of copied rows is the faster one for slots that experts share evenly.
+    Its tiles have twice as many slots, so more of them are empty at an expert's end, but it multiplies faster. Both
+    read every weight. The kernel saves the copy of the rows, and what an epilogue reads and writes.
+    """
+    mean = slots / experts
+    weight_s = 2 * experts * K * N / BYTES_PER_S
+
+    def matmul_s(flops: float, block_m: int) -> float:
+        return max(2 * slots * K * N * (1 + block_m / 2 / mean) / flops, weight_s)
+
+    copied_s = 2 * slots * (2 * K + 1.5 * N * has_epilogue) / BYTES_PER_S
+    library_s = matmul_s(LIBRARY_FLOPS, 2 * max(SHAPES)) + copied_s
+    return matmul_s(KERNEL_FLOPS, max(SHAPES)) > library_s
+
+
+def config_for(*, slots: int, experts: int, dtype: torch.dtype, interpreted: bool) -> Config:
+    """Returns the tile shape."""
     if interpreted:
         return replace(INTERPRETER, block_m=16)
     mean = ceil_div(slots, experts)
     found = SHAPES[max(size for size in SHAPES if size <= max(mean, min(SHAPES)))]
-    if together and found.block_m == max(SHAPES):
-        found = replace(found, block_n=PAIRED_COLUMNS)
     # fp32 operands need twice as much shared memory.
     return replace(found, block_k=found.block_k // 2) if dtype == torch.float32 else found
 
@@ -207,24 +253,49 @@ def _arguments(
     x: torch.Tensor, S: int, E: int, weights: Sequence[torch.Tensor], arrangement: Arrangement, config: Config
 ) -> Arguments:
     """Returns the Arguments of a launch."""
-    tile = tiles_of(x, config)
     ordered = [weights[index] for index in arrangement.weights]
-    columns = sum(ceil_div(ordered[first].shape[2], config.block_n) for first in arrangement.first_weights)
+    # A tile's columns are those of all its products.
+    num_n = sum(
+        ceil_div(len(group.products) * ordered[first].shape[2], config.block_n)
+        for first, group in zip(arrangement.first_weights, arrangement.groups, strict=True)
+    )
     # Every expert may have a tile that is not full.
-    tiles = ceil_div(S, config.block_m) + min(E, S)
+    num_m = ceil_div(S, config.block_m) + min(E, S)
+    strides_be = tuple(weight.stride(0) for weight in ordered)
     values: dict[str, Any] = {
-        "sizes": Sizes(
-            x.shape[0], S, E, columns, x.shape[1], x.stride(0), tuple(weight.stride(0) for weight in ordered)
-        ),
+        "sizes": Sizes(x.shape[0], S, E, num_m, num_n, x.shape[1], x.stride(0), strides_be),
         "widths": widths_of([weight[0] for weight in ordered]),
         "GROUPS": arrangement.packed_groups,
         "EPILOGUE": arrangement.function,
-        "TILES": tile,
-        "PAIR": pair_of(tile),
+        "TILES": _tiles_of(x, config, WIDE_GROUP if num_n >= WIDE_TILES else 1),
+        "APART": _apart(ordered),
         "EXPERTS": triton.next_power_of_2(E),
         **config.options,
     }
-    return Arguments(programs=tiles * columns, values=values)
+    return Arguments(programs=num_m * num_n, values=values)
+
+
+def _apart(weights: Sequence[torch.Tensor]) -> int:
+    """Returns a number of elements of which the distances of the weights, and of their experts, are multiples."""
+    size = weights[0].element_size()
+    aligned = all(weight.data_ptr() % ALIGNMENT == weight.stride(0) * size % ALIGNMENT == 0 for weight in weights)
+    return ALIGNMENT // size if aligned else 1
+
+
+def _tiles_of(x: torch.Tensor, config: Config, group_m: int) -> Tiles:
+    return Tiles(
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=group_m,
+        DESCRIPTORS=False,
+        K_MAJOR=0,
+        EVEN_K=x.shape[1] % config.block_k == 0,
+        PRECISION=dot_precision(x.dtype),
+        UPCAST=x.device.type == "cpu",
+        THREADS=0,
+        PIECE=0,
+    )
 
 
 grouped_projections: LocalCalls[GroupedProjections] = LocalCalls(prepare)

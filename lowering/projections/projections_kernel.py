@@ -96,13 +96,24 @@ def store_projections(
                 weight = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
                 accs = (matmul_steps_of_few_rows(acc, rows, weight, column, N, K, TILES).T,)
             offs_n = column + tl.arange(0, BLOCK_N)
-            elements = elements_at(places.rows, offs_n, rows.inside[:, None], (offs_n < N)[None, :], N, places.expert)
-            store_outputs(
-                accs, 1, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g), unpacked(GROUPS.FIRST_OUTS, g),
-                unpacked(GROUPS.NUM_OUTS, g), DTYPE, EPILOGUE,
-            )  # fmt: skip
+            store_group(accs, places, rows.inside, offs_n, N, extras, outs, g, GROUPS, DTYPE, EPILOGUE)
         # For the program whose tile this was, it is negative from now on.
         tile -= tiles
+
+
+@triton.jit
+def store_group(
+    accs, places, inside, offs_n, N, extras, outs, g: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """Stores the outputs of group g at these Places and columns. accs: the accumulators of the group's products.
+    inside: which of the places there are. DTYPE: the dtype of the products.
+    """
+    elements = elements_at(places.rows, offs_n, inside[:, None], (offs_n < N)[None, :], N, places.expert)
+    store_outputs(
+        accs, 1, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g), unpacked(GROUPS.FIRST_OUTS, g),
+        unpacked(GROUPS.NUM_OUTS, g), DTYPE, EPILOGUE,
+    )  # fmt: skip
 
 
 def prepare(

@@ -251,6 +251,7 @@ def compile_case(case: Case) -> Compiled:
         "RANKS": 8,
         "SLOTS": 64,
         "EXPERTS": 128,
+        "APART": 8,
         "BY_TOKEN": True,
         "BY_SLOT": True,
         "HAS_ABSENT": case.elsewhere,

@@ -40,6 +40,8 @@ CUT = {"programs": 132, "least_piece": 512, "round_bytes": all_reduce_kernel.ROU
         (256, 2, 4, Cut(False, 4096, 128)),
         # Two ranks send no less in two shots.
         (256, 2, 2, Cut(True, 8192, 256)),
+        # As few pieces as there are flags.
+        (1024, 2, 2, Cut(True, 16384, 512)),
         (32, 2, 8, Cut(False, 512, 64)),
         (64, 4, 4, Cut(False, 1024, 128)),
         (256, 4, 3, Cut(False, 4096, 171)),
@@ -81,6 +83,9 @@ GPU_SHOTS = (
     Case((64, 500), 5003),
     Case((333, 500), 5003, dtype=FP32),
     Case((2, 100, 512), 10240, dtype=FP16),
+    # The most bytes, and nearly so many.
+    Case((2048, 512), 4096, b_layout="column"),
+    Case((2047, 512), 4093, dtype=FP16, reduce_op="avg"),
 )
 
 

@@ -174,7 +174,7 @@ def _tiles(ctx: RankContext, ends: list[int], rows: list[int], T: int, tiles: in
     E, block = len(ends), 4
     found = torch.zeros(tiles, block, 4, dtype=torch.int64, device=ctx.device)
     slots = torch.tensor(rows, device=ctx.device), torch.tensor(ends, dtype=torch.int32, device=ctx.device)
-    sizes = lowering.Sizes(T, len(rows), E, 1, 1, 1, (1,))
+    sizes = lowering.Sizes(T, len(rows), E, 1, 1, 1, 1, (1,))
     _tiles_kernel[(tiles,)](slots, found, sizes, block, triton.next_power_of_2(E))
     return [(expert, slot, row) for expert, slot, row, there in found.flatten(0, 1).tolist() if there]
 
@@ -249,7 +249,7 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
     assert [out.shape for out in outs] == [(0, 8), (0, 8)]
 
 
-@pytest.mark.parametrize("slots", [16, 128, *rare(32, 64)])
+@pytest.mark.parametrize("slots", [128, *rare(64)])
 @pytest.mark.parametrize(
     ("target", "epilogue", "across"),
     [
@@ -262,7 +262,7 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
 )
 def test_compiles_for_gpus(target: str, epilogue: str, across: bool, slots: int) -> None:
     numbers = {"slots": slots * 128, "experts": 128, "dtype": torch.bfloat16}
-    tile = lowering.config_for(**numbers, together=bool(epilogue), interpreted=False)
+    tile = lowering.config_for(**numbers, interpreted=False)
     assert tile.block_m == slots
     compiled = compile_case(Compilation("grouped", target, tile, "bf16", epilogue=epilogue, elsewhere=across))
     assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
