@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece, matmul_steps_of_few_rows
+from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece, matmul_rows, matmul_steps_of_few_rows
 
 
 @triton.jit
@@ -91,40 +91,21 @@ def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
 
 
 @triton.jit
-def matmul_pair_in_one(a_rows, weight, other, column, N, K, TILES: tl.constexpr, APART: tl.constexpr):
-    """Returns (A @ B, A @ other) as `matmul_pair` does, of BLOCK_N / 2 columns each. Runs of 8 columns of B and of the
-    other weight alternate in one product of BLOCK_N columns, which tensor cores compute faster than two products. One
-    thread has the columns of both products. Both weights have the same strides, and begin a multiple of APART elements
-    apart, by which the compiler knows that loads of both are aligned.
+def matmul_pair_in_one(rows, weight, other, column, N, K, TILES: tl.constexpr, APART: tl.constexpr):
+    """Returns (A @ B, A @ other) of these Rows of A, each [BLOCK_M, BLOCK_N / 2] as `matmul_rows` computes it. Runs of
+    8 columns of B and of the other weight alternate in one product of BLOCK_N columns, which tensor cores compute
+    faster than two products. One thread has the columns of both products. Both weights have the same strides, and begin
+    a multiple of APART elements apart, by which the compiler knows that loads of both are aligned.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    ITEMSIZE: tl.constexpr = weight.pointer.dtype.element_ty.primitive_bitwidth // 8
     runs = tl.arange(0, BLOCK_N)
     offs_n = column + runs // 16 * 8 + runs % 8
-    offs_k = tl.arange(0, TILES.BLOCK_K)
-    in_n = (offs_n < N)[None, :]
-    ITEMSIZE: tl.constexpr = weight.pointer.dtype.element_ty.primitive_bitwidth // 8
     apart = (other.pointer.to(tl.int64) - weight.pointer.to(tl.int64)) // ITEMSIZE
     of_weight = tl.multiple_of(tl.where(runs % 16 < 8, 0, apart), APART)
-    first = weight.pointer + (of_weight + offs_n.to(tl.int64) * weight.stride_n)
-    a_ptrs = a_rows[:, None] + offs_k[None, :]
-    b_ptrs = first[None, :] + offs_k.to(tl.int64)[:, None] * weight.stride_k
-    step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
-        if TILES.EVEN_K:
-            a = tl.load(a_ptrs)
-            b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
-        else:
-            in_k = offs_k < K - k * TILES.BLOCK_K
-            a = tl.load(a_ptrs, mask=in_k[None, :], other=0.0)
-            b_tile = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
-        if TILES.UPCAST:
-            a = a.to(tl.float32)
-            b_tile = b_tile.to(tl.float32)
-        acc = tl.dot(a, b_tile, acc, input_precision=TILES.PRECISION)
-        a_ptrs += TILES.BLOCK_K
-        b_ptrs += step
+    columns = weight.pointer + (of_weight + offs_n.to(tl.int64) * weight.stride_n)
+    acc = matmul_rows(rows, columns, offs_n < N, weight.stride_k, K, TILES)
     acc, other_acc = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2)))
     return tl.reshape(acc, (BLOCK_M, BLOCK_N // 2)), tl.reshape(other_acc, (BLOCK_M, BLOCK_N // 2))
 

@@ -7,7 +7,7 @@ which only the device knows, so there are as many programs as the ends may need,
 loads the rows of x where they lie, so nothing is copied. Products that an epilogue combines, such as gate and up, are
 computed as one product whose columns alternate. Nothing is communicated, and no program waits. Limits. K of x is
 contiguous, and so are K or the columns of the weights. Anything else is computed by the library, which copies the rows,
-and so are wide weights that take many slots (see `library_wins`).
+and so are wide weights that take many slots (see task/grouped_cost.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from ditron_inductor.core.matmul import Carried, Tiles, matmul_tile, weight_of
+from ditron_inductor.core.matmul import Rows, Tiles, matmul_rows, weight_of
 from ditron_inductor.core.matmul_pair import matmul_pair_in_one
 from ditron_inductor.core.order import grouped
 from ditron_inductor.device.streams import handle_for
@@ -31,6 +31,7 @@ from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, widths
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.lowering.projections.projections_kernel import Places, store_group, tensors_of
+from ditron_inductor.task.grouped_cost import library_wins
 from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -44,10 +45,6 @@ products that are computed together have half of the columns each.
 WIDE_TILES, WIDE_GROUP = 32, 16
 """With so many tiles of columns, an expert's weight does not stay in the L2 cache from one tile of slots to the next:
 so many tiles of slots take a tile of columns together.
-"""
-LIBRARY_FLOPS, KERNEL_FLOPS, BYTES_PER_S = 730e12, 590e12, 3.0e12
-"""The rates of torch's grouped matmul and of the kernel with many slots, and of the copy of rows and of the kernel
-behind the matmul, on an H100. Only their ratios matter.
 """
 ALIGNMENT = 16
 """The bytes at whose multiples torch's grouped matmul wants rows to begin."""
@@ -75,7 +72,7 @@ class Sizes(NamedTuple):
 @triton.jit
 def tile_of_slots(number, slots, sizes, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """Returns (the expert of tile of slots number `number`, its slots [BLOCK_M], their rows of x, which of them exist).
-    The row of a slot that does not exist is 0. Behind the last tile the expert is E or more, and nothing exists. slots: see `grouped_projections_kernel`. EXPERTS:
+    Behind the last tile the expert is E or more, and nothing exists. slots: see `grouped_projections_kernel`. EXPERTS:
     a power of two of at least E.
     """
     experts = tl.arange(0, EXPERTS)
@@ -94,8 +91,7 @@ def tile_of_slots(number, slots, sizes, BLOCK_M: tl.constexpr, EXPERTS: tl.const
     inside = (places >= 0) & (places < end)
     row = tl.load(slots[0] + places, mask=inside, other=0)
     row = tl.where(row < 0, row + sizes.T, row)
-    there = inside & (row >= 0) & (row < sizes.T)
-    return expert, places, tl.where(there, row, 0), there
+    return expert, places, row, inside & (row >= 0) & (row < sizes.T)
 
 
 @triton.jit
@@ -109,7 +105,7 @@ def grouped_projections_kernel(
     number, tile = grouped(tl.program_id(0), sizes.num_m, sizes.num_n, TILES.GROUP_M)
     expert, places, row, there = tile_of_slots(number, slots, sizes, TILES.BLOCK_M, EXPERTS)
     tile = tl.where(expert < sizes.E, tile, -1)
-    a_rows = x + row * sizes.pitch
+    taken = Rows(x + row * sizes.pitch, there)
     of_expert = ()
     NUM_WEIGHTS: tl.constexpr = len(weights)
     for i in tl.static_range(NUM_WEIGHTS):
@@ -125,9 +121,11 @@ def grouped_projections_kernel(
             weight = weight_of(of_expert, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
             if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
                 other = weight_of(of_expert, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
-                accs = matmul_pair_in_one(a_rows, weight, other, column, N, sizes.K, TILES, APART)
+                accs = matmul_pair_in_one(taken, weight, other, column, N, sizes.K, TILES, APART)
             else:
-                accs = (matmul_tile(a_rows, weight, column, N, sizes.K, Carried(None, (), 0, 0), TILES),)
+                offs_n = column + tl.arange(0, TILES.BLOCK_N)
+                columns = weight.pointer + offs_n.to(tl.int64) * weight.stride_n
+                accs = (matmul_rows(taken, columns, offs_n < N, weight.stride_k, sizes.K, TILES),)
             offs_n = column + tl.arange(0, TILES.BLOCK_N // unpacked(GROUPS.NUM_TOGETHER, g))
             store_group(accs, Places(places, expert), there, offs_n, N, extras, outs, g, GROUPS, DTYPE, EPILOGUE)
         # For the program whose tile this was, it is negative from now on.
@@ -152,10 +150,9 @@ def prepare(
     fits = S > 0 and 0 not in x.shape and x.dtype in OPERAND_DTYPES and 0 not in weights[0].shape
     if not (fits and _lies(x, rows, ends, weights, arrangement)) or facts_of(x.device).tile_problem:
         return by_library(node, x, extras)
+    # What could be known at compile time was left to the library then.
     N = sum(weight.shape[2] for weight in weights)
-    if strategy != "tile" and x.dtype == torch.bfloat16 and library_wins(
-        slots=S, experts=E, K=x.shape[1], N=N, has_epilogue=arrangement.function is not None
-    ):  # fmt: skip
+    if strategy != "tile" and x.dtype == torch.bfloat16 and library_wins(S=S, E=E, K=x.shape[1], N=N):
         return by_library(node, x, extras)
     config = config_for(slots=S, experts=E, dtype=x.dtype, interpreted=x.device.type == "cpu")
     config = config.for_arch(facts_of(x.device).arch)
@@ -190,22 +187,6 @@ def _lies(
             return False
     contiguous = x.stride(1) == 1 and rows.is_contiguous() and ends.is_contiguous()
     return contiguous and all(1 in stride[1:] for stride in strides)
-
-
-def library_wins(*, slots: int, experts: int, K: int, N: int, has_epilogue: bool) -> bool:
-    """Returns whether torch's grouped matmul of copied rows is the faster one for slots that experts share evenly.
-    Its tiles have twice as many slots, so more of them are empty at an expert's end, but it multiplies faster. Both
-    read every weight. The kernel saves the copy of the rows, and what an epilogue reads and writes.
-    """
-    mean = slots / experts
-    weight_s = 2 * experts * K * N / BYTES_PER_S
-
-    def matmul_s(flops: float, block_m: int) -> float:
-        return max(2 * slots * K * N * (1 + block_m / 2 / mean) / flops, weight_s)
-
-    copied_s = 2 * slots * (2 * K + 1.5 * N * has_epilogue) / BYTES_PER_S
-    library_s = matmul_s(LIBRARY_FLOPS, 2 * max(SHAPES)) + copied_s
-    return matmul_s(KERNEL_FLOPS, max(SHAPES)) > library_s
 
 
 def config_for(*, slots: int, experts: int, dtype: torch.dtype, interpreted: bool) -> Config:

@@ -16,6 +16,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * something else reads the copied rows too, as a backward does: they are then made anyway;
 * the matmul has a bias, or another dtype for its result;
 * K of x, or both dimensions of the matrices, are not contiguous;
+* it is predicted to be slower than the library (see task/grouped_cost.py), unless the strategy `tile` is forced;
 * something writes into x, the rows, the ends or the weight;
 * the dtype is none of bfloat16, float16 and float32.
 """
@@ -31,6 +32,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.task import grouped_cost
 from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -69,6 +71,13 @@ def find_grouped_projections(grouped: fx.Node) -> Match | None:
     return Match(grouped, copied, x, rows, ends, weight)
 
 
+def library_wins(match: Match) -> bool:
+    """Returns whether the library is predicted to be faster; False for sizes that are known only at run time."""
+    (S, K), (E, _, N) = proofs.fake(match.copied).shape, proofs.fake(match.weight).shape
+    known = all(isinstance(size, int) for size in (S, K, E, N)) and 0 not in (S, E)
+    return known and grouped_cost.library_wins(S=S, E=E, K=K, N=N)
+
+
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the product by one op call and returns that call."""
     value = proofs.fake(match.grouped)
@@ -89,6 +98,8 @@ def grouped_projections(graph: fx.Graph, *, options: Options) -> int:
         return 0
     matches = [find_grouped_projections(node) for node in graph.find_nodes(op="call_function", target=proofs.GROUPED)]
     found = [match for match in matches if match is not None]
+    if options.strategy != "tile":
+        found = [match for match in found if not library_wins(match)]
     for match in found:
         rewrite(graph, match, options)
     return len(found)

@@ -62,7 +62,7 @@ def tried(us: Mapping[str, float]) -> Iterator[None]:
         # The library is planned, in eager mode and in CUDA graphs, and a size stands for itself.
         mock.patch.object(trials, "choose", lambda request, table: PLANNED),
         mock.patch.object(trial, "bucket", lambda size: size),
-        mock.patch.object(trial, "candidates", lambda request, planned: TRIED),
+        mock.patch.object(trial, "candidates", lambda request, eager, captured: TRIED),
         mock.patch.object(Trial, "timed", named),
         mock.patch.object(Sample, "device_ns", device_ns),
     ):
