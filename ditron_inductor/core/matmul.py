@@ -311,7 +311,7 @@ def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr
 
 @triton.jit
 def matmul_rows(rows, columns, inside, stride_k, K, TILES: tl.constexpr):
-    """Returns acc[m, n] = sum_k A[m, k] * B[k, n], fp32 [BLOCK_M, BLOCK_N], of these Rows of A, and of columns of B, any
+    """Returns acc[m, n] = sum_k A[m, k] * B[k, n], fp32 [BLOCK_M, BLOCK_N], of these Rows of A and of any columns of B:
     [BLOCK_N] pointers to their first elements, `inside` where there are such. The others are 0.
     """
     offs_k = tl.arange(0, TILES.BLOCK_K)
