@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ditron_inductor.errors import InvalidOptionValue
-from ditron_inductor.task.nodes import DEFAULT_FUSIONS, DELETED_KINDS, FUSIONS, STRATEGIES
+from ditron_inductor.task.nodes import DELETED_KINDS, FUSIONS, STRATEGIES
 
 PREFIX = "ditron."
 VARIABLE_PREFIX = "DITRON_"
@@ -166,7 +166,7 @@ DECLARED: tuple[Option, ...] = (
         shared=False,
     ),
     Option(
-        "fusions", DEFAULT_FUSIONS, _fusions, _names_of_text, values="names of fusions",
+        "fusions", FUSIONS, _fusions, _names_of_text, values="names of fusions",
         meaning=f"The fusions that are allowed. The variable has commas between the names, or `{NO_FUSIONS}`.",
     ),
     Option(

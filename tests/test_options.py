@@ -15,12 +15,12 @@ from ditron_inductor import config, passes_for_inductor
 from ditron_inductor.declared_options import OPTIONS, Option
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.options import Options, cache_folder
-from ditron_inductor.task.nodes import DEFAULT_FUSIONS
+from ditron_inductor.task.nodes import FUSIONS
 
 
 def test_defaults() -> None:
     options, patches = Options.parse(None, environment={})
-    assert options == Options(strategy="auto", workspace_limit=1 << 30, timeout_s=None, fusions=DEFAULT_FUSIONS)
+    assert options == Options(strategy="auto", workspace_limit=1 << 30, timeout_s=None, fusions=FUSIONS)
     assert patches == {} and options.timeout_arg == 0.0
 
 
@@ -215,7 +215,7 @@ def test_text_shows_every_field_and_tells_options_apart() -> None:
         "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, meeting_s=10.0, "
         "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'matmul_all_gather', "
         "'all_reduce_rms_norm', 'matmul_all_to_all', 'all_to_all_matmul', "
-        "'flash_decode', 'projections', 'expert_projections', 'combine_experts', "
+        "'flash_decode', 'projections', 'expert_projections', 'grouped_projections', 'combine_experts', "
         "'grouped_matmul_all_reduce', 'grouped_matmul_reduce_scatter', 'all_gather_attention', "
         "'attention_reduce_scatter'), "
         "strict=False, sequence_parallel='auto', trials=True"

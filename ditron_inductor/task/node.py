@@ -64,8 +64,6 @@ class Node:
     computes: ClassVar[str] = "matmul"
     host_us: ClassVar[Mapping[str, float]] = {}
     planned_as: ClassVar[str] = ""
-    by_default: ClassVar[bool] = True
-    """Whether the fusion is made unless the option `ditron.fusions` leaves it out, not only where that names it."""
     strategies: ClassVar[tuple[str, ...]] = ("library", "chunked", "tile")
     """The strategies that the kind has. If another one is forced, the last of these runs."""
 

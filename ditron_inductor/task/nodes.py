@@ -86,7 +86,6 @@ LOCAL_KINDS: tuple[str, ...] = tuple(kind for kind in NODES if kind not in TASKS
 """The kinds that communicate nothing."""
 FUSIONS: tuple[str, ...] = tuple(node.kind for node in DECLARED if not node.planned_as)
 """The kinds that a user can ask for, or leave out."""
-DEFAULT_FUSIONS: tuple[str, ...] = tuple(kind for kind in FUSIONS if NODES[kind].by_default)
 PLANNED_KINDS: tuple[str, ...] = tuple(
     node.kind for node in TASKS.values() if not node.planned_as and node.computes in MEASURED_WORK
 )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ditron_inductor.declared_options import DECLARED, Option
-from ditron_inductor.task.nodes import DEFAULT_FUSIONS, FUSIONS
+from ditron_inductor.task.nodes import FUSIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 COMMAND = "python -m ditron_inductor.tools.option_table"
@@ -34,9 +34,8 @@ def with_table(page: str) -> str:
 
 
 def _default_text(one: Option) -> str:
-    if one.default == DEFAULT_FUSIONS:
-        others = ", ".join(f"`{kind}`" for kind in FUSIONS if kind not in DEFAULT_FUSIONS)
-        return f"all but {others}" if others else "all of them"
+    if one.default == FUSIONS:
+        return "all of them"
     return f"`{one.default}`" if isinstance(one.default, str) else str(one.default)
 
 

@@ -107,7 +107,7 @@ def from_products(module: fx.GraphModule) -> str:
 
 def test_golden_experts_of_a_prompt() -> None:
     expecttest.assert_expected_inline(from_products(same_results(experts, made=1)), """\
-_grouped_mm_1 [160, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)
+_grouped_mm_1 [160, 16] = aten._grouped_mm(getitem_5, permute_2, cumsum)
 view_1 [160] = aten.reshape(getitem, [-1])
 index_1 [160] = aten.index.Tensor(view_1, [getitem_3])
 unsqueeze [160, 1] = aten.unsqueeze(index_1, -1)
@@ -116,9 +116,9 @@ iota [160] = prims.iota(160, start=0, step=1, dtype=torch.int64, device=device(t
 index_put [160] = aten.index_put(empty, [getitem_3], iota)
 reshape_default [160] = aten.reshape(unsqueeze, [-1])
 combine_experts = ditron.combine_experts([_grouped_mm_1, index_put, reshape_default], 'top_k=8', None)
-getitem_5 [20, 16] = combine_experts[0]
-after__default = ditron.after_(getitem_5, getitem_6)
-all_reduce_1 [20, 16] = _c10d_functional.all_reduce(getitem_5, 'sum', '0')
+getitem_6 [20, 16] = combine_experts[0]
+after__default = ditron.after_(getitem_6, getitem_7)
+all_reduce_1 [20, 16] = _c10d_functional.all_reduce(getitem_6, 'sum', '0')
 wait_tensor_1 [20, 16] = _c10d_functional.wait_tensor(all_reduce_1)
 return (wait_tensor_1,)""")
 
@@ -175,7 +175,7 @@ def test_a_sum_without_a_scale_has_one_of_ones() -> None:
 
 def test_golden_sums_by_scatter() -> None:
     expecttest.assert_expected_inline(from_products(same_results(scattered, made=1)), """\
-_grouped_mm_1 [160, 16] = aten._grouped_mm(_grouped_mm, permute_2, cumsum)
+_grouped_mm_1 [160, 16] = aten._grouped_mm(getitem_5, permute_2, cumsum)
 view_1 [160] = aten.reshape(getitem, [-1])
 index_1 [160] = aten.index.Tensor(view_1, [getitem_3])
 view_2 [160, 1] = aten.reshape(index_1, [-1, 1])
@@ -184,9 +184,9 @@ empty_memory_format [160] = aten.empty.memory_format([160], dtype=torch.int64, d
 iota_default [160] = prims.iota(160, start=0, step=1, dtype=torch.int64, device=device(type='cpu'), requires_grad=False)
 index_put_default [160] = aten.index_put(empty_memory_format, [getitem_3], iota_default)
 combine_experts = ditron.combine_experts([_grouped_mm_1, index_put_default, reshape_default], 'top_k=8', None)
-getitem_5 [20, 16] = combine_experts[0]
-view_4 [2, 10, 16] = aten.reshape(getitem_5, [2, -1, 16])
-after__default = ditron.after_(view_4, getitem_6)
+getitem_6 [20, 16] = combine_experts[0]
+view_4 [2, 10, 16] = aten.reshape(getitem_6, [2, -1, 16])
+after__default = ditron.after_(view_4, getitem_7)
 all_reduce_1 [2, 10, 16] = _c10d_functional.all_reduce(view_4, 'sum', '0')
 wait_tensor_1 [2, 10, 16] = _c10d_functional.wait_tensor(all_reduce_1)
 return (wait_tensor_1,)""")

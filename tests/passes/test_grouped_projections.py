@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import expecttest
 import pytest
@@ -15,12 +16,12 @@ from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
-from ditron_inductor.task.nodes import FUSIONS
+from ditron_inductor.task import grouped_cost
 from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text, traced
 
 pytestmark = pytest.mark.usefixtures("group")
 KIND = "grouped_projections"
-ALL = Options(fusions=FUSIONS)
+DEFAULT = Options()
 BF16 = torch.bfloat16
 T, D, F, E, K = 80, 16, 8, 4, 2
 X, SCORES = torch.empty(T, D).to(BF16), torch.empty(T, E)
@@ -58,7 +59,7 @@ def behind_a_reduction(fn: Callable[..., Any]) -> Callable[..., Any]:
     return layer
 
 
-def made(module: fx.GraphModule, options: Options = ALL) -> int:
+def made(module: fx.GraphModule, options: Options = DEFAULT) -> int:
     """Runs all passes; how many calls were made."""
     count = pipeline.run(module.graph, options)[KIND]
     module.graph.lint()
@@ -72,7 +73,9 @@ def test_golden_experts_of_a_prompt() -> None:
     lines = [line for line in text(module.graph).splitlines() if "matrices" not in line]
     begin = next(index for index, line in enumerate(lines) if "floor_divide" in line or "div" in line)
     end = next(index for index, line in enumerate(lines) if KIND in line) + 2
-    expecttest.assert_expected_inline("\n".join(lines[begin:end]), """\
+    expecttest.assert_expected_inline(
+        "\n".join(lines[begin:end]),
+        """\
 div [160] = aten.div.Tensor_mode(getitem_3, 2, rounding_mode='floor')
 permute [4, 16, 16] = aten.permute(arg3_1, [0, 2, 1])
 convert_element_type_2 [160] = prims.convert_element_type(getitem_2, torch.float32)
@@ -81,7 +84,8 @@ cumsum [4] = aten.cumsum(histc, 0, dtype=torch.int32)
 columns [4, 16, 8] = aten.slice.Tensor(permute, 2, 0, 8)
 columns_1 [4, 16, 8] = aten.slice.Tensor(permute, 2, 8, 16)
 grouped_projections_2 = ditron.grouped_projections([getitem_6, div, cumsum, columns, columns_1], "num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
-getitem_10 [160, 8] = grouped_projections_2[0]""")
+getitem_10 [160, 8] = grouped_projections_2[0]""",
+    )
 
 
 def same_results(fn: Callable[..., Any], given: tuple[torch.Tensor, ...] = OPERANDS) -> int:
@@ -152,10 +156,18 @@ def test_rows_that_are_written_to_stay() -> None:
     assert made(module) == 0
 
 
-@pytest.mark.parametrize("options", [Options(), Options(fusions=("matmul_all_reduce",))], ids=["default", "others"])
-def test_it_is_made_only_if_it_is_asked_for(options: Options) -> None:
+def test_it_is_not_made_where_the_option_leaves_it_out() -> None:
     (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
-    assert made(module, options) == 0
+    assert made(module, Options(fusions=("matmul_all_reduce",))) == 0
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("auto", 0), ("tile", 1)])
+def test_what_the_library_does_faster_stays_unless_the_kernel_is_forced(strategy: str, count: int) -> None:
+    with mock.patch.object(
+        grouped_cost, "library_wins", lambda **sizes: sizes == {"S": T * K, "E": E, "K": D, "N": 2 * F}
+    ):
+        (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
+        assert made(module, Options(strategy=strategy)) == count
 
 
 def test_a_dynamic_number_of_tokens() -> None:
@@ -170,4 +182,4 @@ def test_a_dynamic_number_of_tokens() -> None:
 def test_idempotent() -> None:
     (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
     assert made(module) == 1
-    assert grouped_projections(module.graph, options=ALL) == 0
+    assert grouped_projections(module.graph, options=DEFAULT) == 0
