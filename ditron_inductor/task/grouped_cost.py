@@ -18,10 +18,9 @@ def library_wins(*, S: int, E: int, K: int, N: int) -> bool:
     """Returns whether the library is predicted to be faster, where the E experts share the slots evenly. Operands have
     16 bits; N: the columns of all weights.
     """
-    mean = S / E
     weight_s = 2 * E * K * N / BYTES_PER_S
 
     def matmul_s(flops: float, slots: int) -> float:
-        return max(2 * S * K * N * (1 + slots / 2 / mean) / flops, weight_s)
+        return max(2 * (S + E * slots / 2) * K * N / flops, weight_s)
 
     return matmul_s(LIBRARY_FLOPS, LIBRARY_SLOTS) + 4 * S * K / BYTES_PER_S < matmul_s(KERNEL_FLOPS, KERNEL_SLOTS)

@@ -6,8 +6,7 @@ of slots and a tile of columns. The slots of a tile have one expert; a program f
 which only the device knows, so there are as many programs as the ends may need, and the others end at once. A program
 loads the rows of x where they lie, so nothing is copied. Products that an epilogue combines, such as gate and up, are
 computed as one product whose columns alternate. Nothing is communicated, and no program waits. Limits. K of x is
-contiguous, and so are K or the columns of the weights. Anything else is computed by the library, which copies the rows,
-and so are wide weights that take many slots (see task/grouped_cost.py).
+contiguous, and so are K or the columns of the weights. Anything else is computed by the library, which copies the rows.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, widths
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.lowering.projections.projections_kernel import Places, store_group, tensors_of
-from ditron_inductor.task.grouped_cost import library_wins
 from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -149,10 +147,6 @@ def prepare(
     (S, E), arrangement = (len(rows), len(ends)), arrange(node.parsed, node.num_weights)
     fits = S > 0 and 0 not in x.shape and x.dtype in OPERAND_DTYPES and 0 not in weights[0].shape
     if not (fits and _lies(x, rows, ends, weights, arrangement)) or facts_of(x.device).tile_problem:
-        return by_library(node, x, extras)
-    # What could be known at compile time was left to the library then.
-    N = sum(weight.shape[2] for weight in weights)
-    if strategy != "tile" and x.dtype == torch.bfloat16 and library_wins(S=S, E=E, K=x.shape[1], N=N):
         return by_library(node, x, extras)
     config = config_for(slots=S, experts=E, dtype=x.dtype, interpreted=x.device.type == "cpu")
     config = config.for_arch(facts_of(x.device).arch)

@@ -37,6 +37,7 @@ from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
+MANY_SLOTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,14 @@ def find_grouped_projections(grouped: fx.Node) -> Match | None:
 
 
 def library_wins(match: Match) -> bool:
-    """Returns whether the library is predicted to be faster; False for sizes that are known only at run time."""
+    """Returns whether the library is predicted to be faster. If a number of slots is known only at run time, it counts
+    as a very large one, with which the library is at its best.
+    """
     (S, K), (E, _, N) = proofs.fake(match.copied).shape, proofs.fake(match.weight).shape
-    known = all(isinstance(size, int) for size in (S, K, E, N)) and 0 not in (S, E)
-    return known and grouped_cost.library_wins(S=S, E=E, K=K, N=N)
+    if not all(isinstance(size, int) and size > 0 for size in (K, E, N)):
+        return True
+    S = S if isinstance(S, int) else E * MANY_SLOTS
+    return grouped_cost.library_wins(S=S, E=E, K=K, N=N)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

@@ -64,8 +64,8 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "what the own table has is tried again",
         TRIAL,
-        "if predicted is None or planned.settled or",
-        "if predicted is None or",
+        "if eager.settled or",
+        "if",
         "tests/task/test_trial.py::test_what_the_own_table_has_is_not_tried_again",
     ),
     Mutation(
