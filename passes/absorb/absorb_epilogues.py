@@ -252,6 +252,21 @@ def is_stored(node: fx.Node) -> bool:
     return _launches(source) or any(_ends(user) for user in source.users)
 
 
+def fits_an_epilogue(node: fx.Node, readers: set[fx.Node]) -> bool:
+    """Returns whether a call of experts can compute `node` in its epilogue, if the `readers` of it become a call that
+    takes it from memory.
+    """
+    for call, task in local_calls(node.graph):
+        if not isinstance(task, ExpertProjections) or task.parsed is not None or not proofs.depends_on(node, {call}):
+            continue
+        chain = _read_chain(call, task)
+        if node in chain.values and products(chain.values[node]) == set(range(task.num_operands)):
+            made = {value for value in chain.values if proofs.depends_on(node, {value})}
+            left = {user for value in made for user in value.users} - made
+            return left <= readers
+    return False
+
+
 def _launches(node: object) -> bool:
     """Returns whether a node runs a kernel that is not Inductor's."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):

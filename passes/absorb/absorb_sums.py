@@ -10,7 +10,8 @@ between the products and the collective is added in fp32 there, and rounded once
 order of collectives does not change. What is sent is the same, so a rank may have no such sum.
 
 It must not fire when
-* the products are no tensor in memory anyway: what makes them and the sum would be one kernel of the compiler;
+* the products are no tensor in memory anyway, and no call of experts can compute what is behind its matmul, such as
+  biases: what makes them and the sum would be one kernel of the compiler;
 * the products do not lie row after row, or what is added does not: each call would copy them;
 * the terms, the sum, or a view of it in front of the call, are used elsewhere, or by the call as another operand: the
   compiler would compute it once more;
@@ -32,7 +33,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.absorb.absorb_epilogues import is_stored
+from ditron_inductor.passes.absorb.absorb_epilogues import fits_an_epilogue, is_stored
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.slot_sums import added_to, casts, ending_with, rounded_to
@@ -66,7 +67,7 @@ def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
     x = operands.pop("x")
     *views, source = proofs.views_up(x)
     terms = ending_with(source, _terms)
-    if terms is None or not is_stored(terms.products):
+    if terms is None or not (is_stored(terms.products) or fits_an_epilogue(terms.products, {*terms.steps})):
         return None
     products, reduced = proofs.fake(terms.products), proofs.fake(x)
     N = products.shape[-1]

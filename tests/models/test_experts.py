@@ -99,8 +99,8 @@ def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> N
     # Gate and up in one, down in the other.
     for projected, normed, summed in rank_pools.get("cpu", 2).run(_decoded, setup, timeout=200):
         assert projected == 2 * setup.num_layers and normed >= setup.num_layers
-        # GPT-OSS has biases behind the second matmul; the matmul of DeepSeek's shared expert takes the sum.
-        assert summed == (setup.num_layers if setup.name in ("qwen3_moe", "mixtral") else 0)
+        # The matmul of DeepSeek's shared expert takes the sum.
+        assert summed == (0 if setup.name == "deepseek_v3" else setup.num_layers)
 
 
 @pytest.mark.timeout(220)

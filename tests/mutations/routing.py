@@ -116,9 +116,30 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "what the compiler makes in one kernel with its sum is taken apart",
         ABSORB,
-        "if terms is None or not is_stored(terms.products):",
+        "if terms is None or not (is_stored(terms.products) or fits_an_epilogue(terms.products, {*terms.steps})):",
         "if terms is None:",
         f"{ABSORBED}::test_products_that_are_no_tensor_in_memory_stay",
+    ),
+    Mutation(
+        "biases of experts go into an epilogue although something else reads the products",
+        "passes/absorb/absorb_epilogues.py",
+        "return left <= readers",
+        "return True",
+        f"{ABSORBED}::test_it_must_not_fire[product_used]",
+    ),
+    Mutation(
+        "a prompt's experts never stay with the library",
+        PROJECTED,
+        'if options.strategy != "tile":',
+        "if False:",
+        f"{TAKEN}::test_what_the_library_does_faster_stays_unless_the_kernel_is_forced[auto-0]",
+    ),
+    Mutation(
+        "a number of slots that is not known counts as none",
+        PROJECTED,
+        "S = S if isinstance(S, int) else E * MANY_SLOTS",
+        "S = S if isinstance(S, int) else 0",
+        f"{TAKEN}::test_with_a_dynamic_number_of_tokens_the_library_is_at_its_best",
     ),
     Mutation(
         "what a reduction adds may be written to before",

@@ -102,14 +102,31 @@ def of_other_ranks(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down
     return (out * factors.unsqueeze(-1)).view(-1, K, D).sum(1).to(BF16)
 
 
-def with_bias(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS: a bias of each expert behind the product, which is computed with it."""
+def biased(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS: a bias of each expert behind the product, which becomes the epilogue of that."""
+    rows, weights, ids = hidden(scores, x, up)
+    out = torch.bmm(down[ids], rows.unsqueeze(-1)).squeeze(-1) + down.amax(-1)[ids]
+    return (out * weights.reshape(-1, 1)).view(-1, K, D).sum(1).to(BF16)
+
+
+def with_bias_of_columns(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Biases that do not lie row after row, so that no epilogue takes them."""
     rows, weights, ids = hidden(scores, x, up)
     out = torch.bmm(down[ids], rows.unsqueeze(-1)).squeeze(-1) + up[:, 0, :D][ids]
     return (out * weights.reshape(-1, 1)).view(-1, K, D).sum(1).to(BF16)
 
 
-FORMS = (experts, narrow, with_another, the_other_way_round, one_token, of_other_ranks)
+def product_used(
+    scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is behind the matmul has another reader, which the compiler computes with it."""
+    rows, weights, ids = hidden(scores, x, up)
+    out = torch.bmm(down[ids], rows.unsqueeze(-1)).squeeze(-1)
+    total = out + down.amax(-1)[ids]
+    return (total * weights.reshape(-1, 1)).view(-1, K, D).sum(1).to(BF16), out.sin()
+
+
+FORMS = (experts, narrow, with_another, the_other_way_round, one_token, of_other_ranks, biased)
 
 
 def layer(fn: Callable[..., Any], op: str = "sum") -> Callable[..., Any]:
@@ -213,7 +230,7 @@ def with_columns(*operands: torch.Tensor) -> torch.Tensor:
 
 
 LEFT = (
-    terms_used, sum_used, with_bias, of_other_slots, by_column, in_fp32, of_halves, factors_of_halves, of_integers,
+    terms_used, sum_used, with_bias_of_columns, product_used, of_other_slots, by_column, in_fp32, of_halves, factors_of_halves, of_integers,
     in_fp64, of_columns, with_columns,
 )  # fmt: skip
 

@@ -179,6 +179,18 @@ def test_a_dynamic_number_of_tokens() -> None:
         assert made(module) == 2
 
 
+def test_with_a_dynamic_number_of_tokens_the_library_is_at_its_best() -> None:
+    x, scores = torch.empty(T, D).to(BF16), torch.empty(T, E)
+    for one in (x, scores):
+        torch._dynamo.mark_dynamic(one, 0, min=66, max=4096)
+    (module,) = compiled_graphs(behind_a_reduction(experts), x, scores, *OPERANDS[2:])
+    with (
+        mock.patch.object(grouped_cost, "library_wins", lambda **sizes: sizes["S"] > 4096 * K),
+        assert_no_new_guards(module),
+    ):
+        assert made(module) == 0
+
+
 def test_idempotent() -> None:
     (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
     assert made(module) == 1
