@@ -111,6 +111,17 @@ def matmul_pair_in_one(rows, weight, other, column, N, K, TILES: tl.constexpr, A
 
 
 @triton.jit
+def matmul_interleaved_pair(rows, weight, column, N, K, TILES: tl.constexpr):
+    """Does what `matmul_pair_in_one` does for a weight of 2 N columns: those of B and of the other one in turns."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    offs_n = 2 * column + tl.arange(0, BLOCK_N)
+    columns = weight.pointer + offs_n.to(tl.int64) * weight.stride_n
+    acc = matmul_rows(rows, columns, offs_n < 2 * N, weight.stride_k, K, TILES)
+    return tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+
+
+@triton.jit
 def interleaved_pair_of_few_rows(rows, weight, column, N, K, TILES: tl.constexpr, WIDE: tl.constexpr):
     """Returns (A @ B, A @ other) of these Rows of A, each as `matmul_tile_of_few_rows` computes it. Column n of B and
     of the other one are columns 2 n and 2 n + 1 of `weight`, which is read once. WIDE: TILES with twice the columns.

@@ -17,8 +17,31 @@ from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 T = TypeVar("T")
 
 
+class ProductsOfExperts(LocalProducts):
+    """A node that multiplies rows by the weights [E, K, N_i] of the experts that they are for. If `interleaved`, there
+    are two products and one weight [E, K, 2 N]. Its even columns are weight_0, its odd ones weight_1.
+    """
+
+    of_experts: ClassVar[bool] = True
+    interleaved: bool
+
+    def verify(self) -> None:
+        right = not self.interleaved or self.num_weights == 2
+        check(right, self.kind, "num_weights", self.num_weights, "2, as these are the columns of one weight in turns")
+        super().verify()
+
+    @property
+    def num_stored(self) -> int:
+        """The number of operands that are weights."""
+        return 1 if self.interleaved else self.num_weights
+
+    def widths(self, weights: Sequence[Shape]) -> list[Any]:
+        """Returns the numbers of columns of the products, from the shapes of the weights."""
+        return [weights[0][2] // 2] * 2 if self.interleaved else [shape[2] for shape in weights]
+
+
 @dataclass(frozen=True)
-class ExpertProjections(LocalProducts):
+class ExpertProjections(ProductsOfExperts):
     """out_i[s] = x[row of s] @ weight_i[experts[s]] for every slot s and every weight i, or what an epilogue makes of
     that. A slot is a token's use of one expert; each of the T tokens has `top_k` of them. No site. experts is int64 [T
     * top_k], token by token, and the experts of one token differ. x is [T, K] if `by_token`: all slots of a token have
@@ -27,13 +50,9 @@ class ExpertProjections(LocalProducts):
 
     If `has_absent`, slots may also name E or more, as under expert parallelism those of other ranks' experts do. Such a
     slot has zeros in all outputs, whatever the epilogue is.
-
-    If `interleaved`, there are two products and one weight [E, K, 2 N]. Its even columns are weight_0, its odd ones
-    weight_1.
     """
 
     kind: ClassVar[str] = "expert_projections"
-    of_experts: ClassVar[bool] = True
     top_k: int
     by_token: bool
     num_weights: int
@@ -45,14 +64,7 @@ class ExpertProjections(LocalProducts):
 
     def verify(self) -> None:
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
-        right = not self.interleaved or self.num_weights == 2
-        check(right, self.kind, "num_weights", self.num_weights, "2, as these are the columns of one weight in turns")
         super().verify()
-
-    @property
-    def num_stored(self) -> int:
-        """The number of operands that are weights."""
-        return 1 if self.interleaved else self.num_weights
 
     def slots(self) -> Slots:
         return (("x", None), ("experts", None), ("weights", self.num_stored), *self.extra_slots())
@@ -60,10 +72,6 @@ class ExpertProjections(LocalProducts):
     def sizes(self, shapes: Shapes) -> Sizes:
         S, K = shapes["experts"][0], shapes["x"][1]
         return Sizes(S, sum(shape[2] for shape in shapes["weights"]), K, "n", (S, K))
-
-    def widths(self, weights: Sequence[Shape]) -> list[Any]:
-        """Returns the numbers of columns of the products, from the shapes of the weights."""
-        return [weights[0][2] // 2] * 2 if self.interleaved else [shape[2] for shape in weights]
 
     def outputs(self, shapes: Shapes) -> list[Output]:
         return self.made([(shapes["experts"][0], width) for width in self.widths(shapes["weights"])])
@@ -75,7 +83,7 @@ class ExpertProjections(LocalProducts):
 
 
 @dataclass(frozen=True)
-class GroupedProjections(LocalProducts):
+class GroupedProjections(ProductsOfExperts):
     """out_i[s] = x[rows[s]] @ weight_i[expert of s] for every slot s and every weight i, or what an epilogue makes of
     that. A slot is a token's use of one expert. No site. x is [T, K], rows int64 [S], and weight_i [E, K, N_i], a
     matrix for each of E experts. The slots are sorted by expert: ends is int32 [E], and those of expert e end before
@@ -88,21 +96,22 @@ class GroupedProjections(LocalProducts):
     num_extras: int = 0
     epilogue: str = ""
     strategy: str = "auto"
+    interleaved: bool = False
 
     def slots(self) -> Slots:
-        return (("x", None), ("rows", None), ("ends", None), ("weights", self.num_weights), *self.extra_slots())
+        return (("x", None), ("rows", None), ("ends", None), ("weights", self.num_stored), *self.extra_slots())
 
     def sizes(self, shapes: Shapes) -> Sizes:
         S, K = shapes["rows"][0], shapes["x"][1]
         return Sizes(S, sum(shape[2] for shape in shapes["weights"]), K, "n", (S, K))
 
     def outputs(self, shapes: Shapes) -> list[Output]:
-        return self.made([(shapes["rows"][0], shape[2]) for shape in shapes["weights"]])
+        return self.made([(shapes["rows"][0], width) for width in self.widths(shapes["weights"])])
 
     def split(self, operands: Sequence[T]) -> tuple[T, T, T, Sequence[T], Sequence[T]]:
         """Returns (x, rows, ends, weights, extra tensors)."""
         x, rows, ends, *others = operands
-        return x, rows, ends, others[: self.num_weights], others[self.num_weights :]
+        return x, rows, ends, others[: self.num_stored], others[self.num_stored :]
 
 
 MOST_EXPERT_TOKENS = MOST_PROJECTED_ROWS

@@ -162,7 +162,9 @@ def _grouped(node: nodes.GroupedProjections, given: Given) -> Rules:
         yield weight.ndim == 3, f"has a weight with {weight.ndim} dimensions, not 3"
         yield weight.shape[0] == ends.shape[0], "has ends that do not fit the experts"
         yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
-    yield from _epilogue(node, given, rows.shape[0], [weight.shape[2] for weight in weights])
+        yield not node.interleaved or weight.shape[2] % 2 == 0, "has two products of an odd number of columns"
+    widths = node.widths([tuple(weight.shape) for weight in weights])
+    yield from _epilogue(node, given, rows.shape[0], widths, experts=ends.shape[0])
 
 
 def _combined(node: nodes.CombineExperts, given: Given) -> Rules:

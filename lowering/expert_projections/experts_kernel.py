@@ -38,7 +38,7 @@ from ditron_inductor.lowering.projections.projections_kernel import (
     tiles_of,
 )
 from ditron_inductor.task.epilogue_torch import without_kinds, without_tables
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections, ProductsOfExperts
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -184,7 +184,7 @@ def shapes_of(together: bool, *, across: bool, interleaved: bool) -> Mapping[int
     return PAIRED_EXPERTS if together and not across else EXPERTS
 
 
-def products_of(node: ExpertProjections, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def products_of(node: ProductsOfExperts, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Returns the weight of each product, or views of every second column of one weight."""
     return [weights[0][..., half::2] for half in range(2)] if node.interleaved else weights
 

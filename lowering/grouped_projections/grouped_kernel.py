@@ -21,15 +21,17 @@ import triton.language as tl
 from torch.nn import functional
 
 from ditron_inductor.core.matmul import Rows, Tiles, matmul_rows, weight_of
-from ditron_inductor.core.matmul_pair import matmul_pair_in_one
+from ditron_inductor.core.matmul_pair import matmul_interleaved_pair, matmul_pair_in_one
 from ditron_inductor.core.order import grouped
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import INTERPRETER, Config
 from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, unpacked
+from ditron_inductor.lowering.expert_projections.experts_kernel import products_of
 from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.lowering.projections.projections_kernel import Places, store_group, tensors_of
+from ditron_inductor.task.epilogue_torch import without_kinds, without_tables
 from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -117,7 +119,9 @@ def grouped_projections_kernel(
         if (tile >= 0) & (tile < tiles):
             column = tile * (TILES.BLOCK_N // unpacked(GROUPS.NUM_TOGETHER, g))
             weight = weight_of(of_expert, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
-            if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
+            if unpacked(GROUPS.NUM_TOGETHER, g) == 2 and NUM_WEIGHTS == 1:
+                accs = matmul_interleaved_pair(taken, weight, column, N, sizes.K, TILES)
+            elif unpacked(GROUPS.NUM_TOGETHER, g) == 2:
                 other = weight_of(of_expert, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
                 accs = matmul_pair_in_one(taken, weight, other, column, N, sizes.K, TILES, APART)
             else:
@@ -146,7 +150,8 @@ def prepare(
         return by_library(node, x, extras)
     (S, E), arrangement = (len(rows), len(ends)), arrange(node.parsed, node.num_weights)
     fits = S > 0 and 0 not in x.shape and x.dtype in OPERAND_DTYPES and 0 not in weights[0].shape
-    if not (fits and _lies(x, rows, ends, weights, arrangement)) or facts_of(x.device).tile_problem:
+    lies = fits and _lies(node, x, rows, ends, weights, arrangement)
+    if not lies or facts_of(x.device).tile_problem or (node.interleaved and len(arrangement.groups) > 1):
         return by_library(node, x, extras)
     config = config_for(slots=S, experts=E, dtype=x.dtype, interpreted=x.device.type == "cpu")
     config = config.for_arch(facts_of(x.device).arch)
@@ -159,15 +164,18 @@ def prepare(
         weights: Sequence[torch.Tensor],
         extras: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        outs, tensors = tensors_of(arrangement, S, x, weights, extras)
+        outs, tensors = tensors_of(arrangement, S, x, products_of(node, weights), extras)
         tensors["slots"] = rows, ends
-        launcher(handle_for(x), lambda: _arguments(x, S, E, weights, arrangement, config), (), (), tensors)
+        if node.interleaved:
+            tensors["weights"] = tuple(weights)
+        launcher(handle_for(x), lambda: _arguments(node, x, S, weights, arrangement, config), (), (), tensors)
         return outs
 
     return run
 
 
 def _lies(
+    node: GroupedProjections,
     x: torch.Tensor,
     rows: torch.Tensor,
     ends: torch.Tensor,
@@ -175,12 +183,11 @@ def _lies(
     arrangement: Arrangement,
 ) -> bool:
     """Returns whether the kernel can read operands that lie in memory as these."""
-    strides = [weights[index].stride() for index in arrangement.weights]
-    for first, group in zip(arrangement.first_weights, arrangement.groups, strict=True):
-        if len(group.products) > 1 and strides[first][1:] != strides[first + 1][1:]:
-            return False
+    strides = [weight.stride()[1:] for weight in products_of(node, weights)]
+    together = [[strides[index] for index in group.products] for group in arrangement.groups]
+    alike = all(len({*of_group}) == 1 for of_group in together)
     contiguous = x.stride(1) == 1 and rows.is_contiguous() and ends.is_contiguous()
-    return contiguous and all(1 in stride[1:] for stride in strides)
+    return alike and contiguous and all(1 in weight.stride()[1:] for weight in weights)
 
 
 def config_for(*, slots: int, experts: int, dtype: torch.dtype, interpreted: bool) -> Config:
@@ -197,7 +204,7 @@ def by_library(node: GroupedProjections, x: torch.Tensor, extras: Sequence[torch
     """Returns what copies the rows, multiplies them by the library, and then computes the epilogue."""
     parsed = node.parsed
     # `reduced`: no matmul of the library adds a bias to these products.
-    finisher = None if parsed is None else Finisher(parsed, x, extras, reduced=True)
+    finisher = None if parsed is None else Finisher(without_kinds(parsed), x, extras, reduced=True)
 
     def run(
         x: torch.Tensor,
@@ -208,9 +215,19 @@ def by_library(node: GroupedProjections, x: torch.Tensor, extras: Sequence[torch
     ) -> list[torch.Tensor]:
         taken = x[rows]
         products = [multiplied(taken, weight, ends) for weight in weights]
-        return products if finisher is None else finisher.finish(products, extras)
+        if node.interleaved:
+            products = [products[0][:, half::2].contiguous() for half in range(2)]
+        if finisher is None or parsed is None:
+            return products
+        return finisher.finish(products, without_tables(parsed, extras, experts_of_slots(ends, len(rows)))[1])
 
     return run
+
+
+def experts_of_slots(ends: torch.Tensor, slots: int) -> torch.Tensor:
+    """Returns the expert of each slot, int64 [S]; some expert for slots behind the last end."""
+    numbers = torch.arange(slots, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, numbers, right=True).clamp(max=len(ends) - 1)
 
 
 def multiplied(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -225,10 +242,18 @@ def multiplied(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def _arguments(
-    x: torch.Tensor, S: int, E: int, weights: Sequence[torch.Tensor], arrangement: Arrangement, config: Config
+    node: GroupedProjections,
+    x: torch.Tensor,
+    S: int,
+    weights: Sequence[torch.Tensor],
+    arrangement: Arrangement,
+    config: Config,
 ) -> Arguments:
-    """Returns the Arguments of a launch."""
-    ordered = [weights[index] for index in arrangement.weights]
+    """Returns the Arguments of a launch for S slots."""
+    E, separate = weights[0].shape[0], products_of(node, weights)
+    ordered = [separate[index] for index in arrangement.weights]
+    # A weight with two products in turns is read as it lies.
+    stored = weights if node.interleaved else ordered
     # A tile's columns are those of all its products.
     num_n = sum(
         ceil_div(len(group.products) * ordered[first].shape[2], config.block_n)
@@ -236,14 +261,15 @@ def _arguments(
     )
     # Every expert may have a tile that is not full.
     num_m = ceil_div(S, config.block_m) + min(E, S)
-    strides_be = tuple(weight.stride(0) for weight in ordered)
+    strides_be = tuple(weight.stride(0) for weight in stored)
+    widths = widths_of([weight[0] for weight in ordered[: len(stored)]])
     values: dict[str, Any] = {
         "sizes": Sizes(x.shape[0], S, E, num_m, num_n, x.shape[1], x.stride(0), strides_be),
-        "widths": widths_of([weight[0] for weight in ordered]),
+        "widths": widths._replace(strides_bn=tuple(weight.stride(2) for weight in stored)),
         "GROUPS": arrangement.packed_groups,
         "EPILOGUE": arrangement.function,
         "TILES": _tiles_of(x, config, WIDE_GROUP if num_n >= WIDE_TILES else 1),
-        "APART": _apart(ordered),
+        "APART": _apart(stored),
         "EXPERTS": triton.next_power_of_2(E),
         **config.options,
     }

@@ -3,8 +3,8 @@
     expert_projections(x, experts, [weight]) [S, N] + index(table [E, N], [experts])      expert(x0), with x0 = table
     .. + index(slice(table [E, 2 N], 1, start, step=2), [experts])                        even(x0) or odd(x0)
 
-The rows that the graph takes have to be those of the experts of the call. They may be clamped to a range in which all
-experts lie. Slots of other ranks' experts have zeros in the outputs of the call, so their rows of the table are never
+The rows that the graph takes have to be those of the experts of the call. For many tokens, grouped_projections has the
+ends of the experts in their place (see graph/expert_rows.py). They may be clamped to a range in which all experts lie. Slots of other ranks' experts have zeros in the outputs of the call, so their rows of the table are never
 used.
 """
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import SharedOperand
+from ditron_inductor.task.nodes import GroupedProjections, SharedOperand
 
 aten = proofs.aten
 EVERY_SECOND = ("even", "odd")
@@ -30,10 +30,14 @@ def table_of_experts(node: fx.Node, call: fx.Node, width: Any) -> tuple[fx.Node,
     if not isinstance(task, SharedOperand) or not task.of_experts or indexed is None:
         return None
     table, named = indexed
-    experts, (first, *_) = schema.operand(call, "experts"), schema.operand(call, "weights")
-    num_experts = proofs.fake(first).shape[0]
-    same = expert_rows.unclamped(named, num_experts) is proofs.views_up(experts)[-1]
-    if not same or not proofs.alike(named, experts):
+    num_experts = proofs.fake(schema.operand(call, "weights")[0]).shape[0]
+    if isinstance(task, GroupedProjections):
+        same = expert_rows.are_experts_of_rows(named, schema.operand(call, "ends"), num_experts)
+        like = schema.operand(call, "rows")
+    else:
+        like = schema.operand(call, "experts")
+        same = expert_rows.unclamped(named, num_experts) is proofs.views_up(like)[-1]
+    if not same or not proofs.alike(named, like):
         return None
     half = every_second(table)
     source, columns = (table, width) if half is None else (half[0], 2 * width)

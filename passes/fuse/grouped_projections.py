@@ -11,6 +11,9 @@ After:
 The rows are not copied (see lowering/grouped_projections/grouped_kernel.py). For gate and up in one weight see
 split_weights.py.
 
+With expert parallelism, masks of the slots of other ranks' experts in front of a grouped matmul are removed first, as
+it does not read these rows (see graph/rows_behind.py).
+
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * something else reads the copied rows too, as a backward does: they are then made anyway;
@@ -32,6 +35,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.passes.graph.rows_behind import drop_masks
 from ditron_inductor.task import grouped_cost
 from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
@@ -101,6 +105,7 @@ def grouped_projections(graph: fx.Graph, *, options: Options) -> int:
     """Makes one call of each grouped matmul and of the rows that are copied for it, and returns how many."""
     if not takes_local(graph, GroupedProjections.kind, options):
         return 0
+    drop_masks(graph)
     matches = [find_grouped_projections(node) for node in graph.find_nodes(op="call_function", target=proofs.GROUPED)]
     found = [match for match in matches if match is not None]
     if options.strategy != "tile":

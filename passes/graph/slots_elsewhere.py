@@ -12,7 +12,7 @@ place, where no op makes something of them that is not finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import getitem
 
 import torch
@@ -68,12 +68,19 @@ def are_never_used(rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
     """Returns whether rows of `rows` [S, ..] whose id in `ids` [S] is `num_experts` or more are multiplied by 0 before
     anything else than ops by row reads them.
     """
-    source, seen = proofs.views_up(ids)[-1], {rows}
-    left = [rows]
+    source = proofs.views_up(ids)[-1]
+    return are_read_by_row(rows, lambda user, read: is_zero_elsewhere(user, read, source, num_experts))
+
+
+def are_read_by_row(rows: fx.Node, is_end: Callable[[fx.Node, fx.Node], bool]) -> bool:
+    """Returns whether rows of `rows` [S, ..] go through ops by row only, up to users that are an end. is_end: of (a
+    user, what it reads).
+    """
+    seen, left = {rows}, [rows]
     while left:
         node = left.pop()
         for user in _readers(node):
-            if is_zero_elsewhere(user, node, source, num_experts):
+            if is_end(user, node):
                 continue
             if not _is_by_row(user, node):
                 return False

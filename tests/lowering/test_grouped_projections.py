@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +14,7 @@ import triton.language as tl
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.grouped_projections import grouped_kernel as lowering
 from ditron_inductor.task.epilogue import parse
-from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.epilogue_torch import evaluate, without_tables
 from ditron_inductor.task.nodes import GroupedProjections
 from tests.cases import rare
 from tests.lowering.assembly import dialect_of, resources
@@ -24,6 +24,7 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
 SWIGLU = "cast(silu(mm0), bf16) * mm1"
+OF_TABLES = "cast(minimum(cast(mm0 + even(x0), bf16), 0.7), bf16) * cast(mm1 + odd(x1), bf16)"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Case:
 
     routing: `random`; `one`, where all tokens take the same expert; `first` and `last`, where no token takes another
     one. across: the columns of the weights are contiguous. behind: so many slots lie behind the last end. pitch: more
-    elements than k from row to row.
+    elements than k from row to row. interleaved: both weights are the columns of one, in turns.
     """
 
     tokens: int
@@ -46,11 +47,13 @@ class Case:
     across: bool = False
     behind: int = 0
     pitch: int = 0
+    interleaved: bool = False
 
     def __str__(self) -> str:
         widths = "-".join(map(str, self.columns))
         name = f"{self.tokens}x{self.top_k}of{self.experts}-{self.k}-{widths}-{str(self.dtype)[6:]}-{self.routing}"
-        optional = f"-behind{self.behind}" * bool(self.behind) + f"-pitch{self.pitch}" * bool(self.pitch)
+        optional = "-interleaved" * self.interleaved
+        optional += f"-behind{self.behind}" * bool(self.behind) + f"-pitch{self.pitch}" * bool(self.pitch)
         return name + "-epilogue" * bool(self.epilogue) + "-across" * self.across + optional
 
 
@@ -66,6 +69,11 @@ CASES = (
     # Fewer slots than experts.
     Case(1, 2, 16, 48, (40, 40), epilogue=SWIGLU),
     Case(1, 1, 1, 40, (16,), behind=1),
+    # As GPT-OSS has them: gate and up in turns, with biases of the experts.
+    Case(23, 2, 5, 40, (40, 40), epilogue=OF_TABLES, across=True, interleaved=True),
+    Case(37, 3, 4, 48, (24, 24), epilogue=OF_TABLES, interleaved=True, behind=7),
+    Case(9, 2, 3, 40, (24, 24), interleaved=True),
+    Case(29, 2, 6, 40, (40,), epilogue="mm0 + expert(x0)"),
     # Rows of half a weight that begin between multiples of 16 bytes, which torch's matmul does not take.
     Case(25, 2, 3, 40, (36, 36), epilogue=SWIGLU, across=True),
 )
@@ -91,10 +99,13 @@ def operands(
         return (torch.randn(shape, generator=generator) * scale).to(device, case.dtype)
 
     weights = [draw(case.experts, n, case.k, scale=case.k**-0.5).mT for n in case.columns]
-    weights = [weight.contiguous() for weight in weights] if case.across else weights
+    weights = [torch.stack(weights, -1).flatten(-2)] if case.interleaved else weights
+    weights = [weight.contiguous() if case.across else weight.mT.contiguous().mT for weight in weights]
     extras = [draw(case.columns[-1])] if "row(x0)" in case.epilogue else []
     if "column(x0)" in case.epilogue:
         extras = [draw(S, 1), draw(S, case.columns[1])]
+    if "even(" in case.epilogue or "expert(" in case.epilogue:
+        extras = [draw(case.experts, case.columns[0] * (1 + case.interleaved))] * (1 + case.interleaved)
     ids = torch.randint(0, case.experts, (S,), generator=generator)
     ids = {"one": ids * 0 + case.experts // 2, "first": ids * 0, "last": ids * 0 + case.experts - 1}.get(
         case.routing, ids
@@ -118,19 +129,22 @@ def wanted(
 ) -> list[torch.Tensor]:
     """The outputs up to the last end, in fp64."""
     taken, begins = x.double()[rows], [0, *ends.tolist()[:-1]]
+    weights = [weights[0][..., half::2] for half in range(2)] if case.interleaved else weights
     products = [
         torch.cat([taken[begin:end] @ weight[e].double() for e, (begin, end) in enumerate(zip(begins, ends.tolist()))])  # noqa: B905
         for weight in weights
     ]
     if case.epilogue:
+        of_slots = lowering.experts_of_slots(ends, len(products[0]))
+        epilogue, extras = without_tables(parse(case.epilogue), extras, of_slots)
         kept = [one[: len(products[0])] if one.ndim > 1 else one for one in extras]
-        products = evaluate(parse(case.epilogue), [one.to(case.dtype) for one in products], kept)
+        products = evaluate(epilogue, [one.to(case.dtype) for one in products], kept)
     return products
 
 
 def check(case: Case, device: torch.device) -> None:
     given = operands(case, device)
-    node = GroupedProjections(len(case.columns), len(given[-1]), case.epilogue)
+    node = GroupedProjections(len(case.columns), len(given[-1]), case.epilogue, interleaved=case.interleaved)
     right = wanted(case, *given)
     by_kernel = lowering.prepare(node, *given, "tile")
     runs = [by_kernel, by_kernel]
@@ -256,17 +270,21 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
         ("sm_90", SWIGLU, False),
         ("sm_90", "", True),
         ("gfx942", SWIGLU, False),
+        ("sm_90", OF_TABLES, True),
         *rare(("sm_90", SWIGLU, True), ("sm_90", "", False), ("gfx942", "", True)),
+        *rare(("sm_90", OF_TABLES, False), ("gfx942", OF_TABLES, True)),
     ],
-    ids=lambda value: {"": "plain", SWIGLU: "epilogue"}.get(value, str(value)),
+    ids=lambda value: {"": "plain", SWIGLU: "epilogue", OF_TABLES: "interleaved"}.get(value, str(value)),
 )
 def test_compiles_for_gpus(target: str, epilogue: str, across: bool, slots: int) -> None:
     numbers = {"slots": slots * 128, "experts": 128, "dtype": torch.bfloat16}
     tile = lowering.config_for(**numbers, interpreted=False)
     assert tile.block_m == slots
-    compiled = compile_case(Compilation("grouped", target, tile, "bf16", epilogue=epilogue, elsewhere=across))
+    case = Compilation("grouped", target, tile, "bf16", epilogue=epilogue, elsewhere=across)
+    compiled = compile_case(replace(case, interleaved=epilogue == OF_TABLES))
     assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
     if target == "sm_90":
         # Several steps of K under way at once, and nothing in memory of its own.
-        assert compiled.shared_bytes > 2 * tile.block_k * (tile.block_m + tile.block_n)
+        step_bytes = 2 * tile.block_k * (tile.block_m + tile.block_n)
+        assert compiled.shared_bytes >= (tile.num_stages - 1) * step_bytes
         assert resources(compiled.assembly).spilled_bytes == 0

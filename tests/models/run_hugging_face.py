@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.tolerances import MODEL_TOLERANCES
 from ditron_inductor.backend import ditron
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.task.nodes import FUSIONS
 from ditron_inductor.task.site_records import GraphRecord, collect_sites
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.interpreted import interpreted
@@ -33,7 +32,7 @@ class Setup:
     """A model, its form (one of FORMS), whether it trains, and how it is compiled.
 
     dynamic: its batch and length are symbols, and change between the calls. inductor: through the real backend to
-    the end, else without code generation. everything: also the fusions that are made only if they are asked for.
+    the end, else without code generation.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Setup:
     sizes: Sizes = Sizes()
     batch: int = 2
     seq_len: int = 8
-    everything: bool = False
 
     def __str__(self) -> str:
         extra = "-dynamic" * self.dynamic + "-inductor" * self.inductor
@@ -96,7 +94,6 @@ def count_sites(ctx: RankContext, setup: Setup) -> dict[str, Counter[str]]:
 
 def compiled_model(setup: Setup, model: Any) -> Callable[..., Any]:
     options: dict[str, Any] = {"ditron.strategy": setup.strategy}
-    options |= {"ditron.fusions": FUSIONS} if setup.everything else {}
     dynamic = True if setup.dynamic else None
     if setup.inductor:
         return torch.compile(model, backend=ditron, fullgraph=True, dynamic=dynamic, options=options)

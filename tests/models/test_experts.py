@@ -89,7 +89,7 @@ PROMPTS = (
         Setup("mixtral", "hf", sizes=NARROW, strategy="tile", inductor=True, batch=5, seq_len=14),
         marks=pytest.mark.all_cases,
     ),
-    Setup("qwen3_moe", "hf", sizes=NARROW, strategy="tile", batch=5, seq_len=15, everything=True),
+    Setup("qwen3_moe", "hf", sizes=NARROW, strategy="tile", batch=5, seq_len=15),
 )
 
 
@@ -105,9 +105,9 @@ def test_experts_are_two_calls_a_layer(rank_pools: RankPools, setup: Setup) -> N
 
 @pytest.mark.timeout(220)
 @pytest.mark.all_cases
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
-def test_rows_of_a_prompt_are_not_copied(rank_pools: RankPools, name: str) -> None:
-    setup = Setup(name, "hf", sizes=NARROW, batch=5, seq_len=15, everything=True)
+@pytest.mark.parametrize(("name", "form"), [("mixtral", "hf"), ("deepseek_v3", "hf"), ("gpt_oss", "ep")])
+def test_rows_of_a_prompt_are_not_copied(rank_pools: RankPools, name: str, form: str) -> None:
+    setup = Setup(name, form, sizes=NARROW, batch=5, seq_len=15)
     found = rank_pools.get("cpu", 2).run(_read, setup, timeout=200)
     assert [taken for _, taken in found] == [setup.num_layers] * 2
 
@@ -115,8 +115,8 @@ def test_rows_of_a_prompt_are_not_copied(rank_pools: RankPools, name: str) -> No
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize("setup", PROMPTS, ids=str)
 def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup: Setup) -> None:
-    # The first matmul takes its rows where they lie, if that is asked for.
-    wanted = setup.num_layers, setup.num_layers * setup.everything
+    # The first matmul takes its rows where they lie.
+    wanted = setup.num_layers, setup.num_layers
     assert rank_pools.get("cpu", 2).run(_read, setup, timeout=200) == [wanted] * 2
 
 

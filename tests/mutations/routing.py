@@ -135,6 +135,27 @@ ROUTING: tuple[Mutation, ...] = (
         f"{TAKEN}::test_what_the_library_does_faster_stays_unless_the_kernel_is_forced[auto-0]",
     ),
     Mutation(
+        "masks of rows that something else reads are removed",
+        "passes/graph/rows_behind.py",
+        " and are_read_by_row(node, is_end):",
+        ":",
+        f"{TAKEN}::test_masks_of_rows_that_are_read_stay[masked_and_returned]",
+    ),
+    Mutation(
+        "masks of rows in front of the last end are removed",
+        "passes/graph/rows_behind.py",
+        'return reads == ["self"] and expert_rows.are_experts_of_rows(ids, bound["offs"], num_experts)',
+        'return reads == ["self"]',
+        f"{TAKEN}::test_masks_of_rows_that_are_read_stay[rows_of_others]",
+    ),
+    Mutation(
+        "biases of whatever experts are those of the slots of a prompt",
+        "passes/absorb/expert_tables.py",
+        'same = expert_rows.are_experts_of_rows(named, schema.operand(call, "ends"), num_experts)',
+        "same = True",
+        f"{TAKEN}::test_biases_of_other_experts_stay",
+    ),
+    Mutation(
         "a number of slots that is not known counts as none",
         PROJECTED,
         "S = S if isinstance(S, int) else E * MANY_SLOTS",

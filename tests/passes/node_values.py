@@ -79,8 +79,19 @@ def _grouped_projections(calls: list[Call]) -> list[Any]:
     results = []
     for call in calls:
         products = [torch._grouped_mm(call.x[call.rows], weight.contiguous(), offs=call.ends) for weight in call.weights]
-        results.append(_after_epilogue(call, products))
+        if call.node.interleaved:
+            products = [products[0][:, half::2] for half in range(2)]
+        if call.node.parsed is not None:
+            epilogue, extras = without_tables(call.node.parsed, call.given.get("extras", ()), _experts_of_rows(call))
+            products = evaluate(epilogue, products, extras)
+        results.append(products)
     return results
+
+
+def _experts_of_rows(call: Call) -> torch.Tensor:
+    """The expert of each row of a grouped matmul."""
+    rows = torch.arange(len(call.given["rows"] if "rows" in call.given else call.x))
+    return torch.searchsorted(call.ends, rows, right=True).clamp(max=len(call.ends) - 1)
 
 
 def _combine_experts(calls: list[Call]) -> list[Any]:
@@ -99,8 +110,7 @@ def _products_of_experts(call: Call) -> torch.Tensor:
     products = torch._grouped_mm(call.x, call.weight, offs=call.ends)
     if not call.node.has_bias:
         return products
-    rows = torch.arange(len(products))
-    return products + call.bias[torch.searchsorted(call.ends, rows, right=True).clamp(max=len(call.ends) - 1)]
+    return products + call.bias[_experts_of_rows(call)]
 
 
 def _summed_experts(calls: list[Call]) -> list[torch.Tensor]:

@@ -17,7 +17,9 @@ from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
 from ditron_inductor.task import grouped_cost
-from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text, traced
+from ditron_inductor.task.nodes import GroupedProjections
+from ditron_inductor.task.verify import local_calls
+from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text
 
 pytestmark = pytest.mark.usefixtures("group")
 KIND = "grouped_projections"
@@ -90,12 +92,15 @@ getitem_10 [160, 8] = grouped_projections_2[0]""",
 
 def same_results(fn: Callable[..., Any], given: tuple[torch.Tensor, ...] = OPERANDS) -> int:
     """How many calls were made; the graph computes on all ranks what it computed before."""
-    before, after = traced(fn, *given), traced(fn, *given)
+    (before,), (after,) = compiled_graphs(fn, *given), compiled_graphs(fn, *given)
     count = made(after)
+
+    # The graph has its operands in the order in which they are used.
+    used = [given[0], given[-1], *given[1:-1]]
 
     def inputs() -> list[list[torch.Tensor]]:
         drawn = torch.Generator().manual_seed(0)
-        return [[torch.randn(one.shape, generator=drawn).to(one.dtype) for one in given] for _ in range(WORLD_SIZE)]
+        return [[torch.randn(one.shape, generator=drawn).to(one.dtype) for one in used] for _ in range(WORLD_SIZE)]
 
     for got, wanted in zip(run_ranks(after, inputs()), run_ranks(before, inputs()), strict=True):
         assert all(relative_error(one, other) < 2e-2 for one, other in zip(got, wanted, strict=True))
@@ -115,6 +120,103 @@ def across(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: t
     """Weights with contiguous columns, and rows by `index_select`."""
     order, ends, _ = sorted_slots(scores)
     return torch._grouped_mm(x.index_select(0, order // K), down.mT @ gate_up.mT.mT.mT, offs=ends)
+
+
+def in_turns(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS: gate and up in alternate columns, and biases of the experts."""
+    weights, chosen = scores.topk(K)
+    ids, order = chosen.reshape(-1).sort()
+    ends = torch.histc(ids.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+    both = torch._grouped_mm(x[order // K], gate_up.mT, offs=ends) + gate_up.amax(-1)[ids]
+    gate, up = both[:, ::2].clamp(max=0.7), both[:, 1::2].clamp(-0.7, 0.7)
+    hidden = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    out = torch._grouped_mm(hidden, down.mT, offs=ends) * weights.flatten()[order].unsqueeze(-1)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return out[places].view(-1, K, x.shape[1]).sum(1).to(x.dtype)
+
+
+def test_gate_and_up_in_turns_are_one_call_with_their_biases() -> None:
+    assert same_results(behind_a_reduction(in_turns)) == 1
+    (module,) = compiled_graphs(behind_a_reduction(in_turns), *OPERANDS)
+    made(module)
+    (task,) = [task for _, task in local_calls(module.graph) if isinstance(task, GroupedProjections)]
+    assert task.interleaved and task.num_extras == 2 and "even(x" in task.epilogue and "odd(x" in task.epilogue
+
+
+def elsewhere(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    most: int = E - 1,
+    of: int = E - 1,
+) -> torch.Tensor:
+    """Expert parallelism: a rank has the first experts, and slots of other ones are masked. most: the number that masked
+    ids have at least. of: the experts of the rank.
+    """
+    weights, chosen = scores.topk(K)
+    elsewhere = chosen >= E - 1
+    ids, order = torch.where(elsewhere, E - 1, chosen.remainder(E - 1)).reshape(-1).sort()
+    ends = torch.histc(ids.float(), bins=of, min=0, max=of - 1).cumsum(0, dtype=torch.int32)
+    mask = (ids >= most).unsqueeze(-1)
+    zero = torch.zeros((), dtype=BF16)
+    rows = torch.where(mask, zero, x[order // K])
+    both = torch.where(mask, zero, torch._grouped_mm(rows, gate_up[:of].mT, offs=ends))
+    gate, up = both.chunk(2, -1)
+    out = torch.where(mask, zero, torch._grouped_mm(silu(gate) * up, down[:of].mT, offs=ends))
+    out = out * weights.flatten()[order].unsqueeze(-1)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return out[places].view(-1, K, x.shape[1]).sum(1).to(x.dtype)
+
+
+def rows_of_others(*operands: torch.Tensor) -> torch.Tensor:
+    """The mask covers an expert of the rank, too."""
+    return elsewhere(*operands, most=E - 2)
+
+
+def masked_and_returned(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
+    """Something else reads the masked rows."""
+    _, chosen = scores.topk(K)
+    ids, order = torch.where(chosen >= E - 1, E - 1, chosen.remainder(E - 1)).reshape(-1).sort()
+    ends = torch.histc(ids.float(), bins=E - 1, min=0, max=E - 2).cumsum(0, dtype=torch.int32)
+    mask, zero = (ids >= E - 1).unsqueeze(-1), torch.zeros((), dtype=BF16)
+    rows = torch.where(mask, zero, x[order // K])
+    product = torch._grouped_mm(rows, gate_up[: E - 1].mT, offs=ends)
+    return torch.where(mask, zero, product), rows
+
+
+def test_masks_of_slots_elsewhere_go_with_the_copy() -> None:
+    assert same_results(behind_a_reduction(elsewhere)) == 1
+    (module,) = compiled_graphs(behind_a_reduction(elsewhere), *OPERANDS)
+    before = len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self))
+    made(module)
+    (task,) = [task for _, task in local_calls(module.graph) if isinstance(task, GroupedProjections)]
+    assert task.epilogue == "cast(silu(mm0), bf16) * mm1"
+    left = module.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
+    # That of the rows, and that of the first product; the second product is summed up by others.
+    assert len(left) == before - 2
+
+
+@pytest.mark.parametrize("fn", [rows_of_others, masked_and_returned])
+def test_masks_of_rows_that_are_read_stay(fn: Callable[..., Any]) -> None:
+    assert same_results(behind_a_reduction(fn)) == 0
+
+
+def test_biases_of_other_experts_stay() -> None:
+    def fn(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        ids, order = scores.topk(K)[1].reshape(-1).sort()
+        ends = torch.histc(ids.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+        both = torch._grouped_mm(x[order // K], gate_up.mT, offs=ends) + gate_up.amax(-1)[ids.flip(0)]
+        return torch._grouped_mm(both[:, ::2] * both[:, 1::2], down.mT, offs=ends)
+
+    assert same_results(behind_a_reduction(fn)) == 1
+    (module,) = compiled_graphs(behind_a_reduction(fn), *OPERANDS)
+    made(module)
+    (task,) = [task for _, task in local_calls(module.graph) if isinstance(task, GroupedProjections)]
+    assert not task.interleaved and not task.epilogue
 
 
 @pytest.mark.parametrize(("fn", "count"), [(experts, 1), (apart, 2)])

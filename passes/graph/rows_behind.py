@@ -1,0 +1,62 @@
+"""Masks of rows that no grouped matmul reads.
+
+    ids [S], sorted -> ge(E) -> unsqueeze [S, 1], the mask of slots elsewhere
+    where(mask, 0, rows [S, ..]) -> ops by row -> _grouped_mm(.., ends of ids)      =>      rows -> ops by row -> ..
+
+With expert parallelism the slots of other ranks' experts have ids of E and more, so they are the last ones when slots
+are sorted, behind the last end. A grouped matmul reads no row behind it. So a mask in front of it changes nothing, if
+nothing else reads what it makes than ops by row, and if the rows of these are read by such matmuls only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import expert_rows, proofs, rewriting
+from ditron_inductor.passes.graph.slots_elsewhere import are_read_by_row
+
+aten = torch.ops.aten
+
+
+def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """Returns (rows [S, ..], ids [S], E) if `node` has zeros where the id of a row is E or more, and else the rows."""
+    if node.target is not aten.where.self or not proofs.is_full(node.args[1], 0):
+        return None
+    mask, _, rows = node.args
+    if not isinstance(mask, fx.Node) or not isinstance(rows, fx.Node) or not proofs.alike(rows, node):
+        return None
+    value, shape = proofs.fake(mask), proofs.fake(node).shape
+    compared = proofs.views_up(mask)[-1]
+    if compared.target is not aten.ge.Scalar or not isinstance(compared.args[1], int) or len(shape) != 2:
+        return None
+    by_row = proofs.same_shape(tuple(value.shape), (shape[0], 1)) and proofs.fake(compared).ndim == 1
+    return (rows, proofs.operand(compared), compared.args[1]) if by_row else None
+
+
+def ends_before(user: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
+    """Returns whether `user` is a grouped matmul of `rows` that reads none whose id is `num_experts` or more."""
+    if user.target is not proofs.GROUPED:
+        return False
+    bound = proofs.arguments(user)
+    reads = [name for name, value in bound.items() if value is rows]
+    return reads == ["self"] and expert_rows.are_experts_of_rows(ids, bound["offs"], num_experts)
+
+
+def drop_masks(graph: fx.Graph) -> int:
+    """Removes the masks of rows that are never read; returns how many."""
+    found = 0
+    for node in list(graph.find_nodes(op="call_function", target=aten.where.self)):
+        match = masked(node)
+        if match is None:
+            continue
+        rows, ids, num_experts = match
+
+        def is_end(user: fx.Node, read: fx.Node, ids: fx.Node = ids, num_experts: int = num_experts) -> bool:
+            return ends_before(user, read, ids, num_experts)
+
+        if proofs.fake(rows).dtype == proofs.fake(node).dtype and are_read_by_row(node, is_end):
+            node.replace_all_uses_with(rows)
+            rewriting.erase_unused(graph, [node])
+            found += 1
+    return found
