@@ -4,8 +4,8 @@
     .. + index(slice(table [E, 2 N], 1, start, step=2), [experts])                        even(x0) or odd(x0)
 
 The rows that the graph takes have to be those of the experts of the call. For many tokens, grouped_projections has the
-ends of the experts in their place (see graph/expert_rows.py). They may be clamped to a range in which all experts lie. Slots of other ranks' experts have zeros in the outputs of the call, so their rows of the table are never
-used.
+ends of the experts in their place (see graph/expert_rows.py). They may be clamped to a range in which all experts lie.
+Slots of other ranks' experts have zeros in the outputs of the call, so their rows of the table are never used.
 """
 
 from __future__ import annotations

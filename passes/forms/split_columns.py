@@ -11,8 +11,8 @@ After:
     x, experts, [weight] -> ditron.expert_projections(interleaved) -> getitem 0 [S, F] -> add(.., index(bias[:, 0::2]))
                                                                    -> getitem 1 [S, F] -> add(.., index(bias[:, 1::2]))
 
-and so for grouped_projections. Then absorb_epilogues makes an epilogue of what follows. It is part of split_weights.py, which tries it on a copy of the
-graph and keeps it if one epilogue combines the two products. It must not fire when
+and so for grouped_projections. Then absorb_epilogues makes an epilogue of what follows. It is part of split_weights.py,
+which tries it on a copy of the graph and keeps it if one epilogue combines the two products. It must not fire when
 * all uses of the product are not every second of its columns, or only one half of them is used;
 * the call has several weights or an epilogue.
 """
