@@ -87,7 +87,8 @@ def tile_of_slots(number, slots, sizes, BLOCK_M: tl.constexpr, EXPERTS: tl.const
     mine = experts == expert
     begin = tl.sum(tl.where(mine, first + (number - (upto - tiles)) * BLOCK_M, 0))
     end = tl.sum(tl.where(mine, last, 0))
-    places = begin + tl.arange(0, BLOCK_M)
+    # The place of an element of an output may need 64 bits.
+    places = begin.to(tl.int64) + tl.arange(0, BLOCK_M)
     inside = (places >= 0) & (places < end)
     row = tl.load(slots[0] + places, mask=inside, other=0)
     row = tl.where(row < 0, row + sizes.T, row)

@@ -16,7 +16,7 @@ it does not read these rows (see graph/rows_behind.py).
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
-* something else reads the copied rows too, as a backward does: they are then made anyway;
+* something else reads the copied rows too, as a backward does, or another matmul that stays: they are then made anyway;
 * the matmul has a bias, or another dtype for its result;
 * K of x, or both dimensions of the matrices, are not contiguous;
 * it is predicted to be slower than the library (see task/grouped_cost.py), unless the strategy `tile` is forced;
@@ -26,6 +26,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +58,15 @@ class Match:
 
 
 def find_grouped_projections(grouped: fx.Node) -> Match | None:
-    """Proves that a grouped matmul is one of copied rows, as drawn above; None if it is not."""
+    """Proves that a grouped matmul is one of copied rows, as drawn above; None if it is not. Others may read the copied
+    rows too.
+    """
     bound = proofs.arguments(grouped)
     copied, weight, ends = (bound[name] for name in ("self", "mat2", "offs"))
     if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
         return None
     indexed = proofs.indexed_rows(copied)
-    if indexed is None or any(user.target is not proofs.GROUPED for user in copied.users):
+    if indexed is None:
         return None
     x, rows = indexed
     value, matrices, places = proofs.fake(x), proofs.fake(weight), proofs.fake(rows)
@@ -76,13 +79,15 @@ def find_grouped_projections(grouped: fx.Node) -> Match | None:
     return Match(grouped, copied, x, rows, ends, weight)
 
 
-def library_wins(match: Match) -> bool:
-    """Returns whether the library is predicted to be faster. If a number of slots is known only at run time, it counts
-    as a very large one, with which the library is at its best.
+def library_wins(matches: Sequence[Match]) -> bool:
+    """Returns whether the library is predicted to be faster for all matmuls of the same rows, which it copies once. If
+    a number of slots is known only at run time, it counts as a very large one, with which the library is at its best.
     """
-    (S, K), (E, _, N) = proofs.fake(match.copied).shape, proofs.fake(match.weight).shape
-    if not all(isinstance(size, int) and size > 0 for size in (K, E, N)):
+    (S, K), shapes = proofs.fake(matches[0].copied).shape, [proofs.fake(match.weight).shape for match in matches]
+    sizes = [K, *(size for shape in shapes for size in shape)]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
         return True
+    E, N = shapes[0][0], sum(shape[2] for shape in shapes)
     S = S if isinstance(S, int) else E * MANY_SLOTS
     return grouped_cost.library_wins(S=S, E=E, K=K, N=N)
 
@@ -106,10 +111,16 @@ def grouped_projections(graph: fx.Graph, *, options: Options) -> int:
     if not takes_local(graph, GroupedProjections.kind, options):
         return 0
     drop_masks(graph)
-    matches = [find_grouped_projections(node) for node in graph.find_nodes(op="call_function", target=proofs.GROUPED)]
-    found = [match for match in matches if match is not None]
+    found: dict[fx.Node, list[Match]] = {}
+    for node in graph.find_nodes(op="call_function", target=proofs.GROUPED):
+        match = find_grouped_projections(node)
+        if match is not None:
+            found.setdefault(match.copied, []).append(match)
+    # Where anything else reads the rows, they are copied anyway.
+    sharing = [matches for copied, matches in found.items() if len(matches) == len(copied.users)]
     if options.strategy != "tile":
-        found = [match for match in found if not library_wins(match)]
-    for match in found:
+        sharing = [matches for matches in sharing if not library_wins(matches)]
+    taken = [match for matches in sharing for match in matches]
+    for match in taken:
         rewrite(graph, match, options)
-    return len(found)
+    return len(taken)

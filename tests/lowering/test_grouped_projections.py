@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.tolerances import assert_near
+from ditron_inductor.lowering.epilogues import elements_at
 from ditron_inductor.lowering.grouped_projections import grouped_kernel as lowering
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate, without_tables
@@ -178,7 +179,7 @@ def _tiles_kernel(slots, found, sizes, BLOCK_M: tl.constexpr, EXPERTS: tl.conste
     expert, places, row, there = lowering.tile_of_slots(number, slots, sizes, BLOCK_M, EXPERTS)
     at = found + (number * BLOCK_M + tl.arange(0, BLOCK_M)) * 4
     tl.store(at, tl.zeros((BLOCK_M,), tl.int64) + expert)
-    tl.store(at + 1, places.to(tl.int64))
+    tl.store(at + 1, places)
     tl.store(at + 2, row)
     tl.store(at + 3, there.to(tl.int64))
 
@@ -201,6 +202,30 @@ def test_every_slot_is_in_one_tile(rank_pools: RankPools, ends: list[int]) -> No
     expert_of = [expert for expert, (a, b) in enumerate(pairwise([0, *ends])) for _ in range(min(b, 12) - min(a, 12))]
     named = [(expert, slot, row + 8 * (row < 0)) for slot, (expert, row) in enumerate(zip(expert_of, rows))]  # noqa: B905
     assert sorted(found, key=lambda one: one[1]) == [one for one in named if 0 <= one[2] < 8]
+
+
+@triton.jit
+def _places_kernel(slots, found, sizes, N, number, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Stores the places of the first columns of the slots of a tile in an output with N columns."""
+    _, places, _, there = lowering.tile_of_slots(number, slots, sizes, BLOCK_M, EXPERTS)
+    columns = tl.arange(0, 1)
+    elements = elements_at(places, columns, there[:, None], (columns < N)[None, :], N)
+    tl.store(found + tl.arange(0, BLOCK_M)[:, None], elements.places)
+
+
+def _places(ctx: RankContext, S: int, N: int) -> list[int]:
+    found = torch.zeros(4, dtype=torch.int64, device=ctx.device)
+    rows, ends = torch.zeros(S, dtype=torch.int64), torch.tensor([S - 4, S], dtype=torch.int32)
+    sizes = lowering.Sizes(1, S, 2, 1, 1, 1, 1, (1,))
+    _places_kernel[(1,)]((rows, ends), found, sizes, N, S // 4 - 1, 4, 2)
+    return found.tolist()
+
+
+def test_outputs_may_have_more_elements_than_32_bits_count(rank_pools: RankPools) -> None:
+    """As those of a prompt of 128 Ki tokens, which take two experts each."""
+    S, N = 1 << 18, 14336
+    (found, *_) = rank_pools.get("cpu", 2).run(_places, S, N)
+    assert found == [slot * N for slot in range(S - 4, S)] and found[0] > 1 << 31
 
 
 def _no_memory_beyond(ctx: RankContext) -> None:

@@ -67,8 +67,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "rows that are copied all the same are taken where they lie",
         PROJECTED,
-        "if indexed is None or any(user.target is not proofs.GROUPED for user in copied.users):",
-        "if indexed is None:",
+        "for copied, matches in found.items() if len(matches) == len(copied.users)]",
+        "for matches in found.values()]",
         f"{TAKEN}::test_it_must_not_fire[rows_kept]",
     ),
     Mutation(

@@ -242,7 +242,23 @@ def columns_of_x(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, d
     return torch._grouped_mm(x.mT.contiguous().mT[order // K], gate_up.mT, offs=ends)
 
 
-@pytest.mark.parametrize("fn", [rows_kept, rows_scaled, columns_of_x])
+def rows_as_matrices(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
+    """As in a backward, where the gradient of a weight is a product with the rows that the forward multiplies."""
+    order, ends, _ = sorted_slots(scores)
+    rows = x[order // K]
+    out = torch._grouped_mm(rows, gate_up.mT, offs=ends)
+    return out, torch._grouped_mm(out.mT, rows, offs=ends)
+
+
+def one_stays(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
+    """The rows are copied anyway for the second matmul, which names the dtype of its result."""
+    order, ends, _ = sorted_slots(scores)
+    rows = x[order // K]
+    gate = torch._grouped_mm(rows, gate_up[:, :F].mT, offs=ends)
+    return gate, torch._grouped_mm(rows, gate_up[:, F:].mT, offs=ends, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("fn", [rows_kept, rows_scaled, columns_of_x, rows_as_matrices, one_stays])
 def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
     (module,) = compiled_graphs(behind_a_reduction(fn), *OPERANDS)
     assert made(module) == 0
@@ -270,6 +286,15 @@ def test_what_the_library_does_faster_stays_unless_the_kernel_is_forced(strategy
     ):
         (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
         assert made(module, Options(strategy=strategy)) == count
+
+
+def test_matmuls_of_the_same_rows_are_judged_together() -> None:
+    """The library copies the rows once for both."""
+    asked: list[dict[str, int]] = []
+    with mock.patch.object(grouped_cost, "library_wins", lambda **sizes: asked.append(sizes)):
+        (module,) = compiled_graphs(behind_a_reduction(apart), *OPERANDS)
+        assert made(module) == 2
+    assert asked == [{"S": T * K, "E": E, "K": D, "N": 2 * F}]
 
 
 def test_a_dynamic_number_of_tokens() -> None:
