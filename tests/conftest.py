@@ -72,7 +72,8 @@ def kept_values(place: Place) -> dict[str, Callable[[int], bool]]:
         few: dict[str, Callable[[int], bool]] = {"late_rank": first_only, "stopped_kind": every(8)}
         if place.world_size == 2:
             return few | {"case": every(2), "kind": every(2), "layer": every(2)}
-        return few | {"case": every(8, 1), "kind": every(2, 1), "strategy": first_only, "layer": every(4, 1)}
+        more = {"strategy": first_only, "layer": every(4, 1), "number": every(4, 1)}
+        return few | more | {"case": every(8, 1), "kind": every(2, 1)}
     if place.world_size == 2 and torch.cuda.device_count() >= 4:
         return {"case": every(3, 1), "large_case": every(2), "strategy": first_only, "late_rank": first_only}
     return {"case": every(2)}

@@ -150,11 +150,14 @@ def rank_main(setup: RankSetup, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     from ditron_inductor.core.quick_interpreter import make_quick
     from tests.quick_torch import make_torch_quick
+    from tests.quick_triton import make_triton_quick
 
     rarely_collect()
     try:
         make_quick()
         make_torch_quick()
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            make_triton_quick()
         ctx = _join(setup)
         _fail_early()
     except Exception as exc:

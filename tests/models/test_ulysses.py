@@ -18,6 +18,7 @@ from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.backend import ditron
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task.site_records import collect_sites
+from tests.cases import rare
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
@@ -116,7 +117,7 @@ def check_block(ctx: RankContext, setup: Setup, backend: Any, options: dict[str,
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [True, *rare(False)])
 def test_block_trains_as_eager(rank_pools: RankPools, packed: bool) -> None:
     # Code for the CPU takes long to compile: only that of one forward and one backward graph.
     backend = None if packed else interpreted

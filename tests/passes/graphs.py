@@ -108,6 +108,14 @@ def traced(fn: Callable[..., Any], *args: torch.Tensor, dynamic: bool = False) -
     return module
 
 
+def twin(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph again, which passes over the first one leave as it is."""
+    # The copy of a module would copy its constants, which fails under a fake mode.
+    duplicate = fx.Graph()
+    duplicate.output(duplicate.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, duplicate)
+
+
 def compiled_graphs(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> list[fx.GraphModule]:
     """The graphs that Inductor hands to a `post_grad_custom_pre_pass`: forward, and backward if an argument
     wants gradients.
@@ -121,10 +129,7 @@ def compiled_graphs(fn: Callable[..., Any], *args: Any, dynamic: bool | None = N
         post_grad.view_to_reshape(gm)
         if options.get("is_inference"):
             post_grad.reorder_for_locality(gm.graph)
-        # The copy of a module would copy its constants, which fails under a fake mode.
-        duplicate = fx.Graph()
-        duplicate.output(duplicate.graph_copy(gm.graph, {}))
-        graphs.append(fx.GraphModule(gm, duplicate))
+        graphs.append(twin(gm))
         return make_boxed_func(gm.forward)
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
@@ -290,7 +295,8 @@ def assert_same_on_all_ranks(fn: Callable[..., Any], *args: torch.Tensor, fused:
 
     The first argument differs between ranks, as a shard does; so do the others, as weights sharded over ranks do.
     """
-    before, after = traced(fn, *args), traced(fn, *args)
+    after = traced(fn, *args)
+    before = twin(after)
     assert fuse(after) == fused
     generator = torch.Generator().manual_seed(0)
     inputs = [[torch.randn(arg.shape, generator=generator).to(arg.dtype) for arg in args] for _ in range(WORLD_SIZE)]

@@ -26,6 +26,7 @@ from tests.passes.graphs import (
     only_task,
     run_ranks,
     text,
+    twin,
 )
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -145,7 +146,8 @@ def layer(fn: Callable[..., Any], op: str = "sum") -> Callable[..., Any]:
 
 def compiled(fn: Callable[..., Any], given: tuple[torch.Tensor, ...] = OPERANDS) -> fx.GraphModule:
     """The graph after all passes, which computes on all ranks what it computed before."""
-    (before,), (after,) = compiled_graphs(fn, *given), compiled_graphs(fn, *given)
+    (after,) = compiled_graphs(fn, *given)
+    before = twin(after)
     pipeline.run(after.graph, Options())
     after.recompile()
 

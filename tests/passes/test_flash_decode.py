@@ -33,7 +33,7 @@ from tests.passes.decoding import (
     parts,
     scores_of,
 )
-from tests.passes.graphs import WORLD_SIZE, reasons, text, traced
+from tests.passes.graphs import WORLD_SIZE, reasons, text, traced, twin
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -97,7 +97,8 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("form", [*list(FORMS)[::2], *rare(*list(FORMS)[1::2])])
 def test_computes_the_same(form: str) -> None:
     fn, args = FORMS[form]
-    before, after = graph_of(fn, args), graph_of(fn, args)
+    after = graph_of(fn, args)
+    before = twin(after)
     assert fused(after) == 1 and fused(after) == 0
     assert not any("all_gather" in str(node.target) for node in after.graph.nodes)
     inputs = [[args[0], *(one if not one.is_floating_point() else torch.randn_like(one) for one in args[1:])]
@@ -117,7 +118,8 @@ CHAINS: dict[str, Callable[..., Any]] = {
 def test_attention_of_attention(chain: str) -> None:
     """The second one reads what the first one has put in the place of its result."""
     args = operands(torch.float32)
-    before, after = graph_of(CHAINS[chain], args), graph_of(CHAINS[chain], args)
+    after = graph_of(CHAINS[chain], args)
+    before = twin(after)
     assert fused(after) == (3 if chain == "thrice" else 2)
     inputs = [[args[0], *(torch.randn_like(one) for one in args[1:])] for _ in range(WORLD_SIZE)]
     assert_same(before, after, inputs, 1e-5)
@@ -332,7 +334,8 @@ def test_other_attention_is_left_alone(name: str) -> None:
 def test_values_of_another_order_are_operands() -> None:
     """What turns them round stays in the graph."""
     args = operands()
-    module, before = (graph_of(attended_by(_turned_round), args) for _ in range(2))
+    module = graph_of(attended_by(_turned_round), args)
+    before = twin(module)
     assert fused(module) == 1 and "prims.rev" in text(module.graph)
     assert_same(before, module, [[args[0], *operands()[1:]] for _ in range(WORLD_SIZE)], 2e-2)
 

@@ -172,9 +172,8 @@ def sums_with_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     ("codes", "form"),
     [
         ((None, "flex_block_mask"), of_other_rows),
-        ((None, "flex_block_mask"), of_fewer_rows),
+        *rare(((None, "flex_block_mask"), of_fewer_rows), (("flex_score_mod", "flex_score_mod"), biased)),
         (("flex_block_mask", "flex_block_mask"), given_blocks),
-        (("flex_score_mod", "flex_score_mod"), biased),
         ((None, "flex_score_mod"), capped),
         (("flex_gradient", "flex_gradient"), by_natural_sums),
         ((None, "flex_gradient"), sums_with_gradient),

@@ -13,7 +13,7 @@ from torch import fx
 
 from benchmarks.tolerances import relative_error
 from ditron_inductor.options import Options
-from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, only_task, reasons, run_ranks, text
+from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, only_task, reasons, run_ranks, text, twin
 
 pytestmark = pytest.mark.usefixtures("group", "few_tokens")
 module = importlib.import_module("ditron_inductor.passes.fuse.grouped_matmul_all_reduce")
@@ -109,7 +109,8 @@ def fused(
     tolerance: float = 1e-2,
 ) -> fx.GraphModule:
     """The graph after the fusions, which computes on all ranks what it computed before."""
-    (before,), (after,) = compiled_graphs(fn, *given), compiled_graphs(fn, *given)
+    (after,) = compiled_graphs(fn, *given)
+    before = twin(after)
     fuse(after, options)
     assert_same(after, before, given, tolerance)
     return after

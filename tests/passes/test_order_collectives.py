@@ -24,6 +24,7 @@ from ditron_inductor.passes.finish.order_collectives import find_chain, order_co
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task import reference, schema
 from ditron_inductor.task.nodes import MatmulAllReduce, Policy
+from tests.cases import rare
 
 WORLD_SIZE = 4
 LAUNCH = re.compile(r"torch\.ops\.(ditron\.matmul_all_reduce|_c10d_functional\.(?!wait_tensor)\w+)\.default\(")
@@ -195,10 +196,10 @@ FORMS: dict[str, Form] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_no_extra_kernel_or_buffer(form: Form, xw: tuple[torch.Tensor, ...]) -> None:
+@pytest.mark.parametrize("name", [*list(FORMS)[::2], *rare(*list(FORMS)[1::2])])
+def test_no_extra_kernel_or_buffer(name: str, xw: tuple[torch.Tensor, ...]) -> None:
     def fn(x: torch.Tensor, w: torch.Tensor) -> Any:
-        return task(x, w), form(x, w, dist.group.WORLD)
+        return task(x, w), FORMS[name](x, w, dist.group.WORLD)
 
     ordered, plain = code_of(fn, *xw), code_of(fn, *xw, act=plainly)
     assert kernels(ordered) == kernels(plain)

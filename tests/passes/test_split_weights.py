@@ -29,6 +29,7 @@ from tests.passes.graphs import (
     run_ranks,
     text,
     traced,
+    twin,
 )
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -136,7 +137,8 @@ def test_a_biased_decode_step() -> None:
         return all_reduce((F.silu(gate) * up) @ o)
 
     args = torch.randn(2, 16), torch.randn(48, 16), torch.randn(48), torch.randn(24, 16)
-    module, before = traced(fn, *args), traced(fn, *args)
+    module = traced(fn, *args)
+    before = twin(module)
     assert split(module) == 1
     (call,) = module.graph.find_nodes(op="call_function", target=torch.ops.ditron.projections.default)
     assert schema.node_from_call(call.target, call.args).epilogue == "silu(mm0 + row(x0)) * (mm1 + row(x1))"
@@ -160,7 +162,8 @@ def halves(x: torch.Tensor, w: torch.Tensor) -> Any:
     ],
 )
 def test_splits(fn: Callable[..., Any]) -> None:
-    before, after = traced(fn, X.to(BF16), W.to(BF16)), traced(fn, X.to(BF16), W.to(BF16))
+    after = traced(fn, X.to(BF16), W.to(BF16))
+    before = twin(after)
     assert split(after) == 1
     generator = torch.Generator().manual_seed(0)
     inputs = [[torch.randn(one.shape, generator=generator).to(BF16) for one in (X, W)] for _ in range(WORLD_SIZE)]
@@ -175,7 +178,8 @@ def test_a_half_is_the_weight_of_another_product_that_is_split() -> None:
 
     shapes = (8, 16), (48, 16), (4, 32)
     fake = [torch.empty(shape, dtype=BF16) for shape in shapes]
-    before, after = traced(fn, *fake), traced(fn, *fake)
+    after = traced(fn, *fake)
+    before = twin(after)
     assert split(after) == 2
     generator = torch.Generator().manual_seed(0)
     inputs = [[torch.randn(shape, generator=generator).to(BF16) for shape in shapes] for _ in range(WORLD_SIZE)]

@@ -15,7 +15,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.pipeline import JointPipeline
 from ditron_inductor.task.attention_masks import Mask
-from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, only_task, reasons, run_ranks, text
+from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, only_task, reasons, run_ranks, text, twin
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks, operands
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -67,7 +67,8 @@ def test_every_rank_has_its_part_of_the_whole(window: int) -> None:
     found = []
     for rank in range(WORLD_SIZE):
         one = functools.partial(form, rank, WORLD_SIZE, window)
-        (before,), (after,) = compiled_graphs(one, *operands()), compiled_graphs(one, *operands())
+        (after,) = compiled_graphs(one, *operands())
+        before = twin(after)
         assert fuse_attention(after) == 1
         inputs = of_all_ranks(tuple(node.meta["val"] for node in after.graph.nodes if node.op == "placeholder"))
         results = [run_ranks(graph, inputs)[rank][0] for graph in (before, after)]
@@ -89,7 +90,8 @@ def test_training() -> None:
     given = tuple(one.requires_grad_() for one in operands())
     for rank in (1, WORLD_SIZE - 1):
         with config.patch(joint_custom_post_pass=JointPipeline(Options())):
-            before, after = (compiled_graphs(functools.partial(form, rank, WORLD_SIZE, 0), *given) for _ in range(2))
+            after = compiled_graphs(functools.partial(form, rank, WORLD_SIZE, 0), *given)
+            before = [twin(one) for one in after]
         assert [fuse_attention(graph) for graph in after] == [1, 1]
         for old, new in zip(before, after, strict=True):
             new.graph.eliminate_dead_code()
@@ -107,7 +109,8 @@ def test_the_order_of_other_ranks() -> None:
     """Keys in the zig-zag order of two ranks, gathered from four: the call has the mask as it is."""
     for rank in (0, 1):
         one = functools.partial(form, rank, 2, 0)
-        (before,), (after,) = compiled_graphs(one, *operands()), compiled_graphs(one, *operands())
+        (after,) = compiled_graphs(one, *operands())
+        before = twin(after)
         assert fuse_attention(after) == 1 and only_task(after)[0].mask == Mask("given")
         inputs = of_all_ranks(tuple(node.meta["val"] for node in after.graph.nodes if node.op == "placeholder"))
         torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))

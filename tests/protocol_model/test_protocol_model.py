@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cases import rare
 from tests.protocol_model import (
     Call,
     Capture,
@@ -220,8 +221,14 @@ def test_without_complete_chunks_an_innocent_rank_is_named() -> None:
     assert any(ending[2] == ("timeout", 0, 1) for ending in found.endings)
 
 
-@pytest.mark.parametrize("programs", [1, 2])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND, DECODE, CAUSAL])
+@pytest.mark.parametrize(
+    ("kind", "programs"),
+    [
+        *((kind, 1) for kind in (GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND, DECODE, CAUSAL)),
+        *((kind, 2) for kind in (GATHER, SCATTER, TWO_SHOTS, IN_BAND, CAUSAL)),
+        *rare(*((kind, 2) for kind in (REDUCE, ONE_SHOT, IN_SLICES, DECODE))),
+    ],
+)
 def test_waits_that_give_up_early(kind: str, programs: int) -> None:
     """Some tiles of a chunk get their credit, others do not: what is read is right, and after the reset all is well."""
     after = (Reset(), Call(SCATTER, "B"), Call(kind, "A"))
