@@ -256,8 +256,9 @@ def fits_an_epilogue(node: fx.Node, readers: set[fx.Node]) -> bool:
     """Returns whether a call of experts can compute `node` in its epilogue, if the `readers` of it become a call that
     takes it from memory.
     """
-    for call, task in local_calls(node.graph):
-        if not isinstance(task, ExpertProjections) or task.parsed is not None or not proofs.depends_on(node, {call}):
+    for call in proofs.reached([node], _read_in_epilogue):
+        task = schema.node_of(call)
+        if not isinstance(task, ExpertProjections) or task.parsed is not None:
             continue
         chain = _read_chain(call, task)
         if node in chain.values and products(chain.values[node]) == set(range(task.num_operands)):
@@ -265,6 +266,12 @@ def fits_an_epilogue(node: fx.Node, readers: set[fx.Node]) -> bool:
             left = {user for value in made for user in value.users} - made
             return left <= readers
     return False
+
+
+def _read_in_epilogue(node: fx.Node) -> list[fx.Node]:
+    """Returns the operands of what may be computed in an epilogue, and the call of an output; nothing of others."""
+    read = node.target is getitem or node.target in expressions.POINTWISE or proofs.keeps_order(node)
+    return node.all_input_nodes if read else []
 
 
 def _launches(node: object) -> bool:

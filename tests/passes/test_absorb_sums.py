@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import expecttest
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.functional import silu
 from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb import absorb_epilogues
 from ditron_inductor.passes.absorb.absorb_sums import absorb_sums
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS
 from tests.passes.graphs import (
@@ -354,6 +356,31 @@ def test_products_whose_whole_is_written_to_stay() -> None:
     zero.meta["val"] = whole.meta["val"]
     pipeline.run(module.graph, Options())
     assert not made(module)
+
+
+def test_each_sum_reads_one_call_of_experts() -> None:
+    """In a model with many layers, a sum that read the calls of all layers would take most of the time of all passes."""
+
+    def fn(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            scaled, _ = normed(all_reduce(biased(scores + x[:, :E], x, up, down)), x, up[0])
+            x = scaled
+        return x
+
+    (module,) = compiled_graphs(fn, *OPERANDS)
+    with mock.patch.object(absorb_epilogues, "_read_chain", wraps=absorb_epilogues._read_chain) as read:
+        absorbed: list[int] = []
+        real = pipeline.PASSES
+
+        def counted(graph: fx.Graph, *, options: Options) -> int:
+            read.reset_mock()
+            made = absorb_sums(graph, options=options)
+            absorbed.append(read.call_count)
+            return made
+
+        passes = [counted if one is absorb_sums else one for one in real]
+        pipeline.run(module.graph, Options(), passes)
+    assert absorbed == [3]
 
 
 def test_idempotent() -> None:
