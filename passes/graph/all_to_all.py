@@ -152,6 +152,14 @@ def written(nodes: Iterable[fx.Node]) -> fx.Node | None:
     return next((user for user in users if user.target._schema.is_mutable), None)  # type: ignore[union-attr]
 
 
+def with_sources(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields a node, and what it is a view or a slice of: who writes into that writes into the node."""
+    yield node
+    while node.target in rewriting.MOVES:
+        node = proofs.operand(node)
+        yield node
+
+
 def split_at(order: Sequence[Axis], axis: Axis) -> tuple[list[Axis], list[Axis]]:
     """Returns the axes in front of `axis`, and those behind it."""
     place = next(index for index, candidate in enumerate(order) if candidate is axis)

@@ -74,7 +74,7 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "ends that change are read late",
         PROJECTED,
-        "if not lies or written((x, rows, ends, weight)) is not None:",
+        "if not lies or written(sources) is not None:",
         "if not lies:",
         f"{TAKEN}::test_rows_that_are_written_to_stay",
     ),
@@ -165,13 +165,13 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "what a reduction adds may be written to before",
         ABSORB,
-        "return terms if written(node for one in (*rows, terms.factors) for node in _parts_of(one)) is None else None",
-        "return terms",
+        "return terms if written(node for one in (*rows, terms.factors) for node in with_sources(one)) is None",
+        "return terms if True",
         f"{ABSORBED}::test_operands_that_are_written_to_stay",
     ),
     Mutation(
         "what a reduction adds may be a slice of what is written to before",
-        ABSORB,
+        "passes/graph/all_to_all.py",
         "while node.target in rewriting.MOVES:",
         "while proofs.keeps_order(node):",
         f"{ABSORBED}::test_products_whose_whole_is_written_to_stay",

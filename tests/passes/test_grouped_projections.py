@@ -274,6 +274,20 @@ def test_rows_that_are_written_to_stay() -> None:
     assert made(module) == 0
 
 
+def test_rows_that_are_a_view_of_what_is_written_to_stay() -> None:
+    def fn(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, norm: torch.Tensor) -> Any:
+        reduced = all_reduce((x @ norm).view(2, -1, D))
+        return all_reduce(experts(reduced.view(-1, D), scores, gate_up, down))
+
+    (module,) = compiled_graphs(fn, *OPERANDS)
+    (first, *_) = module.graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default)
+    (viewed,) = [user for user in first.args[0].args[0].all_input_nodes if len(user.meta["val"].shape) == 3]
+    with module.graph.inserting_before(first):
+        zero = module.graph.call_function(torch.ops.aten.zero_.default, (viewed,))
+    zero.meta["val"] = viewed.meta["val"]
+    assert made(module) == 0
+
+
 def test_it_is_not_made_where_the_option_leaves_it_out() -> None:
     (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
     assert made(module, Options(fusions=("matmul_all_reduce",))) == 0
