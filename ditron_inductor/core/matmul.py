@@ -310,35 +310,6 @@ def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr
 
 
 @triton.jit
-def matmul_rows(rows, columns, inside, stride_k, K, TILES: tl.constexpr):
-    """Returns acc[m, n] = sum_k A[m, k] * B[k, n], fp32 [BLOCK_M, BLOCK_N], of these Rows of A and of any columns of B:
-    [BLOCK_N] pointers to their first elements, `inside` where there are such. The others are 0.
-    """
-    offs_k = tl.arange(0, TILES.BLOCK_K)
-    # Do not clamp: otherwise all programs would read the same few lines at once.
-    in_m, in_n = rows.inside[:, None], inside[None, :]
-    a_ptrs = rows.pointers[:, None] + offs_k[None, :]
-    b_ptrs = columns[None, :] + offs_k.to(tl.int64)[:, None] * stride_k
-    step = tl.full((), TILES.BLOCK_K, tl.int64) * stride_k
-    acc = zeros_of(TILES)
-    for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
-        if TILES.EVEN_K:
-            a_tile = tl.load(a_ptrs, mask=in_m, other=0.0)
-            b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
-        else:
-            in_k = offs_k < K - k * TILES.BLOCK_K
-            a_tile = tl.load(a_ptrs, mask=in_m & in_k[None, :], other=0.0)
-            b_tile = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
-        if TILES.UPCAST:
-            a_tile = a_tile.to(tl.float32)
-            b_tile = b_tile.to(tl.float32)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=TILES.PRECISION)
-        a_ptrs += TILES.BLOCK_K
-        b_ptrs += step
-    return acc
-
-
-@triton.jit
 def sum_tile(acc, factors, row, column, carried, TILES: tl.constexpr):
     """Returns acc plus the tile at (row, column) of a sum of products. The first product carries `carried`."""
     if TILES.DESCRIPTORS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece, matmul_rows, matmul_steps_of_few_rows
+from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece, matmul_steps_of_few_rows
 
 
 @triton.jit
@@ -88,37 +88,6 @@ def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
         b_ptrs += step
         other_ptrs += other_step
     return acc, other_acc
-
-
-@triton.jit
-def matmul_pair_in_one(rows, weight, other, column, N, K, TILES: tl.constexpr, APART: tl.constexpr):
-    """Returns (A @ B, A @ other) of these Rows of A, each [BLOCK_M, BLOCK_N / 2] as `matmul_rows` computes it. Runs of
-    8 columns of B and of the other weight alternate in one product of BLOCK_N columns, which tensor cores compute
-    faster than two products. One thread has the columns of both products. Both weights have the same strides, and begin
-    a multiple of APART elements apart, by which the compiler knows that loads of both are aligned.
-    """
-    BLOCK_M: tl.constexpr = TILES.BLOCK_M
-    BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    ITEMSIZE: tl.constexpr = weight.pointer.dtype.element_ty.primitive_bitwidth // 8
-    runs = tl.arange(0, BLOCK_N)
-    offs_n = column + runs // 16 * 8 + runs % 8
-    apart = (other.pointer.to(tl.int64) - weight.pointer.to(tl.int64)) // ITEMSIZE
-    of_weight = tl.multiple_of(tl.where(runs % 16 < 8, 0, apart), APART)
-    columns = weight.pointer + (of_weight + offs_n.to(tl.int64) * weight.stride_n)
-    acc = matmul_rows(rows, columns, offs_n < N, weight.stride_k, K, TILES)
-    acc, other_acc = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2)))
-    return tl.reshape(acc, (BLOCK_M, BLOCK_N // 2)), tl.reshape(other_acc, (BLOCK_M, BLOCK_N // 2))
-
-
-@triton.jit
-def matmul_interleaved_pair(rows, weight, column, N, K, TILES: tl.constexpr):
-    """Does what `matmul_pair_in_one` does for a weight of 2 N columns: those of B and of the other one in turns."""
-    BLOCK_M: tl.constexpr = TILES.BLOCK_M
-    BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    offs_n = 2 * column + tl.arange(0, BLOCK_N)
-    columns = weight.pointer + offs_n.to(tl.int64) * weight.stride_n
-    acc = matmul_rows(rows, columns, offs_n < 2 * N, weight.stride_k, K, TILES)
-    return tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
 
 
 @triton.jit

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from ditron_inductor.core.matmul import Rows, Tiles, matmul_rows, weight_of
-from ditron_inductor.core.matmul_pair import matmul_interleaved_pair, matmul_pair_in_one
+from ditron_inductor.core.matmul import Rows, Tiles, weight_of
+from ditron_inductor.core.matmul_rows import matmul_interleaved_pair, matmul_pair_in_one, matmul_rows
 from ditron_inductor.core.order import grouped
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import INTERPRETER, Config
