@@ -256,7 +256,7 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "rows of a table may be those of other experts",
         "passes/absorb/expert_tables.py",
-        "same = expert_rows.unclamped(named, num_experts) is proofs.views_up(experts)[-1]",
+        "same = expert_rows.unclamped(named, num_experts) is proofs.views_up(like)[-1]",
         "same = expert_rows.unclamped(named, num_experts) is not None",
         "tests/passes/test_split_columns.py::test_it_must_not_fire[biases of other experts]",
     ),
