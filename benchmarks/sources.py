@@ -71,12 +71,17 @@ def fingerprint(kind: str, root: Path = ROOT) -> str:
         path = open_.pop()
         if path in seen or root / HOST in path.parents:
             continue
-        text = path.read_text()
-        tree = ast.parse(text)
-        seen[path] = code(text, tree)
-        open_ += [found for name in imported(tree) if (found := module_path(name, root)) is not None]
+        seen[path], names = read(path.read_text())
+        open_ += [found for name in names if (found := module_path(name, root)) is not None]
     parts = sorted((str(path.relative_to(root)), text) for path, text in seen.items())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+@cache
+def read(text: str) -> tuple[str, tuple[str, ...]]:
+    """Returns the code of a module, and the names of what it imports. Most modules belong to many kinds."""
+    tree = ast.parse(text)
+    return code(text, tree), tuple(imported(tree))
 
 
 def code(text: str, tree: ast.Module) -> str:

@@ -114,7 +114,8 @@ class Contest:
 def aged(one: Contest, facts: Sequence[Fact]) -> str:
     """Whether the kernels of a cell have changed since it was measured, see `sources.age`."""
     row = one.rows[0]
-    fused = [fact.fused for fact in newest(facts) if (fact.cell, fact.contestant) == (row.cell, "ditron")]
+    of_cell = [fact for fact in facts if fact.shape == row.shape and fact.cell == row.cell]
+    fused = [fact.fused for fact in newest(of_cell) if fact.contestant == "ditron"]
     return sources.age(row.commit, sources.kinds_of(row, *fused))
 
 
