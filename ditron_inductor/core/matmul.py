@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Few rows of A [.., K] whose K is contiguous: pointers to their first elements, and which of them there are."""
+    """Rows of A [.., K] whose K is contiguous: pointers to their first elements, and which of them there are."""
 
     pointers: Any
     inside: Any
