@@ -34,7 +34,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import fits_an_epilogue, is_stored
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.all_to_all import with_sources, written
+from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.slot_sums import added_to, casts, ending_with, rounded_to
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReductionWithNorm
@@ -84,7 +84,7 @@ def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
     rows = [one for one in (terms.products, terms.added) if one is not None]
     if not all(proofs.row_major(proofs.fake(one)) for one in rows):
         return None
-    return terms if written(node for one in (*rows, terms.factors) for node in with_sources(one)) is None else None
+    return terms if written((*rows, terms.factors)) is None else None
 
 
 def _terms(total: fx.Node) -> SlotSum | None:

@@ -34,7 +34,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.all_to_all import with_sources, written
+from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.passes.graph.rows_behind import drop_masks
 from ditron_inductor.task import grouped_cost
@@ -74,8 +74,7 @@ def find_grouped_projections(grouped: fx.Node) -> Match | None:
     if not dims or proofs.fake(ends).dtype != torch.int32 or value.dtype not in OPERAND_DTYPES:
         return None
     lies = proofs.known_equal(value.stride(1), 1) and any(proofs.known_equal(one, 1) for one in matrices.stride()[1:])
-    sources = (source for one in (x, rows, ends, weight) for source in with_sources(one))
-    if not lies or written(sources) is not None:
+    if not lies or written((x, rows, ends, weight)) is not None:
         return None
     return Match(grouped, copied, x, rows, ends, weight)
 

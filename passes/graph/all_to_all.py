@@ -147,13 +147,16 @@ def _cat_below(node: fx.Node, world_size: int) -> proofs.Regrouped | None:
 
 
 def written(nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """Returns the first op that writes into one of these nodes, which a fusion would read at another time."""
-    users = (user for node in nodes for user in node.users if isinstance(user.target, torch._ops.OpOverload))
+    """Returns the first op that writes into one of these nodes, or into what it is a view or a slice of. A fusion would
+    read it at another time.
+    """
+    sources = (source for node in nodes for source in _with_sources(node))
+    users = (user for source in sources for user in source.users if isinstance(user.target, torch._ops.OpOverload))
     return next((user for user in users if user.target._schema.is_mutable), None)  # type: ignore[union-attr]
 
 
-def with_sources(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields a node, and what it is a view or a slice of: who writes into that writes into the node."""
+def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields a node, and what it is a view or a slice of."""
     yield node
     while node.target in rewriting.MOVES:
         node = proofs.operand(node)

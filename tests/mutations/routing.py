@@ -74,7 +74,7 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "ends that change are read late",
         PROJECTED,
-        "if not lies or written(sources) is not None:",
+        "if not lies or written((x, rows, ends, weight)) is not None:",
         "if not lies:",
         f"{TAKEN}::test_rows_that_are_written_to_stay",
     ),
@@ -137,8 +137,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "masks of rows that something else reads are removed",
         "passes/graph/rows_behind.py",
-        " and are_read_by_row(node, is_end):",
-        ":",
+        "return same and are_read_by_row(node, lambda user, read: ends_before(user, read, ids, num_experts))",
+        "return same",
         f"{TAKEN}::test_masks_of_rows_that_are_read_stay[masked_and_returned]",
     ),
     Mutation(
@@ -165,7 +165,7 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "what a reduction adds may be written to before",
         ABSORB,
-        "return terms if written(node for one in (*rows, terms.factors) for node in with_sources(one)) is None",
+        "return terms if written((*rows, terms.factors)) is None",
         "return terms if True",
         f"{ABSORBED}::test_operands_that_are_written_to_stay",
     ),

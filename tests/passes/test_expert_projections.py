@@ -175,6 +175,20 @@ def test_weights_that_are_written_to_stay() -> None:
     assert calls(module) == 0
 
 
+def test_weights_that_are_a_view_of_what_is_written_to_stay() -> None:
+    def fn(x: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        return chosen_by(by_topk)(x, scores, weights[:E], norm)
+
+    module = traced(fn, X, SCORES, torch.cat([GATE_UP, GATE_UP]), NORM)
+    (whole,) = [node for node in module.graph.nodes if node.op == "placeholder" and "weight" in node.name]
+    (bmm,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+    assert calls(traced(fn, X, SCORES, torch.cat([GATE_UP, GATE_UP]), NORM)) == 1
+    with module.graph.inserting_before(bmm):
+        zero = module.graph.call_function(torch.ops.aten.zero_.default, (whole,))
+    zero.meta["val"] = whole.meta["val"]
+    assert calls(module) == 0
+
+
 @pytest.mark.parametrize("tokens", [MOST_EXPERT_TOKENS, MOST_EXPERT_TOKENS + 1])
 def test_few_tokens_only(tokens: int) -> None:
     module = traced(chosen_by(by_topk), torch.empty(tokens, D), torch.empty(tokens, E), GATE_UP, NORM)
