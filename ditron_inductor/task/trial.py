@@ -66,13 +66,12 @@ def candidates(request: PlanRequest, eager: Choice, captured: Choice) -> tuple[s
     """
     if eager.settled or eager.source not in ("table", "model"):
         return ()
-    hopeful: set[str] = set()
+    able, hopeful = ("library", *possible(request)), {eager.strategy}
     for choice in (eager, captured):
-        predicted = choice.predicted_us or {}
-        able = [strategy for strategy in ("library", *possible(request)) if strategy in predicted]
-        limit = HOPELESS * min((predicted[strategy] for strategy in able), default=0.0)
-        hopeful |= {strategy for strategy in able if predicted[strategy] <= limit}
-    others = [strategy for strategy in ("library", *possible(request)) if strategy in hopeful - {eager.strategy}]
+        predicted = {name: us for name, us in (choice.predicted_us or {}).items() if name in able}
+        limit = HOPELESS * min(predicted.values(), default=0.0)
+        hopeful |= {name for name, us in predicted.items() if us <= limit}
+    others = [strategy for strategy in able if strategy in hopeful and strategy != eager.strategy]
     return (eager.strategy, *others) if others else ()
 
 

@@ -43,20 +43,16 @@ def ends_before(user: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) ->
     return reads == ["self"] and expert_rows.are_experts_of_rows(ids, bound["offs"], num_experts)
 
 
-def drop_masks(graph: fx.Graph) -> int:
-    """Removes the masks of rows that are never read; returns how many."""
-    found = 0
+def changes_nothing(node: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
+    """Returns whether nothing reads the rows of `node` that are masked."""
+    same = proofs.fake(rows).dtype == proofs.fake(node).dtype
+    return same and are_read_by_row(node, lambda user, read: ends_before(user, read, ids, num_experts))
+
+
+def drop_masks(graph: fx.Graph) -> None:
+    """Removes the masks of rows that are never read."""
     for node in list(graph.find_nodes(op="call_function", target=aten.where.self)):
         match = masked(node)
-        if match is None:
-            continue
-        rows, ids, num_experts = match
-
-        def is_end(user: fx.Node, read: fx.Node, ids: fx.Node = ids, num_experts: int = num_experts) -> bool:
-            return ends_before(user, read, ids, num_experts)
-
-        if proofs.fake(rows).dtype == proofs.fake(node).dtype and are_read_by_row(node, is_end):
-            node.replace_all_uses_with(rows)
+        if match is not None and changes_nothing(node, *match):
+            node.replace_all_uses_with(match[0])
             rewriting.erase_unused(graph, [node])
-            found += 1
-    return found
