@@ -184,9 +184,11 @@ def shapes_of(together: bool, *, across: bool, interleaved: bool) -> Mapping[int
     return PAIRED_EXPERTS if together and not across else EXPERTS
 
 
-def products_of(node: ProductsOfExperts, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns the weight of each product, or views of every second column of one weight."""
-    return [weights[0][..., half::2] for half in range(2)] if node.interleaved else weights
+def products_of(node: ProductsOfExperts, stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns the weight of each product, or views of every second column of one weight; so also of what the library
+    makes of these weights.
+    """
+    return [stored[0][..., half::2] for half in range(2)] if node.interleaved else stored
 
 
 def by_library(node: ExpertProjections, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Runner:
@@ -201,9 +203,7 @@ def by_library(node: ExpertProjections, x: torch.Tensor, extras: Sequence[torch.
         rows = x.repeat_interleave(node.top_k, 0) if node.by_token else x
         there = experts.clamp(max=weights[0].shape[0] - 1) if node.has_absent else experts
         products = [torch.bmm(rows.unsqueeze(1), weight.index_select(0, there)).squeeze(1) for weight in weights]
-        if node.interleaved:
-            products = [products[0][:, half::2] for half in range(2)]
-        outs = [product.contiguous() for product in products]
+        outs = [product.contiguous() for product in products_of(node, products)]
         if finisher is not None and parsed is not None:
             outs = finisher.finish(outs, without_tables(parsed, extras, there)[1])
         if node.has_absent:

@@ -20,17 +20,18 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from ditron_inductor.core.matmul import Rows, Tiles, weight_of
+from ditron_inductor.core.matmul import Rows, weight_of
 from ditron_inductor.core.matmul_rows import matmul_interleaved_pair, matmul_pair_in_one, matmul_rows
 from ditron_inductor.core.order import grouped
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import INTERPRETER, Config
 from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, unpacked
 from ditron_inductor.lowering.expert_projections.experts_kernel import products_of
-from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, widths_of
+from ditron_inductor.lowering.expert_sums.grouped_library import experts_of_rows
+from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
-from ditron_inductor.lowering.projections.projections_kernel import Places, store_group, tensors_of
+from ditron_inductor.lowering.projections.projections_kernel import Places, store_group, tensors_of, tiles_of
 from ditron_inductor.task.epilogue_torch import without_kinds, without_tables
 from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
@@ -215,20 +216,13 @@ def by_library(node: GroupedProjections, x: torch.Tensor, extras: Sequence[torch
         extras: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         taken = x[rows]
-        products = [multiplied(taken, weight, ends) for weight in weights]
-        if node.interleaved:
-            products = [products[0][:, half::2].contiguous() for half in range(2)]
+        made = products_of(node, [multiplied(taken, weight, ends) for weight in weights])
+        products = [product.contiguous() for product in made]
         if finisher is None or parsed is None:
             return products
-        return finisher.finish(products, without_tables(parsed, extras, experts_of_slots(ends, len(rows)))[1])
+        return finisher.finish(products, without_tables(parsed, extras, experts_of_rows(ends, len(rows)))[1])
 
     return run
-
-
-def experts_of_slots(ends: torch.Tensor, slots: int) -> torch.Tensor:
-    """Returns the expert of each slot, int64 [S]; some expert for slots behind the last end."""
-    numbers = torch.arange(slots, dtype=ends.dtype, device=ends.device)
-    return torch.searchsorted(ends, numbers, right=True).clamp(max=len(ends) - 1)
 
 
 def multiplied(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -269,7 +263,7 @@ def _arguments(
         "widths": widths._replace(strides_bn=tuple(weight.stride(2) for weight in stored)),
         "GROUPS": arrangement.packed_groups,
         "EPILOGUE": arrangement.function,
-        "TILES": _tiles_of(x, config, WIDE_GROUP if num_n >= WIDE_TILES else 1),
+        "TILES": tiles_of(x, config)._replace(GROUP_M=WIDE_GROUP if num_n >= WIDE_TILES else 1),
         "APART": _apart(stored),
         "EXPERTS": triton.next_power_of_2(E),
         **config.options,
@@ -282,22 +276,6 @@ def _apart(weights: Sequence[torch.Tensor]) -> int:
     size = weights[0].element_size()
     aligned = all(weight.data_ptr() % ALIGNMENT == weight.stride(0) * size % ALIGNMENT == 0 for weight in weights)
     return ALIGNMENT // size if aligned else 1
-
-
-def _tiles_of(x: torch.Tensor, config: Config, group_m: int) -> Tiles:
-    return Tiles(
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=group_m,
-        DESCRIPTORS=False,
-        K_MAJOR=0,
-        EVEN_K=x.shape[1] % config.block_k == 0,
-        PRECISION=dot_precision(x.dtype),
-        UPCAST=x.device.type == "cpu",
-        THREADS=0,
-        PIECE=0,
-    )
 
 
 grouped_projections: LocalCalls[GroupedProjections] = LocalCalls(prepare)

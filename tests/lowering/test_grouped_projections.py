@@ -136,7 +136,7 @@ def wanted(
         for weight in weights
     ]
     if case.epilogue:
-        of_slots = lowering.experts_of_slots(ends, len(products[0]))
+        of_slots = lowering.experts_of_rows(ends, len(products[0]))
         epilogue, extras = without_tables(parse(case.epilogue), extras, of_slots)
         kept = [one[: len(products[0])] if one.ndim > 1 else one for one in extras]
         products = evaluate(epilogue, [one.to(case.dtype) for one in products], kept)
