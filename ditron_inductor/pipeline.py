@@ -53,6 +53,7 @@ from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.finish.wire_facts import Before, before_passes, facts_of, graph_facts
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
+from ditron_inductor.passes.forms.route_shards import route_shards
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
@@ -103,6 +104,8 @@ PASSES: tuple[Pass, ...] = (
     move_across,
     # An all-reduce becomes a reduce-scatter and a gather, which the fusions behind then take.
     sequence_parallel,
+    # Narrow products of gathered rows are gathered instead, before a fusion takes them with their gather.
+    route_shards,
     # Other forms are tried with all the fusions that follow, and kept where one of these fires.
     try_forms,
     # One collective is fused with the matmuls beside it. The list has a line for each kind, and says why it is there.
@@ -140,7 +143,7 @@ PASSES: tuple[Pass, ...] = (
     verify_tasks,
 )
 """The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
-MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
+MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "route_shards", "try_forms")
 """The passes that change which numbers are sent, or in which order. They are right only if all ranks do the same."""
 BEFORE_JOINT: tuple[Pass, ...] = (hide_roundings,)
 """What runs on a joint graph in front of Inductor's own passes."""
