@@ -29,7 +29,7 @@ from torch._logging import trace_structured
 
 from ditron_inductor import runtime
 from ditron_inductor.codegen import plain_graph
-from ditron_inductor.codegen.meeting_kernel import MEETING, declare_meeting
+from ditron_inductor.codegen.meeting_kernel import MEETING, REPLICATED, declare_meeting
 from ditron_inductor.codegen.site_kernel import declare
 from ditron_inductor.debug_folder import DebugFolder, torch_folder
 from ditron_inductor.device.agreements import Form
@@ -51,9 +51,10 @@ from ditron_inductor.passes.finish.require_fusions import require_fusions
 from ditron_inductor.passes.finish.review_left_alone import review_left_alone
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.finish.wire_facts import Before, before_passes, facts_of, graph_facts
+from ditron_inductor.passes.forms.index_chunks import index_chunks
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
-from ditron_inductor.passes.forms.route_shards import route_shards
+from ditron_inductor.passes.forms.route_shards import assumed, route_shards
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
@@ -116,6 +117,8 @@ PASSES: tuple[Pass, ...] = (
     all_reduce_rms_norm,
     # Three gathers of parts that no matmul reads, once the gathers of matmuls are gone.
     flash_decode,
+    # What no fusion has taken is read where it lies.
+    index_chunks,
     # The reasons of collectives that were left alone are reviewed once no fusion can follow.
     review_left_alone,
     # With `ditron.strict` the error is raised before any time is spent on the rest.
@@ -325,7 +328,8 @@ def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         node = graph.call_function(overload("meet"), (key,))
-    node.meta.update({"val": None, MEETING: (facts.text(), plain, options.meeting_s, count_left_alone(graph))})
+    arguments = (facts.text(), plain, options.meeting_s, count_left_alone(graph))
+    node.meta.update({"val": None, MEETING: arguments, REPLICATED: assumed(graph)})
     graph.lint()
 
 

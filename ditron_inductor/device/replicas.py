@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._calls: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, int]] = WeakKeyDictionary()
+        self._differing: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
     def compared(
         self,
@@ -66,11 +67,25 @@ class Replicas:
             calls[key] = count
         return x.view_as(x)
 
+    def differing(self, replicated: Mapping[str, Sequence[torch.Tensor]], key: str) -> str:
+        """Returns which of the tensors that a graph takes to be replicated differs between ranks of its group; empty if
+        none does. Collective at the first call for the key of a graph; all ranks get the same answer.
+        """
+        for group_name, tensors in replicated.items():
+            found = self._differing.setdefault(groups.find(group_name), {})
+            if key not in found:
+                different = _different(tensors, [""] * len(tensors), [], group_name, "a graph")
+                found[key] = "" if different is None else f"{different[1]} of a router differs between ranks"
+            if found[key]:
+                return found[key]
+        return ""
+
     def forget(self, process_group: dist.ProcessGroup) -> None:
         """Makes the ranks compare everything of a group anew. After a failure they may have made different numbers of
         calls.
         """
         self._calls.pop(process_group, None)
+        self._differing.pop(process_group, None)
 
 
 def _limit_s(group: groups.Group) -> float:
@@ -84,6 +99,15 @@ def _limit_s(group: groups.Group) -> float:
 def _compare(
     same: Sequence[torch.Tensor], names: Sequence[str], constants: Sequence[str], group_name: str, site: str
 ) -> None:
+    found = _different(same, names, constants, group_name, site)
+    if found is not None:
+        raise DitronNotReplicated(rank=found[0], peer=0, group_name=group_name, tensor=found[1], site=site)
+
+
+def _different(
+    same: Sequence[torch.Tensor], names: Sequence[str], constants: Sequence[str], group_name: str, site: str
+) -> tuple[int, str] | None:
+    """Returns (a rank, what differs there from rank 0), the same on all ranks; None if nothing differs. Collective."""
     group = groups.resolve(group_name)
     purpose, limit_s = f"compare the inputs of {site}", _limit_s(group)
     session = meet(group, "replicas", purpose, limit_s)
@@ -101,7 +125,8 @@ def _compare(
             differing += [f"constant, {own} and not {other}," for own, other in pairs if own != other]
             differing += ["order of constants"]
         if differing:
-            raise DitronNotReplicated(rank=rank, peer=0, group_name=group_name, tensor=differing[0], site=site)
+            return rank, differing[0]
+    return None
 
 
 def _described(tensor: torch.Tensor, name: str) -> str:

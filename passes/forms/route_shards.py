@@ -1,4 +1,4 @@
-"""Each rank multiplies its own rows with a router, and the products are gathered beside the rows instead of behind them.
+"""Each rank multiplies its own rows with a router, and the products are gathered while the rows are.
 
 Before, as sequence parallelism has it in front of a mixture of experts:
 
@@ -10,18 +10,22 @@ After:
 
     shard -> reshape [B*S, K] -> mm(reshape, router) -> reshape [B, S, E] -> all_gather -> wait -> split .. cat
       -> reshape [B*W*S, E] -> softmax, top-k, sort .. -> rows
-    shard -> all_gather ................................... wait -> split .. cat [B, W*S, K] -> reshape -> index(.., rows)
+    shard -> all_gather ................................ wait -> split .. cat [B, W*S, K] -> reshape -> index(.., rows)
 
 The products are a small part of the bytes of the rows, and `matmul_all_gather` takes them. The rows are waited for
 where the first op reads them, which needs what comes of the products. So they are sent while tokens are routed, and the
 ranks read the same products. Casts between the gather and the router move with it. Each element of a product is the
 same sum as before, up to its rounding (docs/algebra.md).
 
-All conditions are facts of the graph that are equal on all ranks. It must not fire when
+That is right only if all ranks have the same router, which no graph shows: a weight may as well be cut by columns. So
+the ranks compare samples of it when the graph first runs, and if these differ the graph runs as Inductor alone would
+run it. They compare again from time to time, and raise DitronNotReplicated if routers differ that were equal.
+
+All other conditions are facts of the graph that are equal on all ranks. It must not fire when
 * another matmul reads the gathered rows: `all_gather_matmul` hides the gather behind it;
 * the products are more than a quarter of the bytes of the rows, or there are fewer than `FEW_ROWS` rows;
 * anything reads the rows that does not need the products first, or a part of them only (see `find_whole_gather`);
-* the router depends on the gathered rows, is multiplied from the left, or is added to more than a row;
+* the router is not an input of the graph, or a view or cast of one; or more than a row is added to its product;
 * more than one dimension of the shard is known only at run time, or W chunks of such a dimension are put together;
 * the option `fusions` leaves out `matmul_all_gather`.
 """
@@ -34,13 +38,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from ditron_inductor.device.facts import digest
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms.move_casts import as_dtype
-from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph import proofs, replicated_inputs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, WAIT, Collective, collectives
 from ditron_inductor.passes.normalize.share_gathers import Match as Gather
 from ditron_inductor.passes.normalize.share_gathers import find_whole_gather
+from ditron_inductor.task import schema
 from ditron_inductor.task.exchange import GATHERED_PRODUCT
 from ditron_inductor.task.nodes import matmul_of
 
@@ -48,7 +54,9 @@ aten = torch.ops.aten
 CASTS: frozenset[object] = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 NARROW = 4
 """The bytes of the rows over those of all products, at least."""
-FEW_ROWS = 512
+FEW_ROWS = 2048
+SITE = "route_shards"
+"""What the names of the comparisons begin with."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Router:
 
     @property
     def given(self) -> list[fx.Node]:
-        """What is needed beside the rows."""
+        """What is needed beside the rows: the weight, and the bias if there is one."""
         return [self.matmul.weight] + ([] if self.matmul.bias is None else [self.matmul.bias])
 
 
@@ -78,7 +86,7 @@ class Match:
 
 
 def find_route_shards(node: fx.Node) -> Match | None:
-    """Proves that the gather `node` feeds routers and what needs their products, as drawn above; None if it does not."""
+    """Proves that a gather feeds routers and what needs their products, as drawn above; None if it does not."""
     gather = find_whole_gather(node)
     if gather is None or not _can_be_written(gather):
         return None
@@ -134,10 +142,16 @@ def _read_router(node: fx.Node, rows: fx.Node, casts: tuple[fx.Node, ...], gathe
         return None
     start, columns = gather.collective.node, proofs.fake(gather.gathered).shape[-1]
     router = Router(node, matmul, casts)
-    early = all(
-        not proofs.depends_on(given, {start}) and rewriting.can_hoist(given, start) for given in router.given
-    )
+    fits = all(isinstance(given, fx.Node) for given in router.given)
+    early = fits and all(_input_of(given) is not None and rewriting.can_hoist(given, start) for given in router.given)
     return router if early and proofs.known_equal(proofs.fake(rows).shape[1], columns) else None
+
+
+def _input_of(node: fx.Node) -> fx.Node | None:
+    """Returns the input of the graph that `node` is, or is a view, transpose or cast of; None if it is none."""
+    while proofs.keeps_order(node) or node.target in proofs.TRANSPOSES or _is_cast(node):
+        node = proofs.operand(node)
+    return node if node.op == "placeholder" and proofs.tensor(node) is not None else None
 
 
 def _are_narrow(gathered: fx.Node, routers: list[Router]) -> bool:
@@ -216,9 +230,27 @@ def route_shards(graph: fx.Graph, *, options: Options) -> int:
     if matmul_of(GATHERED_PRODUCT) not in options.fusions:
         return 0
     count = 0
+    assumed: dict[str, dict[fx.Node, str]] = {}
     for node in collectives(graph, ALL_GATHER):
         match = find_route_shards(node)
         if match is not None:
+            inputs = [root for router in match.routers for root in map(_input_of, router.given) if root is not None]
+            places = {root: replicated_inputs.places([root]) for root in inputs}
+            assumed.setdefault(match.gather.collective.group_name, {}).update(places)
             rewrite(graph, match)
             count += 1
+    for group_name, roots in assumed.items():
+        shapes = [tuple(map(str, proofs.fake(root).shape)) for root in roots]
+        names = "\n".join(roots.values())
+        replicated_inputs.compare(graph, list(roots), group_name, f"{SITE}/{digest(repr(shapes))}", names)
     return count
+
+
+def assumed(graph: fx.Graph) -> dict[str, list[str]]:
+    """Returns the names of the inputs that this pass takes to be replicated, by the name of the group."""
+    found: dict[str, list[str]] = {}
+    for node in graph.find_nodes(op="call_function", target=schema.overload("replicated")):
+        bound = proofs.arguments(node)
+        if bound["site"].startswith(SITE):
+            found.setdefault(bound["group_name"], []).extend(str(root.target) for root in bound["same"])
+    return found

@@ -30,9 +30,7 @@ Sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,10 +39,9 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.prepare_products import find_prepared
 from ditron_inductor.passes.fuse.all_reduce_rms_norm import PATTERN, prove
-from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph import proofs, replicated_inputs, rewriting
 from ditron_inductor.passes.graph.chunked_collectives import gathered, scattered
 from ditron_inductor.passes.graph.collectives import WAIT, Collective
-from ditron_inductor.passes.graph.culprits import user_line
 from ditron_inductor.passes.graph.norm_forms import normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, refused
 from ditron_inductor.passes.graph.reduced_sums import find_sum
@@ -144,7 +141,7 @@ def _columns_behind(node: fx.Node, region: Region) -> int:
 def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
     """Cuts the rows of the region. It is the `index`th region of the graph that is cut."""
     region = match.region
-    places, constants = [_place(root) for root in region.roots], _constants(region)
+    names, constants = replicated_inputs.places(region.roots), "\n".join(_constants(region))
     inside = set(region.members)
     outside_users = {node: [user for user in node.users if user not in inside] for node in region.exits}
     chunks = {source: _own_chunk(graph, match, source) for source in region.entering}
@@ -172,7 +169,8 @@ def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
         if node in starts:
             rewriting.erase_unused(graph, [node, starts[node].node])
     if region.roots or constants:
-        _compare(graph, match, ("\n".join(places), "\n".join(constants)), index)
+        site = _site(match, index)
+        replicated_inputs.compare(graph, region.roots, match.group_name, site, names, constants)
 
 
 def _own_chunk(graph: fx.Graph, match: Match, source: fx.Node) -> fx.Node:
@@ -183,42 +181,6 @@ def _own_chunk(graph: fx.Graph, match: Match, source: fx.Node) -> fx.Node:
     first = next(node for node in match.region.members if source in node.all_input_nodes)
     with graph.inserting_before(first):
         return rewriting.call(graph, schema.overload("own_chunk"), args, source, tuple(shape))
-
-
-def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) -> None:
-    """Makes the ranks compare what is assumed to be replicated. The smallest root is read behind the comparison; if
-    there is no root, the smallest input. texts: where the roots are read, and the constants, a line for each.
-    """
-    roots = list(match.region.roots)
-    placeholders = list(graph.find_nodes(op="placeholder"))
-    users = {source: _readers(source) for source in roots or placeholders if proofs.tensor(source) is not None}
-    smallest = min((source for source in users if users[source]), key=_num_elements, default=None)
-    if smallest is None:
-        return
-    args = (smallest, roots, match.group_name, _site(match, index), *texts)
-    with graph.inserting_before(placeholders[-1].next):
-        shape = tuple(smallest.meta["val"].shape)
-        compared = rewriting.call(graph, schema.overload("replicated"), args, smallest, shape)
-    compared.meta["val"] = smallest.meta["val"]
-    for user in users[smallest]:
-        user.replace_input_with(smallest, compared)
-
-
-def _num_elements(node: fx.Node) -> float:
-    """Returns the number of elements; infinity if a size is dynamic, because comparing the size would specialise it."""
-    shape = node.meta["val"].shape
-    return math.prod(shape) if all(isinstance(length, int) for length in shape) else math.inf
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.op == "call_function" and not _writes(user)]
-
-
-def _place(root: fx.Node) -> str:
-    """Returns the line of the program that reads an input of the graph, without the folders; "" if it is not known."""
-    lines = (user_line(user.meta.get("stack_trace") or "") for user in root.users)
-    file, _, rest = next(filter(None, lines), "").partition(":")
-    return f"{Path(file).name}:{rest}" if rest else ""
 
 
 def _constants(region: Region) -> list[str]:
@@ -249,10 +211,6 @@ def _argument(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_argument, value))}]"
     return "_" if isinstance(value, fx.Node) else str(value)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _site(match: Match, index: int) -> str:
