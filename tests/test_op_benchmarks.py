@@ -72,6 +72,15 @@ def test_grouped_projections(rank_pools: RankPools) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
+def test_gathered_experts(rank_pools: RankPools) -> None:
+    module = "benchmarks.ops.gathered_experts"
+    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "2048", "--batches", "2", "--rounds", "2", "--out", ""]
+    options = importlib.import_module(module).parser().parse_args([*tiny, "--commit", "0"])
+    rows = _run(rank_pools, module, options)
+    wanted = {"gemm", "inductor", "ditron", "ditron:gathered"}
+    assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
+
+
 def test_summed_experts(rank_pools: RankPools) -> None:
     module = "benchmarks.ops.summed_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "3", "--rounds", "2", "--out", "", "--commit", "0"]

@@ -19,6 +19,7 @@ from benchmarks.models.contestants import COMPILERS
 from benchmarks.rivals import registered, symmetric
 from benchmarks.rivals.one_shot_norm import MOST_BYTES, MOST_COLUMNS, MOST_PROGRAMS, OneShotNorm
 from benchmarks.tolerances import assert_near
+from tests.cases import rare
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -87,9 +88,10 @@ def _models(ctx: RankContext, model: str, *forms: str) -> tuple[set[Of], dict[Of
     return timed, {(place[fact], fact.contestant): fact.why for fact in run.facts if fact.why}
 
 
-def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools) -> None:
-    timed, reasons = rank_pools.get("cpu", 2).run(_models, "llama3-8b", "ar", timeout=200)[0]
-    assert timed == {("llama3-8b ar", name) for name in ("eager", "symm_mem", "one_shot_norm")}, reasons
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", *rare("llama3-8b")])
+def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools, model: str) -> None:
+    timed, reasons = rank_pools.get("cpu", 2).run(_models, model, "ar", timeout=200)[0]
+    assert timed == {(f"{model} ar", name) for name in ("eager", "symm_mem", "one_shot_norm")}, reasons
     assert all("which needs GPUs" in why for (_, name), why in reasons.items() if name == "registered")
 
 
