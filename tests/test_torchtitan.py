@@ -27,6 +27,8 @@ from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
 
 from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
+from ditron_inductor.task.site_records import collect_sites
+from tests.cases import rare
 from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPool, RankPools
 from tests.stacks.titan_on_cpu import causal_override, write_assets
@@ -41,6 +43,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "guide" / "other_stacks.md"
+LLAMA, MIXTURE = ("llama3", "llama3_debugmodel"), ("qwen3", "qwen3_moe_debug")
 LENGTH = 32
 GATHERS_AND_SCATTERS = {"all_gather_matmul": 4, "matmul_reduce_scatter": 4}
 REDUCTIONS = {"matmul_all_reduce": 4}
@@ -89,12 +92,12 @@ def overrides(ctx: RankContext) -> Iterator[None]:
             del sys.modules[guide.__name__], sys.modules[own.__name__]
 
 
-def configured(*arguments: str, world_size: int) -> Any:
-    """TorchTitan's config of a small Llama 3 with one layer and tensor parallelism, as its trainer has it."""
+def configured(*arguments: str, world_size: int, model: tuple[str, str] = LLAMA) -> Any:
+    """TorchTitan's config of a small model with one layer and tensor parallelism, as its trainer has it."""
     from torchtitan.config import ConfigManager
     from torchtitan.config.override import apply_overrides
 
-    given = ["--module", "llama3", "--config", "llama3_debugmodel", f"--training.seq_len={LENGTH}", *arguments]
+    given = ["--module", model[0], "--config", model[1], f"--training.seq_len={LENGTH}", *arguments]
     given += [f"--parallelism.tensor_parallel_degree={world_size}", "--training.mixed_precision_param=float32"]
     config = ConfigManager().parse_args(given)
     config.model_spec.model.layers = config.model_spec.model.layers[:1]
@@ -141,11 +144,13 @@ def randomize(model: Any) -> None:
             part.copy_(1 + 0.1 * drawn if part.ndim == 1 else 0.05 * drawn)
 
 
-def step(model: Any, context: Any, train: bool, device: torch.device) -> dict[str, torch.Tensor]:
+def step(
+    model: Any, context: Any, train: bool, device: torch.device, length: int = LENGTH
+) -> dict[str, torch.Tensor]:
     """The outputs of a step, and the gradients."""
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, 2048, (2, LENGTH), generator=generator).to(device)
-    positions = torch.arange(LENGTH, device=device).repeat(2, 1)
+    tokens = torch.randint(0, 2048, (2, length), generator=generator).to(device)
+    positions = torch.arange(length, device=device).repeat(2, 1)
     masks = None if train else model.get_attention_masks(positions)
     with context(), torch.set_grad_enabled(train):
         out = model(tokens, positions=positions, attention_masks=masks)
@@ -180,6 +185,37 @@ def run_llama(ctx: RankContext, arguments: list[str], train: bool, skip_fsdp: bo
     return Counter(counters["ditron"])
 
 
+def train_mixture(ctx: RankContext, arguments: list[str], length: int) -> tuple[Counter[str], set[str]]:
+    """What the passes counted while a compiled layer with experts computed what an eager one does, in bfloat16, and the
+    reasons of the collectives that were left alone.
+    """
+    from torchtitan.config import CompileConfig
+    from torchtitan.models.qwen3 import parallelize
+
+    torch._dynamo.reset()
+    with overrides(ctx), contextlib.ExitStack() as stack:
+        for name in [name for name in vars(parallelize) if name.startswith("apply_fsdp")]:
+            stack.enter_context(mock.patch.object(parallelize, name))
+        if ctx.device.type == "cpu":
+            stack.enter_context(without_generated_code())
+        arguments = [*arguments, f"--training.seq_len={length}"]
+        config = configured(*arguments, world_size=ctx.world_size, model=MIXTURE)
+        results = []
+        with collect_sites() as sink:
+            for compile_config in (CompileConfig(), config.compile):
+                model, context = built(config, compile_config, ctx.device)
+                model = model.bfloat16()
+                randomize(model)
+                counters.clear()
+                results.append(step(model, context, True, ctx.device, length))
+        wanted, got = results
+        assert len(wanted) == 14
+        for name, value in wanted.items():
+            assert relative_error(got[name], value) < MODEL_TOLERANCES[torch.bfloat16], name
+        left = {site.reason_code for graph in sink.graphs for site in graph.sites if not site.matched}
+    return Counter(counters["ditron"]), left
+
+
 COMPILED = ["--compile.enable", "--compile.components", "model"]
 HOOK = [*COMPILED, "--override.imports", "my_run.ditron", "own_overrides.causal"]
 NAMED = [*COMPILED, "--compile.backend", "ditron", "--override.imports", "own_overrides.causal"]
@@ -204,6 +240,31 @@ def own_ranks(rank_pools: RankPools) -> RankPool:
 def test_training(rank_pools: RankPools, arguments: list[str], skip_fsdp: bool, fused: dict[str, int]) -> None:
     for counted in own_ranks(rank_pools).run(run_llama, arguments, True, skip_fsdp, timeout=250.0):
         assert {name: counted[name] for name in fused} == fused
+
+
+EXCHANGE = ["--training.disable_cuda_graphs", "--parallelism.expert_parallel_degree"]
+
+
+@pytest.mark.parametrize("world_size", [2, *rare(4)])
+def test_a_mixture_trains(rank_pools: RankPools, world_size: int) -> None:
+    """Experts that are cut by their width, behind a gather and in front of a reduce-scatter."""
+    pool = rank_pools.get("cpu", world_size, label="torchtitan")
+    fused = {"all_gather_matmul": 3, "matmul_reduce_scatter": 2, "grouped_matmul_reduce_scatter": 1}
+    for counted, left in pool.run(train_mixture, [*NAMED, *PARTIAL], 512, timeout=250.0):
+        assert {name: counted[name] for name in fused} == fused
+        # Gradients: of the rows of two grouped matmuls, of the router's weights, and with a residual added.
+        assert {"grouped_matmul", "no_matmul"} <= left <= {"grouped_matmul", "no_matmul", "bias"}
+
+
+@pytest.mark.parametrize("world_size", [2, *rare(4)])
+def test_experts_on_several_ranks_train(rank_pools: RankPools, world_size: int) -> None:
+    """Tokens go to the ranks of their experts, by sizes that the program reads."""
+    pool = rank_pools.get("cpu", world_size, label="torchtitan")
+    arguments = [*NAMED, *PARTIAL, *EXCHANGE, str(world_size)]
+    for counted, left in pool.run(train_mixture, arguments, LENGTH, timeout=250.0):
+        assert counted["all_gather_matmul"] == counted["matmul_reduce_scatter"] == 2
+        # The counts of the tokens are exchanged, too.
+        assert left == {"unequal_splits", "no_matmul"}
 
 
 def test_flex_attention(rank_pools: RankPools) -> None:

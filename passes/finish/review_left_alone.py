@@ -12,7 +12,8 @@ A fusion looks only for the matmuls that it takes. If a chain ends in a matmul o
 fusion gives is not the real one. So the chain is followed here: from a reduction upwards through casts, views and
 scales, and from a gather downwards through ops that make or read quantised numbers. A gather that is scaled more than
 once on the way down (a norm) does not count as next to the matmul. A grouped matmul, as that of routed experts, counts
-also behind the ops that bring the slots of a token together, or the rows of an expert: they are a part of it.
+also behind the ops that bring the slots of a token together, or the rows of an expert: they are a part of it. For such
+a matmul an all-to-all of unequal parts keeps its own reason.
 
 A reason of the collective itself, such as its reduce op, counts only if a matmul is next to it. Otherwise there is
 nothing to fuse, whatever the collective.
@@ -34,6 +35,7 @@ from ditron_inductor.passes.graph.collectives import WAIT, is_collective
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
+from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC
 from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 aten = torch.ops.aten
@@ -71,6 +73,7 @@ ROUTES: frozenset[object] = frozenset(
         aten.sum.dim_IntList,
         aten.add.Tensor,
         aten.where.self,
+        DETERMINISTIC,
     }
 )
 """Ops that bring the slots of a token together, or the rows of an expert."""
@@ -98,18 +101,32 @@ def find_other_matmul(collective: fx.Node) -> Refusal | None:
         code = other_matmul(node)
         if code is not None:
             return code.at(node)
-    # From a gather the routing leads down, from a reduction up.
-    near = _upwards if _reduces(collective) else _downwards
-    routed = near(collective, quiet | ROUTES)
-    found = next((node for node in routed if other_matmul(node) is ReasonCode.GROUPED_MATMUL), None)
+    found = _routed_matmul(collective)
     return None if found is None else ReasonCode.GROUPED_MATMUL.at(found)
+
+
+def _routed_matmul(collective: fx.Node) -> fx.Node | None:
+    """Returns the grouped matmul whose rows a collective brings, or whose products it reduces, between a routing."""
+    # From a gather the routing leads down, from a reduction up, and all-to-alls stand on both sides.
+    through = MOVES | proofs.CASTS | SCALES | ROUTES
+    down = () if _reduces(collective) else _downwards(collective, through)
+    up = () if _gathers(collective) else _upwards(collective, through)
+    return next((node for node in chain(down, up) if other_matmul(node) is ReasonCode.GROUPED_MATMUL), None)
 
 
 def _reduces(collective: fx.Node) -> bool:
     """Returns whether a collective reduces what it sends: then its result is as good as any other tensor."""
+    return _name(collective).startswith(("all_reduce", "reduce_scatter"))
+
+
+def _gathers(collective: fx.Node) -> bool:
+    return _name(collective).startswith("all_gather")
+
+
+def _name(collective: fx.Node) -> str:
     target = collective.target
     assert isinstance(target, torch._ops.OpOverload)
-    return target._opname.startswith(("all_reduce", "reduce_scatter"))
+    return target._opname
 
 
 def _below(gather: fx.Node) -> Refusal | None:
@@ -161,13 +178,18 @@ def is_beside_matmul(collective: fx.Node) -> bool:
 def _upwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
     """Yields the sources of `node` through ops of `through`, including the first sources that are no such op."""
     return proofs.reached(
-        node.all_input_nodes, lambda source: source.all_input_nodes if source.target in through else ()
+        node.all_input_nodes, lambda source: source.all_input_nodes if _is_one(source, through) else ()
     )
 
 
 def _downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
     """Yields the users of `node` through ops of `through`, including the first users that are no such op."""
-    return proofs.reached(node.users, lambda user: user.users if user.target in through else ())
+    return proofs.reached(node.users, lambda user: user.users if _is_one(user, through) else ())
+
+
+def _is_one(node: fx.Node, ops: frozenset[object]) -> bool:
+    """Returns whether a node calls one of the ops, by the op or by its name."""
+    return node.target in ops or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in ops)
 
 
 def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
@@ -191,7 +213,7 @@ def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
 def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
     code = ReasonCode(given.code)
     if code in OWN:
-        return None if is_beside_matmul(node) else ReasonCode.NO_MATMUL
+        return None if is_beside_matmul(node) or _routed_matmul(node) is not None else ReasonCode.NO_MATMUL
     if code not in VAGUE:
         return None
     return find_other_matmul(node) or (_fused_product(node) if _reduces(node) else None)

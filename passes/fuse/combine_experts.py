@@ -52,13 +52,12 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
-from ditron_inductor.passes.graph.slot_sums import added_to, casts, rounded_to
+from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC, added_to, casts, rounded_to
 from ditron_inductor.passes.graph.sorts import sorted_slots
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
-DETERMINISTIC = "torchtitan::deterministic_scatter_add"
 SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
 LEAST_SCATTERED = 512
 """The tokens from which on the node is faster than atomic additions, as it was measured (docs/kernels)."""

@@ -12,6 +12,8 @@ from ditron_inductor.passes.graph import proofs
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+DETERMINISTIC = "torchtitan::deterministic_scatter_add"
+"""The op that adds up slots in TorchTitan 0.3. It is known by name, as TorchTitan may be missing."""
 
 
 class EndsWith(Protocol):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +18,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse import combine_experts as fuse
 from tests.cases import rare
 from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text
+from tests.passes.titan import ADD_OF_TITAN
 
 pytestmark = pytest.mark.usefixtures("group", "any_number")
 KIND = "combine_experts"
@@ -206,24 +205,6 @@ def test_few_tokens_are_left_to_atomic_additions(monkeypatch: pytest.MonkeyPatch
 def test_what_is_added_to_scattered_sums_goes_into_the_node(fn: Callable[..., Any]) -> None:
     (line,) = [one for one in text(same_results(fn, made=1).graph).splitlines() if "ditron.combine" in one]
     assert "has_added" in line
-
-
-def op_of_torchtitan() -> Callable[..., torch.Tensor]:
-    """TorchTitan's op, or one with its name and its arguments if it is not installed."""
-    with contextlib.suppress(ImportError):
-        found: Callable[..., torch.Tensor]
-        found = importlib.import_module("torchtitan.ops.scatter_add").deterministic_scatter_add
-        return found
-
-    @torch.library.custom_op("torchtitan::deterministic_scatter_add", mutates_args=())
-    def deterministic_scatter_add(out: torch.Tensor, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        return out.scatter_add(0, index, src)
-
-    deterministic_scatter_add.register_fake(lambda out, index, src: torch.empty_like(out))
-    return deterministic_scatter_add
-
-
-ADD_OF_TITAN = op_of_torchtitan()
 
 
 def by_titan(*operands: torch.Tensor) -> torch.Tensor:

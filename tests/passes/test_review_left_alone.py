@@ -15,6 +15,7 @@ from ditron_inductor.passes.finish.review_left_alone import review_left_alone
 from ditron_inductor.passes.graph.other_matmuls import MATMULS, other_matmul
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason
 from tests.passes.graphs import WORLD_SIZE, all_gather, all_reduce, c10d, fuse, group_name, reduce_scatter, traced
+from tests.passes.titan import ADD_OF_TITAN
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -105,6 +106,17 @@ def summed_by_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return out.new_zeros(x.shape[0], out.shape[1]).scatter_add(0, rows[:, None].expand_as(out), out)
 
 
+def summed_by_titan(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = routed(x, w).float()
+    rows = torch.arange(out.shape[0] - 1, -1, -1, device=x.device) // 2
+    return ADD_OF_TITAN(out.new_zeros(x.shape[0], out.shape[1]), rows[:, None].expand_as(out), out)
+
+
+def to_experts(x: torch.Tensor) -> torch.Tensor:
+    sizes = [x.shape[0] // 2, x.shape[0] // 2, 0, 0]
+    return c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, group_name()))
+
+
 def to_all(x: torch.Tensor) -> torch.Tensor:
     sizes = [x.shape[0] // WORLD_SIZE] * WORLD_SIZE
     return c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, group_name()))
@@ -130,6 +142,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] 
     "gather, then routed": (lambda x, w: routed(all_gather(x), w), (X, W), "grouped_matmul", "_grouped_mm"),
     "routed, by inverse": (lambda a, w: all_reduce(summed_by_inverse(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
     "routed, scattered": (lambda a, w: reduce_scatter(summed_by_scatter(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
+    "routed, by TorchTitan": (lambda a, w: reduce_scatter(summed_by_titan(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
+    "to experts": (lambda a, w: routed(to_experts(a), w), (A, W), "unequal_splits", ""),
+    "from experts": (lambda a, w: to_experts(routed(a, w)), (A, W), "unequal_splits", ""),
+    "to others": (lambda a: to_experts(a).sin(), (A,), "no_matmul", ""),
     "a sum of fp8": (
         lambda a, w: all_reduce(fp8(a.to(FP8), column_major(w)).float().sum(1)),
         (A, W),
