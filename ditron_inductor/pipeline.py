@@ -292,8 +292,7 @@ class JointPipeline(DitronPipeline):
 
 
 def mark_branches(graph: fx.Graph) -> None:
-    """Marks subgraphs, and those that a graph chooses between: ranks may choose differently, so their collectives stay.
-    """
+    """Marks subgraphs, and those that a graph chooses among. Ranks may choose differently: these stay as is."""
     for node in graph.nodes:
         if node.op == "call_function":
             for given in node.all_input_nodes:

@@ -117,8 +117,14 @@ def _compare(
 
 
 def _answer(tensors: Sequence[torch.Tensor], group_name: str) -> str:
-    different = _different(tensors, [""] * len(tensors), [], group_name, "a graph")
-    return "" if different is None else f"{different[1]} of a router differs between ranks"
+    """Returns why tensors do not count as replicated; the same on all ranks. A matrix of equal values does not count,
+    because it may be a part that each rank will train by itself.
+    """
+    equal = [f"matrix {at}" for at, x in enumerate(tensors) if x.ndim > 1 and len(set(extremes(x))) == 1]
+    different = _different(tensors, [""] * len(tensors), ["", *equal], group_name, "a graph")
+    if different is not None:
+        return f"{different[1]} of a router differs between ranks"
+    return "all values of a router are equal, which does not show that it is replicated" if equal else ""
 
 
 def _heard(answer: str, group_name: str) -> str:

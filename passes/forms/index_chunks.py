@@ -39,8 +39,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Match:
-    """A gather, the views of what is put together, and the picks from them, in the order of the graph. B, S: see above.
-    """
+    """A gather, the views of what is put together, and the picks from them, in the graph's order. B, S: see above."""
 
     gather: Gather
     views: tuple[fx.Node, ...]

@@ -19,7 +19,8 @@ same sum as before, up to its rounding (docs/algebra.md).
 
 That is right only if all ranks have the same router, which no graph shows: a weight may as well be cut by columns. So
 the ranks compare samples of it when the graph first runs, and if these differ the graph runs as Inductor alone would
-run it. They compare again from time to time, and raise DitronNotReplicated if routers differ that were equal.
+run it. It does so too if all values of the router are equal, because ranks may train parts of it that begin alike. They
+compare again from time to time, and raise DitronNotReplicated if routers differ that were equal.
 
 All other conditions are facts of the graph that are equal on all ranks. It must not fire when
 * another matmul reads the gathered rows: `all_gather_matmul` hides the gather behind it;

@@ -18,7 +18,6 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.culprits import user_line
 from ditron_inductor.task import schema
 
-
 NESTED = "ditron_nested"
 """The key in the metadata of a module that another graph calls."""
 

@@ -169,3 +169,15 @@ def hear(ctx: RankContext) -> list[str]:
 
 def test_an_answer_is_heard_by_all_ranks(rank_pools: RankPools) -> None:
     assert rank_pools.get("cpu", 2).run(hear, timeout=60.0) == [["other", ""]] * 2
+
+
+def equal_values(ctx: RankContext) -> list[str]:
+    """What is said of a matrix with a row, of a matrix of ones, and of a row of ones."""
+    matrix, ones = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
+    cases = [matrix, ones[0]], [ones], [ones[0]]
+    return [Replicas().differing({ctx.group_name: case}, "key") for case in cases]
+
+
+def test_a_matrix_of_equal_values_does_not_count_as_replicated(rank_pools: RankPools) -> None:
+    for first, ones, row in rank_pools.get("cpu", 2).run(equal_values, timeout=60.0):
+        assert not first and "all values of a router are equal" in ones and not row
