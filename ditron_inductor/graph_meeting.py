@@ -115,8 +115,9 @@ class GraphMeeting:
             if not decision.final:
                 self._attempts += 1
                 logger.warning("a graph runs without fusion: %s", decision.plain)
-        if replicated and not decision.plain and decision.conform is None and not capturing:
-            decision = replace(decision, plain=replicas.differing(replicated, self.facts.key))
+        if replicated and not decision.plain and decision.conform is None:
+            plain = replicas.differing(replicated, self.facts.key, self.facts.launch_order, capturing=capturing)
+            decision = replace(decision, plain=plain)
         # A graph that conforms to an agreement has been compiled for it.
         if decision.conform is None or decision != self.decision:
             self._other = self._in_place(decision)

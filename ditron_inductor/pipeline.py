@@ -65,6 +65,7 @@ from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph.collectives import group_sizes
+from ditron_inductor.passes.graph.replicated_inputs import NESTED
 from ditron_inductor.passes.normalize.keep_roundings import hide_roundings, show_roundings
 from ditron_inductor.passes.normalize.mark_sorts import mark_sorts
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
@@ -291,13 +292,15 @@ class JointPipeline(DitronPipeline):
 
 
 def mark_branches(graph: fx.Graph) -> None:
-    """Marks subgraphs that a graph chooses between: ranks may choose differently, so their collectives stay."""
+    """Marks subgraphs, and those that a graph chooses among. Ranks may choose differently: these stay as is."""
     for node in graph.nodes:
-        if node.op == "call_function" and str(node.target) in BRANCHING:
+        if node.op == "call_function":
             for given in node.all_input_nodes:
                 module = getattr(graph.owning_module, str(given.target), None) if given.op == "get_attr" else None
                 if isinstance(module, fx.GraphModule):
-                    module.meta[BRANCH] = True
+                    module.meta[NESTED] = True
+                    if str(node.target) in BRANCHING:
+                        module.meta[BRANCH] = True
 
 
 @functools.cache

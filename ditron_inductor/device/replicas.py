@@ -67,18 +67,30 @@ class Replicas:
             calls[key] = count
         return x.view_as(x)
 
-    def differing(self, replicated: Mapping[str, Sequence[torch.Tensor]], key: str) -> str:
+    def differing(
+        self,
+        replicated: Mapping[str, Sequence[torch.Tensor]],
+        key: str,
+        group_names: Sequence[str] = (),
+        *,
+        capturing: bool = False,
+    ) -> str:
         """Returns which of the tensors that a graph takes to be replicated differs between ranks of its group; empty if
-        none does. Collective at the first call for the key of a graph; all ranks get the same answer.
+        none does. Collective at the first call for the key of a graph, unless it is captured; then nothing can be
+        compared any more. group_names: of the groups of the graph, in one order on all ranks. All ranks that these
+        connect get an answer of the same meaning.
         """
-        for group_name, tensors in replicated.items():
-            found = self._differing.setdefault(groups.find(group_name), {})
-            if key not in found:
-                different = _different(tensors, [""] * len(tensors), [], group_name, "a graph")
-                found[key] = "" if different is None else f"{different[1]} of a router differs between ranks"
-            if found[key]:
-                return found[key]
-        return ""
+        found = self._differing.setdefault(groups.find(next(iter(replicated))), {})
+        if key not in found and capturing:
+            return "its routers had not been compared before it was captured"
+        if key not in found:
+            answers = [_answer(tensors, group_name) for group_name, tensors in replicated.items()]
+            answer = next(filter(None, answers), "")
+            # In a mesh, ranks of other groups hear of it by one round over the dimensions.
+            for group_name in group_names if len(group_names) > 1 else ():
+                answer = _heard(answer, group_name)
+            found[key] = answer
+        return found[key]
 
     def forget(self, process_group: dist.ProcessGroup) -> None:
         """Makes the ranks compare everything of a group anew. After a failure they may have made different numbers of
@@ -102,6 +114,25 @@ def _compare(
     found = _different(same, names, constants, group_name, site)
     if found is not None:
         raise DitronNotReplicated(rank=found[0], peer=0, group_name=group_name, tensor=found[1], site=site)
+
+
+def _answer(tensors: Sequence[torch.Tensor], group_name: str) -> str:
+    """Returns why tensors do not count as replicated; the same on all ranks. A matrix of equal values does not count,
+    because it may be a part that each rank will train by itself.
+    """
+    equal = [f"matrix {at}" for at, x in enumerate(tensors) if x.ndim > 1 and len(set(extremes(x))) == 1]
+    different = _different(tensors, [""] * len(tensors), ["", *equal], group_name, "a graph")
+    if different is not None:
+        return f"{different[1]} of a router differs between ranks"
+    return "all values of a router are equal, which does not show that it is replicated" if equal else ""
+
+
+def _heard(answer: str, group_name: str) -> str:
+    """Returns the first answer of a rank of a group that is not empty; empty if all are. Collective."""
+    group = groups.resolve(group_name)
+    purpose, limit_s = "compare what the ranks of its groups answered", _limit_s(group)
+    answers: list[str] = meet(group, "replicas", purpose, limit_s).all_gather(purpose, answer, limit_s)
+    return next(filter(None, answers), "")
 
 
 def _different(

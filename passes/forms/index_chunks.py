@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Match:
-    """A gather, the views of what is put together, and the picks from them. B, S: see above."""
+    """A gather, the views of what is put together, and the picks from them, in the graph's order. B, S: see above."""
 
     gather: Gather
     views: tuple[fx.Node, ...]
@@ -61,7 +61,7 @@ def find_index_chunks(node: fx.Node) -> Match | None:
     if not picks or not all(_picks_rows(pick, views, shard.shape[-1]) for pick in picks):
         return None
     B, S = math.prod(shard.shape[: gather.dim]), math.prod(shard.shape[gather.dim : -1])
-    return Match(gather, views, tuple(picks), B, S)
+    return Match(gather, views, tuple(sorted(picks)), B, S)
 
 
 def _picks_rows(pick: fx.Node, views: tuple[fx.Node, ...], columns: int) -> bool:

@@ -19,14 +19,17 @@ same sum as before, up to its rounding (docs/algebra.md).
 
 That is right only if all ranks have the same router, which no graph shows: a weight may as well be cut by columns. So
 the ranks compare samples of it when the graph first runs, and if these differ the graph runs as Inductor alone would
-run it. They compare again from time to time, and raise DitronNotReplicated if routers differ that were equal.
+run it. It does so too if all values of the router are equal, because ranks may train parts of it that begin alike. They
+compare again from time to time, and raise DitronNotReplicated if routers differ that were equal.
 
 All other conditions are facts of the graph that are equal on all ranks. It must not fire when
 * another matmul reads the gathered rows: `all_gather_matmul` hides the gather behind it;
 * the products are more than a quarter of the bytes of the rows, or there are fewer than `FEW_ROWS` rows;
 * anything reads the rows that does not need the products first, or a part of them only (see `find_whole_gather`);
 * the router is not an input of the graph, or a view or cast of one; or more than a row is added to its product;
+* something is written into the router behind the start of the gather;
 * more than one dimension of the shard is known only at run time, or W chunks of such a dimension are put together;
+* the ranks do not meet before the code of the graph runs: it is not Python, or another graph calls it;
 * the option `fusions` leaves out `matmul_all_gather`.
 """
 
@@ -75,8 +78,8 @@ class Router:
 
 @dataclass(frozen=True)
 class Match:
-    """A gather, the routers that read it, and the first op that reads it behind them. between: the views and casts of
-    what is gathered, in the order of the graph.
+    """A gather, the routers that read it, and the first op that reads it behind them, or that writes into the shard.
+    between: the views and casts of what is gathered, in the order of the graph.
     """
 
     gather: Gather
@@ -90,7 +93,6 @@ def find_route_shards(node: fx.Node) -> Match | None:
     gather = find_whole_gather(node)
     if gather is None or not _can_be_written(gather):
         return None
-    order = {each: index for index, each in enumerate(node.graph.nodes)}
     routers, others = list[Router](), list[fx.Node]()
     casts: dict[fx.Node, tuple[fx.Node, ...]] = {gather.gathered: ()}
     pending = [gather.gathered]
@@ -113,9 +115,11 @@ def find_route_shards(node: fx.Node) -> Match | None:
     behind = all(user.op == "output" or proofs.depends_on(user, products) for user in others)
     if not routers or not others or not behind or not _are_narrow(gather.gathered, routers):
         return None
-    between = sorted(set(casts) - {gather.gathered}, key=lambda each: order[each])
-    routers.sort(key=lambda router: order[router.node])
-    return Match(gather, tuple(routers), tuple(between), min(others, key=lambda user: order[user]))
+    between = sorted(set(casts) - {gather.gathered})
+    routers.sort(key=lambda router: router.node)
+    # What is sent is read until it has been waited for.
+    writers = [writer for writer in proofs.writers(gather.collective.operand) if writer > node]
+    return Match(gather, tuple(routers), tuple(between), min(others + writers))
 
 
 def _can_be_written(gather: Gather) -> bool:
@@ -144,7 +148,10 @@ def _read_router(node: fx.Node, rows: fx.Node, casts: tuple[fx.Node, ...], gathe
     router = Router(node, matmul, casts)
     fits = all(isinstance(given, fx.Node) for given in router.given)
     early = fits and all(_input_of(given) is not None and rewriting.can_hoist(given, start) for given in router.given)
-    return router if early and proofs.known_equal(proofs.fake(rows).shape[1], columns) else None
+    if not early or not proofs.known_equal(proofs.fake(rows).shape[1], columns):
+        return None
+    writers = (writer for given in router.given for writer in proofs.writers(given))
+    return None if any(start < writer < node for writer in writers) else router
 
 
 def _input_of(node: fx.Node) -> fx.Node | None:
@@ -181,7 +188,7 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
     rewriting.erase_unused(graph, [*match.between, *(router.node for router in match.routers)])
     remaining = set(graph.nodes)
     for step in (*gather.steps[1:], *match.between):
-        if step in remaining:
+        if step in remaining and step < match.first_use:
             match.first_use.prepend(step)
 
 
@@ -227,7 +234,7 @@ def _in_shape(graph: fx.Graph, node: fx.Node, shape: tuple[Any, ...], origin: fx
 
 def route_shards(graph: fx.Graph, *, options: Options) -> int:
     """Multiplies shards with routers in front of every gather where that is proved; returns how many gathers."""
-    if matmul_of(GATHERED_PRODUCT) not in options.fusions:
+    if matmul_of(GATHERED_PRODUCT) not in options.fusions or not replicated_inputs.can_run_plain(graph):
         return 0
     count = 0
     assumed: dict[str, dict[fx.Node, str]] = {}

@@ -379,6 +379,26 @@ def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
     return bool(users)
 
 
+def writers(node: fx.Node) -> list[fx.Node]:
+    """The ops that write into the memory of a tensor, or into what it is a view or a slice of, in any order."""
+    sources = [node]
+    while sources[-1].target in MAY_KEEP_ORDER | SLICES:
+        sources.append(operand(sources[-1]))
+    storages = {_storage(source) for source in sources} - {None}
+    return [
+        each
+        for each in node.graph.nodes
+        if isinstance(each.target, torch._ops.OpOverload)
+        and each.target._schema.is_mutable
+        and any(_storage(given) in storages for given in each.all_input_nodes)
+    ]
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = tensor(node)
+    return None if value is None else value.untyped_storage()._cdata
+
+
 def is_row(value: torch.Tensor, columns: Any) -> bool:
     """Returns whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
     if value.ndim == 0 or not known_equal(value.shape[-1], columns):

@@ -11,17 +11,29 @@ from pathlib import Path
 
 import torch
 from torch import fx
+from torch._inductor import config
+from torch._inductor.virtualized import V
 
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.culprits import user_line
 from ditron_inductor.task import schema
+
+NESTED = "ditron_nested"
+"""The key in the metadata of a module that another graph calls."""
+
+
+def can_run_plain(graph: fx.Graph) -> bool:
+    """Returns whether the code of a graph asks the ranks first if it may run: see codegen/meeting_kernel.py."""
+    nested = graph.owning_module is not None and graph.owning_module.meta.get(NESTED, False)
+    return not (nested or config.cpp_wrapper or V.aot_compilation or getattr(config, "fx_wrapper", False))
 
 
 def compare(
     graph: fx.Graph, roots: Sequence[fx.Node], group_name: str, site: str, names: str, constants: str = ""
 ) -> None:
     """Makes the ranks compare the inputs `roots`, and the lines of `constants`. names: see `places`. The smallest root
-    is read behind the comparison; if there is no root, the smallest input.
+    is read behind the comparison; if there is no root, the smallest input. If it is already read behind one, of
+    another group perhaps, that one follows; what it compares remain inputs.
     """
     placeholders = list(graph.find_nodes(op="placeholder"))
     users = {source: _readers(source) for source in roots or placeholders if proofs.tensor(source) is not None}
@@ -34,7 +46,10 @@ def compare(
         compared = rewriting.call(graph, schema.overload("replicated"), args, smallest, shape)
     compared.meta["val"] = smallest.meta["val"]
     for user in users[smallest]:
-        user.replace_input_with(smallest, compared)
+        if user.target is schema.overload("replicated"):
+            user.update_arg(0, compared)
+        else:
+            user.replace_input_with(smallest, compared)
 
 
 def places(roots: Sequence[fx.Node]) -> str:
@@ -49,7 +64,8 @@ def _num_elements(node: fx.Node) -> float:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.op == "call_function" and not _writes(user)]
+    users = [user for user in node.users if user.op == "call_function" and not _writes(user)]
+    return [user for user in users if user.target is not schema.overload("replicated") or user.args[0] is node]
 
 
 def _writes(node: fx.Node) -> bool:

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from ditron_inductor.options import Options
@@ -93,16 +92,8 @@ def _is_returned(match: Match) -> bool:
 
 def _written_between(first: Collective, second: Collective) -> bool:
     """Returns whether an op between the two gathers writes into the memory of their operand."""
-    storage = first.operand.meta["val"].untyped_storage()._cdata
-    node = min(first.node, second.node).next
-    while node not in (first.node, second.node):
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            values = [proofs.tensor(source) for source in node.all_input_nodes]
-            if any(value is not None and value.untyped_storage()._cdata == storage for value in values):
-                return True
-        node = node.next
-    return False
+    begin, end = sorted((first.node, second.node))
+    return any(begin < writer < end for writer in proofs.writers(first.operand))
 
 
 def share_gathers(graph: fx.Graph, *, options: Options) -> int:

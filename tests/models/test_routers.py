@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from tests.ranks import RankContext, RankPools
 EXPERTS, WIDTH, TAKEN, ROWS = 8, 64, 2, 2048
 
 
-def route(ctx: RankContext, seeds: Sequence[int], reads: bool) -> tuple[list[str], str]:
+def route(ctx: RankContext, seeds: Sequence[int], reads: bool, captured: bool) -> tuple[list[str], str]:
     """Returns (the error of each call, "" for none, why the graph runs as Inductor alone would run it).
 
     Each call has a router that is drawn by its seed, and is compared with eager mode. reads: the rank reads the rows
-    before they are routed.
+    before they are routed. captured: the calls but the first are captured, behind a meeting of another graph.
     """
 
     def layer(x: torch.Tensor, router: torch.Tensor) -> Any:
@@ -41,8 +42,14 @@ def route(ctx: RankContext, seeds: Sequence[int], reads: bool) -> tuple[list[str
             router = torch.randn(EXPERTS, WIDTH)
             torch.manual_seed(100 + 10 * number + ctx.rank)
             x = torch.randn(2, ROWS // 2 // ctx.world_size, WIDTH)
+            capturing = captured and number > 0
+            meetings.version += capturing
             try:
-                found = call(x, router)
+                with (
+                    mock.patch.object(torch.cuda, "is_available", return_value=capturing),
+                    mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
+                ):
+                    found = call(x, router)
             except DitronNotReplicated as error:
                 errors.append(str(error))
             else:
@@ -51,11 +58,13 @@ def route(ctx: RankContext, seeds: Sequence[int], reads: bool) -> tuple[list[str
     return errors, next(iter(meetings._plain.values()), "")
 
 
-def check(ctx: RankContext, begin: int, seeds: Sequence[int], reads: bool) -> tuple[list[str], str]:
+def check(
+    ctx: RankContext, begin: int, seeds: Sequence[int], reads: bool, captured: bool = False
+) -> tuple[list[str], str]:
     """See `route`. begin: from this call on the routers of rank 1 are others. reads: rank 1 reads the rows."""
     own = tuple(seed + 100 if ctx.rank == 1 and number >= begin else seed for number, seed in enumerate(seeds))
     ditron_inductor.reset()
-    return route(ctx, own, reads and ctx.rank == 1)
+    return route(ctx, own, reads and ctx.rank == 1, captured)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +79,11 @@ def test_each_rank_has_what_its_program_computes(rank_pools: RankPools, begin: i
     for errors, why in rank_pools.get("cpu", 2).run(check, begin, (1, 2, 3, 4), reads, timeout=180.0):
         assert errors == [""] * 4
         assert plain in why and bool(plain) == bool(why)
+
+
+def test_what_the_ranks_found_holds_in_captures(rank_pools: RankPools) -> None:
+    for errors, why in rank_pools.get("cpu", 2).run(check, 0, (1, 2, 3, 4), False, True, timeout=180.0):
+        assert errors == [""] * 4 and "differs" in why
 
 
 def test_a_router_that_differs_later_is_an_error(rank_pools: RankPools) -> None:

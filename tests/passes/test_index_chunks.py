@@ -28,6 +28,13 @@ def picked_of_dimension_2(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor
     return gather_dim(x, 2).flatten(0, -2)[scores.sort()[1] // 2]
 
 
+def picked_from_two_views(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The view that is made last is read first."""
+    rows, picked_rows = gather_dim(x, 1), scores.sort()[1] // 2
+    first, last = rows.flatten(0, 1), rows.view(-1, 4)
+    return last[picked_rows] * first[picked_rows]
+
+
 def rewritten(fn: Callable[..., Any], *args: torch.Tensor) -> tuple[int, Any, Any]:
     """How many gathers were rewritten, the graph before, and after."""
     module = traced(fn, *args)
@@ -70,6 +77,7 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "batch": (picked, (X, SCORES)),
     "two_dimensions_before": (picked_of_dimension_2, (X.view(3, 1, 5, 4).expand(3, 2, 5, 4), SCORES.repeat(2))),
     "one_behind": (picked, (X.view(3, 5, 1, 4).expand(3, 5, 2, 4), SCORES.repeat(2))),
+    "two_views": (picked_from_two_views, (X, SCORES)),
     "twice": (lambda x, s: picked(x, s) + picked(x, -s), (X, SCORES)),
 }
 

@@ -8,15 +8,19 @@ from typing import Any
 import expecttest
 import pytest
 import torch
+import torch.distributed as dist
+from torch._inductor import config
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms.route_shards import assumed, route_shards
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, collectives
+from ditron_inductor.passes.graph.replicated_inputs import NESTED
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_gather,
     assert_no_new_guards,
+    c10d,
     compiled_graphs,
     gather_dim,
     run_ranks,
@@ -153,6 +157,43 @@ def test_all_ranks_compute_the_same(name: str) -> None:
     torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))
 
 
+def test_rows_are_waited_for_before_the_shard_is_written() -> None:
+    def updated(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = gather_dim(x, 1).flatten(0, 1)
+        weights = (rows @ w.t()).softmax(-1)
+        x.copy_(x * 2)
+        return rows, weights
+
+    count, _, after = rewritten(updated, X, ROUTER)
+    _, rows = collectives(after.graph, ALL_GATHER)
+    (wait,) = rows.users
+    (copy,) = after.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    assert count == 1 and rows < wait < copy
+
+
+def test_groups_with_one_router_compare_the_input() -> None:
+    group = dist.new_group(range(WORLD_SIZE))
+    assert isinstance(group, dist.ProcessGroup)
+    name = str(group.group_name)
+
+    def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        chunks = c10d.wait_tensor(c10d.all_gather_into_tensor(x, WORLD_SIZE, name)).chunk(WORLD_SIZE)
+        rows = torch.cat(chunks, 1).flatten(0, 1)
+        return layer(x, w) + routed(rows, rows @ w.t())
+
+    count, _, after = rewritten(layers, X, ROUTER)
+    assert count == 2 and assumed(after.graph) == {"0": ["w_1"], name: ["w_1"]}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_code_that_does_not_meet_routes_what_was_gathered(nested: bool) -> None:
+    module = traced(layer, X, ROUTER)
+    normalize_collectives(module.graph, options=Options())
+    module.meta[NESTED] = nested
+    with config.patch(cpp_wrapper=not nested):
+        assert route_shards(module.graph, options=Options()) == 0
+
+
 def test_dynamic_rows_are_routed_without_a_guard() -> None:
     x = torch.empty(2, 600, 64)
     torch._dynamo.mark_dynamic(x, 1, min=512, max=4096)
@@ -198,6 +239,12 @@ def padded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return routed(rows, rows @ w.t())
 
 
+def written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    rows = gather_dim(x, 1).flatten(0, 1)
+    w.view(-1).mul_(2)
+    return routed(rows, rows @ w.t())
+
+
 GUARDS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "another_matmul": (with_another_matmul, (X, ROUTER, WIDE)),
     "wide_products": (layer, (X, WIDE)),
@@ -207,6 +254,7 @@ GUARDS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "of_the_rows": (of_the_rows, (X, ROUTER)),
     "a_computed_router": (computed, (X, ROUTER)),
     "two_routers_of_which_one_is_computed": (two_routers, (X, ROUTER)),
+    "a_written_router": (written, (X, ROUTER)),
     "an_added_matrix": (with_added_matrix, (ROWS, ROUTER, torch.empty(2048, 8))),
     "a_part": (padded, (ROWS, ROUTER)),
 }
