@@ -156,6 +156,19 @@ def fuse(module: fx.GraphModule, options: Options | None = None) -> int:
     return sum(counts[-len(FUSIONS) :])
 
 
+def rewritten(
+    name_pass: Callable[..., int], fn: Callable[..., Any], *args: torch.Tensor
+) -> tuple[int, fx.GraphModule, fx.GraphModule]:
+    """How many sites one pass rewrites, the graph of `fn` before it, and behind it."""
+    module = traced(fn, *args)
+    normalize_collectives(module.graph, options=Options())
+    before = twin(module)
+    count = name_pass(module.graph, options=Options())
+    module.graph.lint()
+    module.recompile()
+    return count, before, module
+
+
 def reasons(module: fx.GraphModule) -> list[str]:
     """The reason codes of the collectives that were left alone, in graph order."""
     return [node.meta[LEFT_ALONE].code for node in module.graph.nodes if LEFT_ALONE in node.meta]

@@ -9,10 +9,8 @@ import expecttest
 import pytest
 import torch
 
-from ditron_inductor.options import Options
 from ditron_inductor.passes.forms.index_chunks import index_chunks
-from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
-from tests.passes.graphs import WORLD_SIZE, all_gather, gather_dim, run_ranks, text, traced, twin
+from tests.passes.graphs import WORLD_SIZE, all_gather, gather_dim, rewritten, run_ranks, text
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -35,19 +33,8 @@ def picked_from_two_views(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor
     return last[picked_rows] * first[picked_rows]
 
 
-def rewritten(fn: Callable[..., Any], *args: torch.Tensor) -> tuple[int, Any, Any]:
-    """How many gathers were rewritten, the graph before, and after."""
-    module = traced(fn, *args)
-    normalize_collectives(module.graph, options=Options())
-    before = twin(module)
-    count = index_chunks(module.graph, options=Options())
-    module.graph.lint()
-    module.recompile()
-    return count, before, module
-
-
 def test_golden() -> None:
-    _, _, module = rewritten(picked, X, SCORES)
+    _, _, module = rewritten(index_chunks, picked, X, SCORES)
     expecttest.assert_expected_inline(
         text(module.graph),
         """\
@@ -85,7 +72,7 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_all_ranks_pick_the_same(name: str) -> None:
     fn, args = FORMS[name]
-    count, before, after = rewritten(fn, *(arg.contiguous() for arg in args))
+    count, before, after = rewritten(index_chunks, fn, *(arg.contiguous() for arg in args))
     assert count == (2 if name == "twice" else 1)
     assert not after.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
     generator = torch.Generator().manual_seed(0)
@@ -116,5 +103,5 @@ def of_dimension_0(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("fn", [read_too, any_numbers, halves, behind_the_last, of_dimension_0])
 def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
-    count, before, after = rewritten(fn, X, SCORES)
+    count, before, after = rewritten(index_chunks, fn, X, SCORES)
     assert count == 0 and text(after.graph) == text(before.graph)

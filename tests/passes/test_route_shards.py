@@ -23,10 +23,10 @@ from tests.passes.graphs import (
     c10d,
     compiled_graphs,
     gather_dim,
+    rewritten,
     run_ranks,
     text,
     traced,
-    twin,
 )
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -70,19 +70,8 @@ def returned(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return routed(rows, rows @ w.t()), rows
 
 
-def rewritten(fn: Callable[..., Any], *args: torch.Tensor, dynamic: bool = False) -> tuple[int, Any, Any]:
-    """How many gathers were rewritten, the graph before, and after."""
-    module = traced(fn, *args, dynamic=dynamic)
-    normalize_collectives(module.graph, options=Options())
-    before = twin(module)
-    count = route_shards(module.graph, options=Options())
-    module.graph.lint()
-    module.recompile()
-    return count, before, module
-
-
 def test_golden() -> None:
-    _, _, module = rewritten(layer, X, ROUTER)
+    _, _, module = rewritten(route_shards, layer, X, ROUTER)
     expecttest.assert_expected_inline(
         text(module.graph),
         """\
@@ -141,7 +130,7 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_all_ranks_compute_the_same(name: str) -> None:
     fn, args = FORMS[name]
-    count, before, after = rewritten(fn, *args)
+    count, before, after = rewritten(route_shards, fn, *args)
     assert count == 1
     # The products are sent first, and the rows are waited for behind what comes of them.
     products, rows = collectives(after.graph, ALL_GATHER)
@@ -164,7 +153,7 @@ def test_rows_are_waited_for_before_the_shard_is_written() -> None:
         x.copy_(x * 2)
         return rows, weights
 
-    count, _, after = rewritten(updated, X, ROUTER)
+    count, _, after = rewritten(route_shards, updated, X, ROUTER)
     _, rows = collectives(after.graph, ALL_GATHER)
     (wait,) = rows.users
     (copy,) = after.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
@@ -181,7 +170,7 @@ def test_groups_with_one_router_compare_the_input() -> None:
         rows = torch.cat(chunks, 1).flatten(0, 1)
         return layer(x, w) + routed(rows, rows @ w.t())
 
-    count, _, after = rewritten(layers, X, ROUTER)
+    count, _, after = rewritten(route_shards, layers, X, ROUTER)
     assert count == 2 and assumed(after.graph) == {"0": ["w_1"], name: ["w_1"]}
 
 
@@ -263,7 +252,7 @@ GUARDS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 @pytest.mark.parametrize("name", GUARDS)
 def test_it_must_not_fire(name: str) -> None:
     fn, args = GUARDS[name]
-    count, before, after = rewritten(fn, *args)
+    count, before, after = rewritten(route_shards, fn, *args)
     assert count == 0 and text(after.graph) == text(before.graph) and not assumed(after.graph)
 
 
