@@ -64,8 +64,8 @@ from ditron_inductor.passes.fuse.expert_projections import expert_projections
 from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
 from ditron_inductor.passes.fuse.projections import projections
+from ditron_inductor.passes.graph import replicated_inputs
 from ditron_inductor.passes.graph.collectives import group_sizes
-from ditron_inductor.passes.graph.replicated_inputs import NESTED
 from ditron_inductor.passes.normalize.keep_roundings import hide_roundings, show_roundings
 from ditron_inductor.passes.normalize.mark_sorts import mark_sorts
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
@@ -298,7 +298,7 @@ def mark_branches(graph: fx.Graph) -> None:
             for given in node.all_input_nodes:
                 module = getattr(graph.owning_module, str(given.target), None) if given.op == "get_attr" else None
                 if isinstance(module, fx.GraphModule):
-                    module.meta[NESTED] = True
+                    module.meta[replicated_inputs.NESTED] = True
                     if str(node.target) in BRANCHING:
                         module.meta[BRANCH] = True
 

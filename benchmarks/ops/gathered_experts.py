@@ -46,6 +46,8 @@ from benchmarks.tolerances import relative_error
 from ditron_inductor.backend import ditron
 from ditron_inductor.options import Options
 from ditron_inductor.report.timing import GRAPH_CALLS
+from ditron_inductor.task.exchange import GATHERED_PRODUCT
+from ditron_inductor.task.nodes import matmul_of
 
 MODULE = "benchmarks.ops.gathered_experts"
 OP = "gathered_experts"
@@ -123,7 +125,7 @@ def check(name: str, given: Operands, x: torch.Tensor, top_k: int, found: tuple[
 def contestants(session: Session, given: Operands, top_k: int) -> dict[str, Callable[[int], object]]:
     """The contestants whose results are right."""
     layer, device = written(session.world_size, session.group_name, top_k), session.clock.device
-    fusions = [name for name in Options().fusions if name != "matmul_all_gather"]
+    fusions = [name for name in Options().fusions if name != matmul_of(GATHERED_PRODUCT)]
     tuned: dict[str, dict[str, Any]] = {
         "overlap": {"options": {"reorder_for_compute_comm_overlap": True}},
         "max_autotune": {"mode": "max-autotune-no-cudagraphs"},

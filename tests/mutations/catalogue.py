@@ -448,9 +448,9 @@ PASSES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "share_gathers ignores writes into views",
-        "passes/normalize/share_gathers.py",
-        "if any(value is not None and value.untyped_storage()._cdata == storage for value in values):",
-        "if first.operand in node.all_input_nodes:",
+        "passes/graph/proofs.py",
+        "and any(_storage(given) in storages for given in each.all_input_nodes)",
+        "and node in each.all_input_nodes",
         "tests/passes/test_share_gathers.py::test_a_write_between",
     ),
     Mutation(
