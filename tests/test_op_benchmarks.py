@@ -72,6 +72,7 @@ def test_grouped_projections(rank_pools: RankPools) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
+@pytest.mark.all_cases
 def test_gathered_experts(rank_pools: RankPools) -> None:
     module = "benchmarks.ops.gathered_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "2048", "--batches", "2", "--rounds", "2", "--out", ""]

@@ -68,7 +68,12 @@ Of = tuple[str, str]
 """A model with its form, and a contestant."""
 
 
-def _models(ctx: RankContext, model: str, *forms: str) -> tuple[set[Of], dict[Of, str]]:
+def _models(
+    ctx: RankContext,
+    model: str,
+    *forms: str,
+    names: tuple[str, ...] = ("eager", "registered", "symm_mem", "one_shot_norm"),
+) -> tuple[set[Of], dict[Of, str]]:
     """Those that were timed, and the reasons of the others."""
     import time
 
@@ -77,7 +82,6 @@ def _models(ctx: RankContext, model: str, *forms: str) -> tuple[set[Of], dict[Of
     from benchmarks.models.zoo import MODELS, TINY, Selection, tiny
 
     cells = tiny(Selection(models=(model,), phases=("prefill",), forms=forms).cells())
-    names = ("eager", "registered", "symm_mem", "one_shot_norm")
     architectures = {name: MODELS[name].like(TINY) for name in MODELS}
     run = Run(Request(tuple(cells), "cpu", architectures, names, rounds=2), ctx.device, time.monotonic())
     # What is timed is not looked at.
@@ -88,11 +92,23 @@ def _models(ctx: RankContext, model: str, *forms: str) -> tuple[set[Of], dict[Of
     return timed, {(place[fact], fact.contestant): fact.why for fact in run.facts if fact.why}
 
 
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", *rare("llama3-8b")])
+@pytest.mark.parametrize("model", ["llama3-8b", *rare("qwen3-30b-a3b")])
 def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools, model: str) -> None:
     timed, reasons = rank_pools.get("cpu", 2).run(_models, model, "ar", timeout=200)[0]
     assert timed == {(f"{model} ar", name) for name in ("eager", "symm_mem", "one_shot_norm")}, reasons
     assert all("which needs GPUs" in why for (_, name), why in reasons.items() if name == "registered")
+
+
+def _by_hand(ctx: RankContext, model: str) -> set[Of]:
+    """Those that are right in eager mode."""
+    with mock.patch("benchmarks.models.contestants._inductor", lambda module: module):
+        return _models(ctx, model, "ar", names=("eager", "one_shot_norm"))[0]
+
+
+def test_layers_by_hand_reduce_what_experts_return_once(rank_pools: RankPools) -> None:
+    model = "qwen3-30b-a3b"
+    timed = rank_pools.get("cpu", 2).run(_by_hand, model, timeout=200)[0]
+    assert timed == {(f"{model} ar", "eager"), (f"{model} ar", "one_shot_norm")}
 
 
 @pytest.mark.all_cases

@@ -81,8 +81,11 @@ SETUPS = (
     *rare(Setup("deepseek_v3", "hf")),
     Setup("qwen3_moe", "hf", sizes=NARROW, inductor=True, batch=1, seq_len=1),
     # A rank has whole experts, the slots of other ones are marked, and the experts have biases.
-    Setup("gpt_oss", "ep", sizes=NARROW, inductor=True, batch=3, seq_len=1),
-    *rare(Setup("gpt_oss", "ep", sizes=NARROW, batch=1, seq_len=1), Setup("qwen3_moe", "ep", sizes=NARROW)),
+    Setup("gpt_oss", "ep", sizes=NARROW, batch=3, seq_len=1),
+    *rare(
+        Setup("gpt_oss", "ep", sizes=NARROW, inductor=True, batch=1, seq_len=1),
+        Setup("qwen3_moe", "ep", sizes=NARROW),
+    ),
 )
 PROMPTS = (
     pytest.param(
