@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.forms.move_casts import CASTS, as_dtype
+from ditron_inductor.passes.forms.move_casts import CASTS, as_dtype, cast_alike
 from ditron_inductor.passes.fuse.fusions import takes
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import (
@@ -172,15 +172,13 @@ def rewrite_widened(graph: fx.Graph, match: Gather) -> None:
     gathered, cast = match.gathered, match.collective.operand
     source = proofs.operand(cast)
     dtype = source.meta["val"].dtype
-    users, wide_value = list(gathered.users), gathered.meta["val"]
+    users = list(gathered.users)
     match.collective.node.update_arg(0, source)
     for step in match.steps:
         step.meta["val"] = as_dtype(step.meta["val"], dtype)
         step.meta.pop("eager_input_vals", None)
     with graph.inserting_before(gathered.next):
-        wide = graph.call_function(cast.target, (gathered, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
-    wide.meta.update(rewriting.copied_meta(cast))
-    wide.meta["val"] = wide_value
+        wide = cast_alike(graph, cast, gathered)
     for user in users:
         user.replace_input_with(gathered, wide)
     for user in [user for user in wide.users if user.target in CASTS and user.meta["val"].dtype == dtype]:

@@ -80,7 +80,6 @@ def _narrows(cast: fx.Node, dtype: torch.dtype) -> bool:
 def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     """Casts the operand instead of the gathered tensor; returns the gather."""
     node, operand, cast = match.collective.node, match.collective.operand, match.casts[0]
-    dtype = cast.meta["val"].dtype
     rest = (cast.target, cast.args[1:], cast.kwargs)
     # Gathers of one tensor share its cast, so that equal ones stay equal.
     known = [user for user in operand.users if user < node and (user.target, user.args[1:], user.kwargs) == rest]
@@ -88,17 +87,24 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         narrow = known[0]
     else:
         with graph.inserting_before(node):
-            narrow = graph.call_function(cast.target, (operand, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
-        narrow.meta.update(rewriting.copied_meta(cast))
-        narrow.meta["val"] = as_dtype(operand.meta["val"], dtype)
+            narrow = cast_alike(graph, cast, operand)
     node.update_arg(0, narrow)
     for step in match.between:
-        step.meta["val"] = as_dtype(step.meta["val"], dtype)
+        step.meta["val"] = as_dtype(step.meta["val"], cast.meta["val"].dtype)
         step.meta.pop("eager_input_vals", None)
     for cast_node in match.casts:
         cast_node.replace_all_uses_with(proofs.operand(cast_node))
         graph.erase_node(cast_node)
     return node
+
+
+def cast_alike(graph: fx.Graph, cast: fx.Node, x: fx.Node) -> fx.Node:
+    """Inserts the same cast of another tensor."""
+    target: Any = cast.target
+    result = graph.call_function(target, (x, *cast.args[1:]), cast.kwargs)
+    result.meta.update(rewriting.copied_meta(cast))
+    result.meta["val"] = as_dtype(x.meta["val"], cast.meta["val"].dtype)
+    return result
 
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:

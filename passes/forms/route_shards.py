@@ -35,6 +35,7 @@ All other conditions are facts of the graph that are equal on all ranks. It must
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,11 @@ from torch import fx
 
 from ditron_inductor.device.facts import digest
 from ditron_inductor.options import Options
-from ditron_inductor.passes.forms.move_casts import as_dtype
+from ditron_inductor.passes.forms.move_casts import CASTS, cast_alike
 from ditron_inductor.passes.graph import proofs, replicated_inputs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul
-from ditron_inductor.passes.graph.collectives import ALL_GATHER, WAIT, Collective, collectives
+from ditron_inductor.passes.graph.chunked_collectives import gathered, reshaped
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, collectives
 from ditron_inductor.passes.normalize.share_gathers import Match as Gather
 from ditron_inductor.passes.normalize.share_gathers import find_whole_gather
 from ditron_inductor.task import schema
@@ -54,7 +56,6 @@ from ditron_inductor.task.exchange import GATHERED_PRODUCT
 from ditron_inductor.task.nodes import matmul_of
 
 aten = torch.ops.aten
-CASTS: frozenset[object] = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 NARROW = 4
 """The bytes of the rows over those of all products, at least."""
 FEW_ROWS = 2048
@@ -181,9 +182,8 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
             rewriting.hoist(given, start)
         with graph.inserting_before(start):
             product = _product_of_shard(graph, router, gather.collective.operand)
-            whole = _gathered(graph, product, gather.dim, gather.collective, router.node)
-            shape = tuple(proofs.fake(router.node).shape)
-            rows = _in_shape(graph, whole, shape, router.node)
+            whole = gathered(graph, product, gather.dim, gather.collective.world_size, gather.collective.group_name)
+            rows = reshaped(graph, whole, proofs.fake(router.node).shape)
         router.node.replace_all_uses_with(rows)
     rewriting.erase_unused(graph, [*match.between, *(router.node for router in match.routers)])
     remaining = set(graph.nodes)
@@ -195,41 +195,16 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
 def _product_of_shard(graph: fx.Graph, router: Router, shard: fx.Node) -> fx.Node:
     """Inserts the product of a router with the shard [.., K]; returns it [.., E]."""
     *sizes, depth = proofs.fake(shard).shape
-    length: Any = 1
-    for size in sizes:
-        length = length * size
-    rows = _in_shape(graph, shard, (length, depth), shard)
+    length = math.prod(sizes)
+    rows = reshaped(graph, shard, (length, depth))
     for cast in router.casts:
-        value, dtype = proofs.fake(rows), proofs.fake(cast).dtype
-        rows = graph.create_node("call_function", cast.target, (rows, *cast.args[1:]), cast.kwargs)
-        rows.meta.update(rewriting.copied_meta(cast))
-        rows.meta["val"] = as_dtype(value, dtype)
+        rows = cast_alike(graph, cast, rows)
     node = router.node
     args = (*node.args[:-2], rows, router.matmul.weight)
     columns = proofs.fake(node).shape[1]
     target: Any = node.target
     product = rewriting.call(graph, target, args, node, (length, columns))
-    return _in_shape(graph, product, (*sizes, columns), node)
-
-
-def _gathered(graph: fx.Graph, part: fx.Node, dim: int, collective: Collective, origin: fx.Node) -> fx.Node:
-    """Inserts the gather of the products of all ranks, along the dimension along which the rows are gathered."""
-    shape = tuple(proofs.fake(part).shape)
-    whole = (shape[0] * collective.world_size, *shape[1:])
-    args = (part, collective.world_size, collective.group_name)
-    start = rewriting.call(graph, ALL_GATHER, args, origin, whole)
-    wait = rewriting.call(graph, WAIT, (start,), origin, whole)
-    return rewriting.regrouped(graph, wait, 0, dim, collective.world_size, origin) if dim else wait
-
-
-def _in_shape(graph: fx.Graph, node: fx.Node, shape: tuple[Any, ...], origin: fx.Node) -> fx.Node:
-    """Returns a row-major tensor in this shape, of which one size at most is known only at run time: itself, or an
-    inserted reshape.
-    """
-    if proofs.same_shape(tuple(proofs.fake(node).shape), shape):
-        return node
-    sizes = [length if isinstance(length, int) else -1 for length in shape]
-    return rewriting.call(graph, aten.reshape.default, (node, sizes), origin, shape, dtype=proofs.fake(node).dtype)
+    return reshaped(graph, product, (*sizes, columns))
 
 
 def route_shards(graph: fx.Graph, *, options: Options) -> int:

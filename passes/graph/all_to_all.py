@@ -151,8 +151,7 @@ def written(nodes: Iterable[fx.Node]) -> fx.Node | None:
     read it at another time.
     """
     sources = (source for node in nodes for source in _with_sources(node))
-    users = (user for source in sources for user in source.users if isinstance(user.target, torch._ops.OpOverload))
-    return next((user for user in users if user.target._schema.is_mutable), None)  # type: ignore[union-attr]
+    return next((user for source in sources for user in source.users if proofs.writes(user)), None)
 
 
 def _with_sources(node: fx.Node) -> Iterator[fx.Node]:

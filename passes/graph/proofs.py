@@ -379,6 +379,11 @@ def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
     return bool(users)
 
 
+def writes(node: fx.Node) -> bool:
+    """Returns whether an op writes into the memory of an operand."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def writers(node: fx.Node) -> list[fx.Node]:
     """The ops that write into the memory of a tensor, or into what it is a view or a slice of, in any order."""
     sources = [node]
@@ -388,9 +393,7 @@ def writers(node: fx.Node) -> list[fx.Node]:
     return [
         each
         for each in node.graph.nodes
-        if isinstance(each.target, torch._ops.OpOverload)
-        and each.target._schema.is_mutable
-        and any(_storage(given) in storages for given in each.all_input_nodes)
+        if writes(each) and any(_storage(given) in storages for given in each.all_input_nodes)
     ]
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import fx
 from torch._inductor import config
 from torch._inductor.virtualized import V
@@ -64,12 +63,8 @@ def _num_elements(node: fx.Node) -> float:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    users = [user for user in node.users if user.op == "call_function" and not _writes(user)]
+    users = [user for user in node.users if user.op == "call_function" and not proofs.writes(user)]
     return [user for user in users if user.target is not schema.overload("replicated") or user.args[0] is node]
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _place(root: fx.Node) -> str:
