@@ -14,6 +14,9 @@ from tabulate import tabulate
 
 from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MOE, NORM, Row, by_cell, read_csv
 
+ROUTED = "580d7af6"
+"""The commit at which `ditron` had the pass `route_shards`, and `ditron:gathered` had not."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -111,6 +114,27 @@ DELETED = (
         "the products by the op, then Inductor's kernel",
         "one product, and Inductor's kernel",
         lambda row: row.sizes["kind"] == "training",
+    ),
+    Verdict(
+        "`route_shards`: a router multiplies the rank's own tokens, and all tokens are gathered while they are routed; "
+        "in CUDA graphs",
+        MOE,
+        "gathered_experts",
+        ("ditron:gathered",),
+        ("ditron",),
+        "the router in `all_gather_matmul`",
+        "too little for a second exchange, and for the comparison of the routers that it needs",
+        lambda row: row.commit == ROUTED and bool(row.graph),
+    ),
+    Verdict(
+        "the same without CUDA graphs",
+        MOE,
+        "gathered_experts",
+        ("ditron:gathered",),
+        ("ditron",),
+        "the router in `all_gather_matmul`",
+        "the host launches two collectives more, and waits",
+        lambda row: row.commit == ROUTED and not row.graph,
     ),
     Verdict(
         "the second matmul of experts, its sum for each token and the all-reduce, in two parts of the columns",

@@ -126,9 +126,9 @@ class DitronNotReplicated(DitronError, RuntimeError):
     """A tensor that has to be the same on all ranks is not. ``tensor`` describes the first tensor that differs."""
 
     message = (
-        "rank {rank} of group '{group_name}' has another {tensor} than rank {peer} at {site}: work was divided among "
-        "the ranks, which takes its inputs to be the same on all of them. Make them so, or compile with the option "
-        "'ditron.sequence_parallel' = 'off'; for the router of experts, docs/experts.md names the option"
+        "rank {rank} of group '{group_name}' has another {tensor} than rank {peer} at {site}: the work between two "
+        "all-reduces was divided among the ranks, which takes its inputs to be the same on all of them. "
+        "Make them so, or compile with the option 'ditron.sequence_parallel' = 'off'"
     )
 
 

@@ -6,13 +6,12 @@ Inductor's code for a graph that holds collectives (see ditron_inductor/codegen/
     ...
     def call(self, args):
         arg0_1, arg1_1 = args
-        other = meeting_buf0({})
+        other = meeting_buf0()
         if other is not None:
             return other([arg0_1, arg1_1], ((8, 1), None))
 
-The first call meets the peers (device/meetings.py); later calls look up what was decided. A pass may take inputs to be
-the same on all ranks of a group (passes/forms/route_shards.py); `{"0": [arg1_1]}` are then such inputs, and the ranks
-compare samples of them. The first execution of a graph is counted by the summary (summary.py).
+The first call meets the peers (device/meetings.py); later calls look up what was decided. The first execution of a
+graph is counted by the summary (summary.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +30,6 @@ from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Decision
 from ditron_inductor.device.facts import GraphFacts
 from ditron_inductor.device.meetings import check_world_sizes, meetings
-from ditron_inductor.device.replicas import replicas
 from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronRunsUnfused
 from ditron_inductor.options import STRICT_RUN, Options
 from ditron_inductor.pipeline import ConformPipeline
@@ -73,12 +70,11 @@ class GraphMeeting:
         self._first_run: FirstRun | None = None
         self._lock = threading.Lock()
 
-    def __call__(self, replicated: Mapping[str, Sequence[torch.Tensor]]) -> Other | None:
-        """Returns None if the graph runs as it was rewritten, and otherwise what runs in its place. replicated: inputs
-        that have to be the same on all ranks of a group, by its name. Raises what `Meetings.meet` raises;
-        DitronCaptureError if a graph that waits for its peers is captured before it has run; DitronRunsUnfused if the
-        graph runs as Inductor alone would run it, and the option `ditron.strict` forbids that; and RuntimeError if a
-        group does not exist any more.
+    def __call__(self) -> Other | None:
+        """Returns None if the graph runs as it was rewritten, and otherwise what runs in its place. Raises what
+        `Meetings.meet` raises; DitronCaptureError if a graph that waits for its peers is captured before it has run;
+        DitronRunsUnfused if the graph runs as Inductor alone would run it, and the option `ditron.strict` forbids that;
+        and RuntimeError if a group does not exist any more.
         """
         if self._first_run is not None:
             # The first execution has ended, whether all sites have run or not.
@@ -87,12 +83,12 @@ class GraphMeeting:
         if self._version == meetings.version and self._is_current():
             return self._other
         with self._lock:
-            return self._decide(replicated)
+            return self._decide()
 
     def _is_current(self) -> bool:
         return all(groups.find(name) is group for name, group in self._groups)
 
-    def _decide(self, replicated: Mapping[str, Sequence[torch.Tensor]]) -> Other | None:
+    def _decide(self) -> Other | None:
         if not self.facts.groups:
             # All its collectives are of groups of one rank, or of groups that are not known: nobody has to come.
             self._count("")
@@ -115,9 +111,6 @@ class GraphMeeting:
             if not decision.final:
                 self._attempts += 1
                 logger.warning("a graph runs without fusion: %s", decision.plain)
-        if replicated and not decision.plain and decision.conform is None:
-            plain = replicas.differing(replicated, self.facts.key, self.facts.launch_order, capturing=capturing)
-            decision = replace(decision, plain=plain)
         # A graph that conforms to an agreement has been compiled for it.
         if decision.conform is None or decision != self.decision:
             self._other = self._in_place(decision)

@@ -29,7 +29,7 @@ from torch._logging import trace_structured
 
 from ditron_inductor import runtime
 from ditron_inductor.codegen import plain_graph
-from ditron_inductor.codegen.meeting_kernel import MEETING, REPLICATED, declare_meeting
+from ditron_inductor.codegen.meeting_kernel import MEETING, declare_meeting
 from ditron_inductor.codegen.site_kernel import declare
 from ditron_inductor.debug_folder import DebugFolder, torch_folder
 from ditron_inductor.device.agreements import Form
@@ -51,10 +51,8 @@ from ditron_inductor.passes.finish.require_fusions import require_fusions
 from ditron_inductor.passes.finish.review_left_alone import review_left_alone
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.finish.wire_facts import Before, before_passes, facts_of, graph_facts
-from ditron_inductor.passes.forms.index_chunks import index_chunks
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
-from ditron_inductor.passes.forms.route_shards import assumed, route_shards
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
@@ -64,7 +62,6 @@ from ditron_inductor.passes.fuse.expert_projections import expert_projections
 from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
 from ditron_inductor.passes.fuse.projections import projections
-from ditron_inductor.passes.graph import replicated_inputs
 from ditron_inductor.passes.graph.collectives import group_sizes
 from ditron_inductor.passes.normalize.keep_roundings import hide_roundings, show_roundings
 from ditron_inductor.passes.normalize.mark_sorts import mark_sorts
@@ -106,8 +103,6 @@ PASSES: tuple[Pass, ...] = (
     move_across,
     # An all-reduce becomes a reduce-scatter and a gather, which the fusions behind then take.
     sequence_parallel,
-    # Narrow products of gathered rows are gathered instead, before a fusion takes them with their gather.
-    route_shards,
     # Other forms are tried with all the fusions that follow, and kept where one of these fires.
     try_forms,
     # One collective is fused with the matmuls beside it. The list has a line for each kind, and says why it is there.
@@ -118,8 +113,6 @@ PASSES: tuple[Pass, ...] = (
     all_reduce_rms_norm,
     # Three gathers of parts that no matmul reads, once the gathers of matmuls are gone.
     flash_decode,
-    # What no fusion has taken is read where it lies.
-    index_chunks,
     # The reasons of collectives that were left alone are reviewed once no fusion can follow.
     review_left_alone,
     # With `ditron.strict` the error is raised before any time is spent on the rest.
@@ -147,7 +140,7 @@ PASSES: tuple[Pass, ...] = (
     verify_tasks,
 )
 """The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
-MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "route_shards", "try_forms")
+MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
 """The passes that change which numbers are sent, or in which order. They are right only if all ranks do the same."""
 BEFORE_JOINT: tuple[Pass, ...] = (hide_roundings,)
 """What runs on a joint graph in front of Inductor's own passes."""
@@ -292,15 +285,13 @@ class JointPipeline(DitronPipeline):
 
 
 def mark_branches(graph: fx.Graph) -> None:
-    """Marks subgraphs, and those that a graph chooses among. Ranks may choose differently: these stay as is."""
+    """Marks subgraphs that a graph chooses between: ranks may choose differently, so their collectives stay."""
     for node in graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and str(node.target) in BRANCHING:
             for given in node.all_input_nodes:
                 module = getattr(graph.owning_module, str(given.target), None) if given.op == "get_attr" else None
                 if isinstance(module, fx.GraphModule):
-                    module.meta[replicated_inputs.NESTED] = True
-                    if str(node.target) in BRANCHING:
-                        module.meta[BRANCH] = True
+                    module.meta[BRANCH] = True
 
 
 @functools.cache
@@ -331,8 +322,7 @@ def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         node = graph.call_function(overload("meet"), (key,))
-    arguments = (facts.text(), plain, options.meeting_s, count_left_alone(graph))
-    node.meta.update({"val": None, MEETING: arguments, REPLICATED: assumed(graph)})
+    node.meta.update({"val": None, MEETING: (facts.text(), plain, options.meeting_s, count_left_alone(graph))})
     graph.lint()
 
 

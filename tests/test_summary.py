@@ -164,7 +164,7 @@ def test_collectives_of_one_rank_are_counted_too(caplog: pytest.LogCaptureFixtur
         DitronPipeline(Options())(graph)
         (given,) = [node.meta[MEETING] for node in graph.nodes if MEETING in node.meta]
         meeting = graph_meeting.graph_meeting(*given)
-        assert meeting({}) is None and meeting({}) is None
+        assert meeting() is None and meeting() is None
     ((_, text),) = lines(caplog)
     assert text.startswith("ditron: 0 of 1 collectives of the first graph matched, left alone: 1 world_size_one")
 

@@ -7,8 +7,7 @@ multiplied with gate and up of 1/W of the width of every expert. Contestants, in
     inductor          NCCL's all-gather, and Inductor's code for the rest
     overlap           the same with `reorder_for_compute_comm_overlap`
     max_autotune      the same with mode="max-autotune-no-cudagraphs"
-    ditron:gathered   Ditron, by which the rows are gathered in front of the router: without `matmul_all_gather`
-    ditron            Ditron, which gathers the router's products, and the rows while these are sorted
+    ditron            Ditron
 
 A contestant's slots are its own, as near scores may be chosen otherwise. They are checked against fp64.
 """
@@ -44,16 +43,13 @@ from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
 from ditron_inductor.backend import ditron
-from ditron_inductor.options import Options
 from ditron_inductor.report.timing import GRAPH_CALLS
-from ditron_inductor.task.exchange import GATHERED_PRODUCT
-from ditron_inductor.task.nodes import matmul_of
 
 MODULE = "benchmarks.ops.gathered_experts"
 OP = "gathered_experts"
 LOST_SCORE = 1e-3
 """Of the sum of the best scores: so much less may those of the chosen experts be."""
-SHOWN = ("inductor", "overlap", "max_autotune", "ditron:gathered", "ditron")
+SHOWN = ("inductor", "overlap", "max_autotune", "ditron")
 functional = torch.ops._c10d_functional
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -125,7 +121,6 @@ def check(name: str, given: Operands, x: torch.Tensor, top_k: int, found: tuple[
 def contestants(session: Session, given: Operands, top_k: int) -> dict[str, Callable[[int], object]]:
     """The contestants whose results are right."""
     layer, device = written(session.world_size, session.group_name, top_k), session.clock.device
-    fusions = [name for name in Options().fusions if name != matmul_of(GATHERED_PRODUCT)]
     tuned: dict[str, dict[str, Any]] = {
         "overlap": {"options": {"reorder_for_compute_comm_overlap": True}},
         "max_autotune": {"mode": "max-autotune-no-cudagraphs"},
@@ -133,7 +128,6 @@ def contestants(session: Session, given: Operands, top_k: int) -> dict[str, Call
     ways: dict[str, dict[str, Any]] = {
         "inductor": {},
         **(tuned if device.type == "cuda" else {}),
-        "ditron:gathered": {"backend": ditron, "options": {"ditron.fusions": fusions}},
         "ditron": {"backend": ditron},
     }
     x = gathered(given.shard, session.world_size, session.group_name)

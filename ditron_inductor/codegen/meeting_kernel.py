@@ -8,7 +8,6 @@ had agreed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +23,14 @@ from ditron_inductor.task.schema import overload
 IMPORT = "from ditron_inductor.graph_meeting import graph_meeting"
 MEETING = "ditron_meeting"
 """The key in the metadata of the node that holds the arguments of `graph_meeting`."""
-REPLICATED = "ditron_replicated"
-"""The key there of the inputs that have to be the same on all ranks of a group: their names, by the group's name."""
 
 
 class MeetingKernel(ir.ExternKernel):
-    """The meeting of the graph that is being compiled. arguments: those of `graph_meeting`. replicated: see there."""
+    """The meeting of the graph that is being compiled. arguments: those of `graph_meeting`."""
 
-    def __init__(
-        self, device: torch.device, arguments: tuple[Any, ...], replicated: Mapping[str, Sequence[str]]
-    ) -> None:
+    def __init__(self, device: torch.device, arguments: tuple[Any, ...]) -> None:
         super().__init__(None, ir.NoneLayout(device=device), [])
         self.arguments = arguments
-        self.replicated = replicated
 
     def should_allocate(self) -> bool:
         return False
@@ -60,8 +54,7 @@ class MeetingKernel(ir.ExternKernel):
         top.header.writeline(f"meeting_{name} = graph_meeting({', '.join(map(repr, self.arguments))})")
         strides = ", ".join(_strides(top, graph_output) for graph_output in V.graph.graph_outputs)
         with top.prefix.indent(top.get_wrapper_call_indent()):
-            given = [f"{group!r}: [{', '.join(names)}]" for group, names in self.replicated.items()]
-            top.prefix.writeline(f"other = meeting_{name}({{{', '.join(given)}}})")
+            top.prefix.writeline(f"other = meeting_{name}()")
             top.prefix.writeline("if other is not None:")
             with top.prefix.indent():
                 inputs = ", ".join(V.graph.graph_input_names)
@@ -101,8 +94,7 @@ def declare_meeting() -> None:
     def lower(key: str) -> None:
         tensors = [given for given in V.graph.graph_inputs.values() if isinstance(given, ir.TensorBox)]
         device = (tensors[0].get_device() if tensors else None) or torch.device("cpu")
-        meta = V.current_node.meta
-        kernel = MeetingKernel(device, meta[MEETING], meta.get(REPLICATED, {}))
+        kernel = MeetingKernel(device, V.current_node.meta[MEETING])
         V.graph.register_buffer(kernel, set_name=True)
         V.graph.register_operation(kernel)
 

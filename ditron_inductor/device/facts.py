@@ -86,12 +86,6 @@ class GraphFacts:
         return all(group.is_bare for group in self.groups)
 
     @property
-    def launch_order(self) -> tuple[str, ...]:
-        """The names of the groups, in the order of their first launches: that of the program, and not that of names."""
-        ordered = sorted(self.groups, key=lambda group: (group.before or group.after)[0].order)
-        return tuple(group.name for group in ordered)
-
-    @property
     def program(self) -> str:
         """A hash of the program's collectives, by the lines that launch them, and of the options. Sizes are not a part
         of it: it is equal for two graphs of one piece of the program that were compiled for different sizes, or with

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,7 +40,6 @@ class Replicas:
 
     def __init__(self) -> None:
         self._calls: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, int]] = WeakKeyDictionary()
-        self._differing: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
     def compared(
         self,
@@ -67,37 +66,11 @@ class Replicas:
             calls[key] = count
         return x.view_as(x)
 
-    def differing(
-        self,
-        replicated: Mapping[str, Sequence[torch.Tensor]],
-        key: str,
-        group_names: Sequence[str] = (),
-        *,
-        capturing: bool = False,
-    ) -> str:
-        """Returns which of the tensors that a graph takes to be replicated differs between ranks of its group; empty if
-        none does. Collective at the first call for the key of a graph, unless it is captured; then nothing can be
-        compared any more. group_names: of the groups of the graph, in one order on all ranks. All ranks that these
-        connect get an answer of the same meaning.
-        """
-        found = self._differing.setdefault(groups.find(next(iter(replicated))), {})
-        if key not in found and capturing:
-            return "its routers had not been compared before it was captured"
-        if key not in found:
-            answers = [_answer(tensors, group_name) for group_name, tensors in replicated.items()]
-            answer = next(filter(None, answers), "")
-            # In a mesh, ranks of other groups hear of it by one round over the dimensions.
-            for group_name in group_names if len(group_names) > 1 else ():
-                answer = _heard(answer, group_name)
-            found[key] = answer
-        return found[key]
-
     def forget(self, process_group: dist.ProcessGroup) -> None:
         """Makes the ranks compare everything of a group anew. After a failure they may have made different numbers of
         calls.
         """
         self._calls.pop(process_group, None)
-        self._differing.pop(process_group, None)
 
 
 def _limit_s(group: groups.Group) -> float:
@@ -111,34 +84,6 @@ def _limit_s(group: groups.Group) -> float:
 def _compare(
     same: Sequence[torch.Tensor], names: Sequence[str], constants: Sequence[str], group_name: str, site: str
 ) -> None:
-    found = _different(same, names, constants, group_name, site)
-    if found is not None:
-        raise DitronNotReplicated(rank=found[0], peer=0, group_name=group_name, tensor=found[1], site=site)
-
-
-def _answer(tensors: Sequence[torch.Tensor], group_name: str) -> str:
-    """Returns why tensors do not count as replicated; the same on all ranks. A matrix of equal values does not count,
-    because it may be a part that each rank will train by itself.
-    """
-    equal = [f"matrix {at}" for at, x in enumerate(tensors) if x.ndim > 1 and len(set(extremes(x))) == 1]
-    different = _different(tensors, [""] * len(tensors), ["", *equal], group_name, "a graph")
-    if different is not None:
-        return f"{different[1]} of a router differs between ranks"
-    return "all values of a router are equal, which does not show that it is replicated" if equal else ""
-
-
-def _heard(answer: str, group_name: str) -> str:
-    """Returns the first answer of a rank of a group that is not empty; empty if all are. Collective."""
-    group = groups.resolve(group_name)
-    purpose, limit_s = "compare what the ranks of its groups answered", _limit_s(group)
-    answers: list[str] = meet(group, "replicas", purpose, limit_s).all_gather(purpose, answer, limit_s)
-    return next(filter(None, answers), "")
-
-
-def _different(
-    same: Sequence[torch.Tensor], names: Sequence[str], constants: Sequence[str], group_name: str, site: str
-) -> tuple[int, str] | None:
-    """Returns (a rank, what differs there from rank 0), the same on all ranks; None if nothing differs. Collective."""
     group = groups.resolve(group_name)
     purpose, limit_s = f"compare the inputs of {site}", _limit_s(group)
     session = meet(group, "replicas", purpose, limit_s)
@@ -156,8 +101,7 @@ def _different(
             differing += [f"constant, {own} and not {other}," for own, other in pairs if own != other]
             differing += ["order of constants"]
         if differing:
-            return rank, differing[0]
-    return None
+            raise DitronNotReplicated(rank=rank, peer=0, group_name=group_name, tensor=differing[0], site=site)
 
 
 def _described(tensor: torch.Tensor, name: str) -> str:

@@ -31,12 +31,12 @@ def scattered(graph: fx.Graph, x: fx.Node, dim: int, reduce_op: str, world_size:
     flat = math.prod(shape[:dim]) == 1
     operand, part = x, result
     if dim and flat:
-        operand, part = reshaped(graph, x, shape[dim:]), result[dim:]
+        operand, part = _reshaped(graph, x, shape[dim:]), result[dim:]
     elif dim:
         operand = rewriting.regrouped(graph, x, dim, 0, world_size, x)
     start = rewriting.call(graph, REDUCE_SCATTER, (operand, reduce_op, world_size, group_name), x, tuple(part))
     wait = rewriting.call(graph, WAIT, (start,), x, tuple(part))
-    return reshaped(graph, wait, result) if dim and flat else wait
+    return _reshaped(graph, wait, result) if dim and flat else wait
 
 
 def gathered(graph: fx.Graph, part: fx.Node, dim: int, world_size: int, group_name: str) -> fx.Node:
@@ -44,17 +44,17 @@ def gathered(graph: fx.Graph, part: fx.Node, dim: int, world_size: int, group_na
     shape = list(part.meta["val"].shape)
     result = [*shape[:dim], shape[dim] * world_size, *shape[dim + 1 :]]
     flat = proofs.known_equal(math.prod(shape[:dim]), 1)
-    operand = reshaped(graph, part, shape[dim:]) if dim and flat else part
+    operand = _reshaped(graph, part, shape[dim:]) if dim and flat else part
     sent = list(operand.meta["val"].shape)
     whole = (sent[0] * world_size, *sent[1:])
     start = rewriting.call(graph, ALL_GATHER, (operand, world_size, group_name), part, whole)
     wait = rewriting.call(graph, WAIT, (start,), part, whole)
     if not dim:
         return wait
-    return reshaped(graph, wait, result) if flat else rewriting.regrouped(graph, wait, 0, dim, world_size, part)
+    return _reshaped(graph, wait, result) if flat else rewriting.regrouped(graph, wait, 0, dim, world_size, part)
 
 
-def reshaped(graph: fx.Graph, x: fx.Node, shape: Sequence[Any]) -> fx.Node:
+def _reshaped(graph: fx.Graph, x: fx.Node, shape: Sequence[Any]) -> fx.Node:
     """Returns a row-major tensor in this shape, of which one size at most is known only at run time: itself, or a
     reshape, which is inserted.
     """

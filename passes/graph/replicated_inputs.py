@@ -10,21 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import fx
-from torch._inductor import config
-from torch._inductor.virtualized import V
 
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.culprits import user_line
 from ditron_inductor.task import schema
-
-NESTED = "ditron_nested"
-"""The key in the metadata of a module that another graph calls."""
-
-
-def can_run_plain(graph: fx.Graph) -> bool:
-    """Returns whether the code of a graph asks the ranks first if it may run: see codegen/meeting_kernel.py."""
-    nested = graph.owning_module is not None and graph.owning_module.meta.get(NESTED, False)
-    return not (nested or config.cpp_wrapper or V.aot_compilation or getattr(config, "fx_wrapper", False))
 
 
 def compare(

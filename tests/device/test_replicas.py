@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from ditron_inductor.device import replicas as replicas_module
 from ditron_inductor.device.replicas import Replicas, near, own_chunk, samples
 from ditron_inductor.errors import DitronNotReplicated
 from tests.ranks import RankContext, RankPools
@@ -131,53 +128,3 @@ def counts_apart(ctx: RankContext) -> list[str]:
 
 def test_a_reset_begins_the_comparisons_anew(rank_pools: RankPools) -> None:
     assert rank_pools.get("cpu", 2, label="replicas").run(counts_apart, timeout=60.0) == [[""] * 4] * 2
-
-
-@pytest.mark.parametrize("differing", range(4))
-def test_ranks_of_a_mesh_get_one_answer(monkeypatch: pytest.MonkeyPatch, differing: int) -> None:
-    """Four ranks in two rows and two columns, as threads; those of a row have one router, but for that of one rank."""
-    lines = {"row 0": (0, 1), "row 1": (2, 3), "column 0": (0, 2), "column 1": (1, 3)}
-    come = {name: threading.Barrier(2, timeout=20.0) for name in lines}
-    said: dict[tuple[str, int], str] = {}
-    this = threading.local()
-
-    def compared(tensors: object, group_name: str) -> str:
-        come[group_name].wait()
-        return "a router differs" if differing in lines[group_name] else ""
-
-    def heard(answer: str, group_name: str) -> str:
-        said[group_name, this.rank] = answer
-        come[group_name].wait()
-        return next(filter(None, (said[group_name, rank] for rank in lines[group_name])), "")
-
-    def answer(rank: int) -> str:
-        this.rank = rank
-        names = [name for name, ranks in lines.items() if rank in ranks]
-        return Replicas().differing({names[0]: []}, "key", names)
-
-    monkeypatch.setattr(replicas_module, "_answer", compared)
-    monkeypatch.setattr(replicas_module, "_heard", heard)
-    monkeypatch.setattr(replicas_module.groups, "find", lambda name: come[name])
-    with ThreadPoolExecutor(4) as ranks:
-        assert list(ranks.map(answer, range(4))) == ["a router differs"] * 4
-
-
-def hear(ctx: RankContext) -> list[str]:
-    """What the ranks hear, of which rank 1 or none has an answer."""
-    return [replicas_module._heard(answer * ctx.rank, ctx.group_name) for answer in ("other", "")]
-
-
-def test_an_answer_is_heard_by_all_ranks(rank_pools: RankPools) -> None:
-    assert rank_pools.get("cpu", 2).run(hear, timeout=60.0) == [["other", ""]] * 2
-
-
-def equal_values(ctx: RankContext) -> list[str]:
-    """What is said of a matrix with a row, of a matrix of ones, and of a row of ones."""
-    matrix, ones = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
-    cases = [matrix, ones[0]], [ones], [ones[0]]
-    return [Replicas().differing({ctx.group_name: case}, "key") for case in cases]
-
-
-def test_a_matrix_of_equal_values_does_not_count_as_replicated(rank_pools: RankPools) -> None:
-    for first, ones, row in rank_pools.get("cpu", 2).run(equal_values, timeout=60.0):
-        assert not first and "all values of a router are equal" in ones and not row

@@ -28,11 +28,6 @@ IN_BAND = "lowering/all_reduce_rms_norm/norm_in_band.py"
 ADDED_UP = "tests/lowering/test_summed_experts.py::test_near_the_reference"
 BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
-SHARDS = "passes/forms/route_shards.py"
-SHARDED = "tests/passes/test_route_shards.py"
-CHUNKS = "passes/forms/index_chunks.py"
-CHUNKED = "tests/passes/test_index_chunks.py"
-
 ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "experts may be numbered beyond the weights",
@@ -432,41 +427,6 @@ ROUTING: tuple[Mutation, ...] = (
         'user is reader or (user.op == "output" and row_major)',
         "True",
         "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire[products_read_elsewhere]",
-    ),
-    Mutation(
-        "rows that something reads at once are waited for late",
-        SHARDS,
-        "if not routers or not others or not behind or not _are_narrow(gather.gathered, routers):",
-        "if not routers or not others or not _are_narrow(gather.gathered, routers):",
-        f"{SHARDED}::test_it_must_not_fire[read_before]",
-    ),
-    Mutation(
-        "a router that is computed from inputs counts as replicated",
-        SHARDS,
-        "_input_of(given) is not None and ",
-        "",
-        f"{SHARDED}::test_it_must_not_fire[a_computed_router]",
-    ),
-    Mutation(
-        "routers that differ between ranks are taken for the same",
-        "ditron_inductor/graph_meeting.py",
-        "if replicated and not decision.plain",
-        "if False and not decision.plain",
-        "tests/models/test_routers.py::test_each_rank_has_what_its_program_computes[others_on_each_rank]",
-    ),
-    Mutation(
-        "rows behind the last one are picked from chunks",
-        CHUNKS,
-        "return proofs.known((proofs.fake(order).numel() - 1) // k < length)",
-        "return True",
-        f"{CHUNKED}::test_it_must_not_fire[behind_the_last]",
-    ),
-    Mutation(
-        "chunks lie in the order of the sequences",
-        CHUNKS,
-        "moved = step(aten.add.Tensor, step(aten.mul.Tensor, w, match.B), b)",
-        "moved = step(aten.add.Tensor, step(aten.mul.Tensor, b, W), w)",
-        f"{CHUNKED}::test_all_ranks_pick_the_same[batch]",
     ),
     Mutation(
         "an exchange of tokens with their experts has no matmul beside it",

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_map
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
-from ditron_inductor.passes.forms.route_shards import route_shards
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.try_forms import try_forms
 from ditron_inductor.passes.fuse.fusions import FUSIONS
@@ -48,7 +47,6 @@ PREPARATIONS = (
     merge_reductions,
     move_across,
     sequence_parallel,
-    route_shards,
     try_forms,
 )
 c10d: Any = torch.ops._c10d_functional
