@@ -23,12 +23,15 @@ SKEW = 3.0
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of a model: its width D, the width F of an expert, E experts, k of them for each token."""
+    """The routed experts of a model: its width D, the width F of an expert, E experts, k of them for each token.
+    biased: as those of GPT-OSS, each with a bias, and with weights that lie row by row.
+    """
 
     D: int
     F: int
     E: int
     k: int
+    biased: bool = False
 
 
 MODELS = {
@@ -37,7 +40,9 @@ MODELS = {
     "qwen3-235b-a22b": Experts(4096, 1536, 128, 8),
     "deepseek-v3": Experts(7168, 2048, 256, 8),
 }
+BIASED_MODELS = {"gpt-oss-120b": Experts(2880, 2880, 128, 4, biased=True)}
 TINY = {"tiny": Experts(64, 96, 8, 2)}
+BIASED_TINY = {"tiny-biased": Experts(64, 96, 8, 2, biased=True)}
 
 
 def routed(
@@ -67,9 +72,15 @@ def bytes_per_s(device: torch.device) -> float:
     return best
 
 
-def add_cells(result: argparse.ArgumentParser, *, models: list[str], tokens: list[int]) -> None:
+def add_cells(
+    result: argparse.ArgumentParser,
+    *,
+    models: list[str],
+    tokens: list[int],
+    choices: Mapping[str, Experts] = MODELS | TINY,
+) -> None:
     """The options that choose cells of experts, with these models and numbers of tokens by default."""
-    result.add_argument("--models", nargs="+", choices=sorted(MODELS | TINY), default=models)
+    result.add_argument("--models", nargs="+", choices=sorted(choices), default=models)
     result.add_argument("--tokens", nargs="+", type=int, default=tokens)
     result.add_argument("--routing", nargs="+", choices=("uniform", "skewed"), default=["uniform"])
     result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")

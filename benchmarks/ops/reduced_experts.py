@@ -1,8 +1,8 @@
 """`python -m benchmarks.ops.reduced_experts`: the second matmul of the experts of a prompt, its sum for each token, and
 the reduction: an all-reduce, or with `--scatter` a reduce-scatter of the tokens.
 
-A rank has 1/W of the width of every expert, and all T tokens. Rows are sorted by expert already. Contestants,
-interleaved, outside of CUDA graphs:
+A rank has 1/W of the width of every expert, and all T tokens. The experts of GPT-OSS have biases. Rows are sorted by
+expert already. Contestants, interleaved, outside of CUDA graphs:
 
     gemm               torch's grouped matmul alone: the limit, together with the bytes that have to be received
     inductor           torch's grouped matmul, the sum in Inductor's kernel, and NCCL's reduction
@@ -21,6 +21,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,16 @@ from torch.distributed import _functional_collectives as funcol
 
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
-from benchmarks.ops.expert_cells import MODELS, TINY, TOLERANCE, add_cells, end_cell, routed
+from benchmarks.ops.expert_cells import (
+    BIASED_MODELS,
+    BIASED_TINY,
+    MODELS,
+    TINY,
+    TOLERANCE,
+    add_cells,
+    end_cell,
+    routed,
+)
 from benchmarks.records import MOE, Row
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
@@ -43,13 +53,29 @@ LINK_BYTES_PER_US = 450e3
 OURS = {"ditron:library": "library", "ditron:tile": "tile", "ditron": "auto"}
 RIVALS = ("inductor", "max_autotune")
 HEADS = ["cell", "limit", *RIVALS, *OURS, "best other/ditron", "overlap: library/tile"]
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""x [S, K], weight [E, K, N], ends [E], places [S], scale [S]."""
+CHOICES = MODELS | BIASED_MODELS | TINY | BIASED_TINY
+
+
+@dataclass(frozen=True)
+class Operands:
+    """x [S, K], weight [E, K, N], ends [E], places [S], scale [S]; with biases [E, N] the expert of each slot, too."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    ends: torch.Tensor
+    places: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+    ids: torch.Tensor
+
+    def products(self) -> torch.Tensor:
+        """What torch's grouped matmul returns."""
+        return torch._grouped_mm(self.x, self.weight, offs=self.ends)
 
 
 def drawn(model: str, T: int, routing: str, session: Session, seed: int) -> Operands:
     """Random operands: the routing is the same on all ranks, rows and weights are not."""
-    whole, device = (MODELS | TINY)[model], session.clock.device
+    whole, device = CHOICES[model], session.clock.device
     shared = torch.Generator(device=device).manual_seed(seed)
     own = torch.Generator(device=device).manual_seed(100 * seed + session.rank + 1)
 
@@ -62,18 +88,22 @@ def drawn(model: str, T: int, routing: str, session: Session, seed: int) -> Oper
     places[order] = torch.arange(len(order), device=device)
     ends = torch.bincount(ids, minlength=whole.E).cumsum(0).int()
     F = whole.F // session.world_size
-    weight = normal(whole.E, whole.D, F, scale=F**-0.5).mT
-    return normal(T * whole.k, F), weight, ends, places, weights.reshape(-1)[order]
+    shape = (whole.E, F, whole.D) if whole.biased else (whole.E, whole.D, F)
+    weight = normal(*shape, scale=F**-0.5)
+    bias = normal(whole.E, whole.D, scale=0.1) if whole.biased else None
+    rows = normal(T * whole.k, F)
+    return Operands(rows, weight if whole.biased else weight.mT, ends, places, weights.reshape(-1)[order], bias, ids)
 
 
-def eager(group_name: str, top_k: int, scatters: bool) -> Callable[..., torch.Tensor]:
+def eager(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands], torch.Tensor]:
     """The graph that the pass takes, with the sum as `transformers` writes it."""
 
-    def layer(
-        x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, places: torch.Tensor, scale: torch.Tensor
-    ) -> torch.Tensor:
-        terms = torch._grouped_mm(x, weight, offs=ends) * scale.unsqueeze(-1)
-        total = terms[places].view(-1, top_k, terms.shape[1]).sum(1).to(x.dtype)
+    def layer(given: Operands) -> torch.Tensor:
+        products = given.products()
+        if given.bias is not None:
+            products = products + given.bias[given.ids]
+        terms = products * given.scale.unsqueeze(-1)
+        total = terms[given.places].view(-1, top_k, terms.shape[1]).sum(1).to(given.x.dtype)
         if scatters:
             return funcol.reduce_scatter_tensor(total, "sum", 0, group_name)
         return funcol.all_reduce(total, "sum", group_name)
@@ -82,16 +112,16 @@ def eager(group_name: str, top_k: int, scatters: bool) -> Callable[..., torch.Te
 
 
 def ours(
-    session: Session, kind: type[ReducedExperts], strategy: str, top_k: int, site: str
-) -> Callable[..., torch.Tensor]:
+    session: Session, kind: type[ReducedExperts], strategy: str, top_k: int, biased: bool, site: str
+) -> Callable[[Operands], torch.Tensor]:
     """The op by a strategy."""
     policy = Policy(strategy, 1 << 31, 60.0, strategy == "auto")
     made: Any = kind
-    node = made("sum", top_k, session.world_size, session.group_name, site, policy)
+    node = made("sum", top_k, session.world_size, session.group_name, site, policy, has_bias=biased)
     names = [name for name, _ in node.slots()]
 
-    def layer(*operands: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = schema.call(node, **dict(zip(names, operands, strict=True)))[0]
+    def layer(given: Operands) -> torch.Tensor:
+        out: torch.Tensor = schema.call(node, **{name: getattr(given, name) for name in names})[0]
         return out
 
     return layer
@@ -104,32 +134,35 @@ def contestants(
     scatters = kind is GroupedMatmulReduceScatter
     written = eager(session.group_name, top_k, scatters)
     tuned = {"mode": "max-autotune-no-cudagraphs"} if session.clock.device.type == "cuda" else {}
-    layers: dict[str, Callable[..., torch.Tensor]] = {
+    layers: dict[str, Callable[[Operands], torch.Tensor]] = {
         "inductor": torch.compile(written, dynamic=False),
         "max_autotune": torch.compile(written, dynamic=False, **tuned),
     }
-    layers |= {name: ours(session, kind, strategy, top_k, f"{cell}:{strategy}") for name, strategy in OURS.items()}
-    x, weight, ends, places, scale = given[0]
-    wanted = reference.combined(top_k, torch._grouped_mm(x, weight, offs=ends).float(), places, scale, None, None)
+    first, biased = given[0], given[0].bias is not None
+    for name, strategy in OURS.items():
+        layers[name] = ours(session, kind, strategy, top_k, biased, f"{cell}:{strategy}")
+    wanted = reference.combined(
+        top_k, first.products(), first.places, first.scale, None, None, first.bias, first.ids if biased else None
+    )
     torch.distributed.all_reduce(wanted)
     if scatters:
         wanted = wanted.chunk(session.world_size)[session.rank]
 
     def checked(name: str) -> Callable[[int], object]:
-        call = session.after_trial(name, lambda i: layers[name](*given[i % len(given)]))
+        call = session.after_trial(name, lambda i: layers[name](given[i % len(given)]))
         error = relative_error(call(0), wanted)
         if not error <= TOLERANCE:
             raise AssertionError(f"{name} is {error:.1e} from the sums in fp32")
         return call
 
     calls = session.right(layers, checked)
-    return {"gemm": lambda i: torch._grouped_mm(*given[i % len(given)][:2], offs=given[i % len(given)][2]), **calls}
+    return {"gemm": lambda i: given[i % len(given)].products(), **calls}
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
-    add_cells(result, models=[*MODELS][:3], tokens=[8192, 2048])
+    add_cells(result, models=[*MODELS][:3] + [*BIASED_MODELS], tokens=[8192, 2048], choices=CHOICES)
     result.add_argument("--scatter", action="store_true", help="a reduce-scatter of the tokens")
     command.add_common(result, world=0, limit_s=LIMIT_S)
     return result
@@ -146,7 +179,7 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
         if session.seconds() > options.budget:
             session.say(f"no time for {shape}")
             continue
-        whole = (MODELS | TINY)[model]
+        whole = CHOICES[model]
         nbytes = whole.E * whole.F // session.world_size * whole.D * 2
         given = [drawn(model, T, routing, session, seed) for seed in range(copies_of(session.clock.device, nbytes))]
         calls = contestants(session, kind, shape, whole.k, given)
