@@ -96,9 +96,14 @@ def with_plain_operands(check: Callable[..., Any], core: Any) -> Callable[..., A
         if type(lhs) is core.tensor:
             scalar = lhs.dtype
             if type(rhs) is core.tensor:
-                same = lhs.shape is rhs.shape and scalar == rhs.dtype
-                if same and type(scalar) is core.dtype and not (div_or_mod and scalar in wide):
-                    return lhs, rhs
+                other = rhs.dtype
+                if type(scalar) is core.dtype:
+                    known = scalar == other and not (div_or_mod and scalar in wide)
+                else:
+                    # A pointer and an offset.
+                    known = allow_lhs and type(other) is core.dtype and other.is_int()
+                if known:
+                    return (lhs, rhs) if lhs.shape is rhs.shape else self.broadcast_impl_value(lhs, rhs)
             elif type(rhs) is int and arithmetic and -(2**31) <= rhs < 2**31 and scalar in plain:
                 return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype=scalar))
         return check(self, lhs, rhs, allow_lhs, allow_rhs, arithmetic, div_or_mod)
