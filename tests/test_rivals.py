@@ -77,7 +77,7 @@ def _models(
     names: tuple[str, ...] = ("eager", "registered", "symm_mem", "one_shot_norm"),
     generated: bool = True,
 ) -> tuple[set[Of], dict[Of, str]]:
-    """Those that were timed, and the reasons of the others. generated: whether Inductor's code is, see `interpreted`."""
+    """Those that were timed, and the reasons of the others. generated: with Inductor's own code."""
     import time
 
     from benchmarks.models.request import Request
