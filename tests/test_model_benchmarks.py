@@ -201,7 +201,7 @@ def test_ranks_that_die_are_started_again() -> None:
     assert supervise(replace(REQUEST, budget_s=1.0), 2, lambda *given: 1) == 1
 
 
-RUN = {"prefill sp": "gemma3-27b", "training ar": "opt-30b", "decode kv": "llama3-8b"}
+RUN = {"prefill sp": "opt-30b", "training ar": "gemma3-27b", "decode kv": "llama3-8b"}
 """Kinds of cells and models. A compilation takes seconds, that of a training step most: it has none here."""
 
 
