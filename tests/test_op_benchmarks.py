@@ -62,7 +62,8 @@ def test_combine_experts(rank_pools: RankPools, form: str, rival: str) -> None:
 def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
     module = "benchmarks.ops.reduced_experts"
     tiny = ["--device", "cpu", "--tokens", "18", "--rounds", "2", "--out", "", "--commit", "0", "--models"]
-    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args([*tiny, *more]), "--scatter" in more)
+    request = importlib.import_module(module).parser().parse_args([*tiny, *more])
+    rows = _run(rank_pools, module, request, generated="--scatter" in more)
     wanted = {"gemm", "inductor", "max_autotune", "ditron", "ditron:library", "ditron:tile"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
@@ -88,7 +89,7 @@ def test_gathered_experts(rank_pools: RankPools) -> None:
 def test_summed_experts(rank_pools: RankPools) -> None:
     module = "benchmarks.ops.summed_experts"
     tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "3", "--rounds", "2", "--out", "", "--commit", "0"]
-    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny), False)
+    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args(tiny), generated=False)
     assert {row.contestant for row in rows} == OURS | {"gloo", "ditron:apart"} and all(row.p50_us for row in rows)
 
 
