@@ -8,10 +8,12 @@ cell (`by_cell`), all of its contestants together, because times of different ru
 from __future__ import annotations
 
 import csv
+import io
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -160,14 +162,18 @@ def by_cell(rows: Iterable[T]) -> list[list[T]]:
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
     """Lines of a file as a dataclass. ValueError where its columns are not the fields of `kind`."""
-    if not path.exists():
-        return []
+    return list(_lines_of(path, path.read_bytes(), kind)) if path.exists() else []
+
+
+@lru_cache(maxsize=32)
+def _lines_of(path: Path, text: bytes, kind: type[T]) -> tuple[T, ...]:
+    """The lines of a file that holds `text`: a report asks for the same ones many times."""
     columns = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != tuple(columns):
-            raise ValueError(f"{path}: columns {reader.fieldnames}, not {tuple(columns)}")
-        return [kind(**{name: _parse(text, columns[name]) for name, text in record.items()}) for record in reader]
+    header, *records = [*csv.reader(io.StringIO(text.decode(), newline=""))] or [[]]
+    if header != list(columns):
+        raise ValueError(f"{path}: columns {header}, not {tuple(columns)}")
+    kinds = list(columns.values())
+    return tuple(kind(*(_parse(*pair) for pair in zip(record, kinds, strict=True))) for record in records if record)
 
 
 def _parse(text: str, kind: str) -> object:

@@ -141,8 +141,8 @@ def kinds_of(row: Row, fused: str = "") -> tuple[str, ...]:
     them; where it is empty, any kind may have run.
     """
     if row.bench == "models":
-        named = tuple(kind for kind in re.findall(r"\d+ (\w+)", fused) if kind in kinds())
-        return named or kinds()
+        known = tuple(today())
+        return tuple(kind for kind in re.findall(r"\d+ (\w+)", fused) if kind in known) or known
     return (matmul_of(GATHERED_OPERAND),) if row.op in GATHERED else (row.op,)
 
 

@@ -91,7 +91,11 @@ def interleaved(
                 unsettled, elapsed = clock.largest([error, time.monotonic() - begun])
                 if (number >= MIN_ROUNDS and unsettled < SETTLED) or elapsed > most_s:
                     break
-        host = {name: _host_us(clock, contestants[name], calls[name]) for name in contestants}
+        if clock.device.type == "cuda":
+            host = {name: _host_us(clock, contestants[name], calls[name]) for name in contestants}
+        else:
+            # The host is the device.
+            host = {name: statistics.median(taken) for name, taken in samples.items()}
     finally:
         gc.enable()
     return {name: _over_ranks(clock, taken, host[name], per_call) for name, taken in samples.items()}

@@ -144,8 +144,9 @@ def _fused(ctx: RankContext, cell: Cell) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["prefill sp", *rare("decode ar", "decode kv")])
+@pytest.mark.parametrize("kind", rare("prefill sp", "decode ar", "decode kv"))
 def test_the_parts_are_of_the_program_that_is_timed(kind: str, rank_pools: RankPools) -> None:
+    """Of two layers; `test_runs_on_the_cpu_device` of test_model_benchmarks.py has one, in two of these kinds."""
     timed, with_parts = rank_pools.get("cpu", 2).run(_fused, _cells()[kind], timeout=200)[0]
     assert timed == with_parts and "left alone" not in timed
 

@@ -201,17 +201,20 @@ def test_ranks_that_die_are_started_again() -> None:
     assert supervise(replace(REQUEST, budget_s=1.0), 2, lambda *given: 1) == 1
 
 
-RUN = {"prefill sp": "gemma3-27b", "training ar": "opt-30b", "decode kv": "llama3-8b"}
+RUN = {"prefill sp": "opt-30b", "training ar": "gemma3-27b", "decode kv": "llama3-8b"}
 """Kinds of cells and models. A compilation takes seconds, that of a training step most: it has none here."""
 
 
-def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], list[Row], set[str]]:
+def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], list[Row], set[str], list[str]]:
+    """Rows, facts, the rows of a second run, the phases with a limit, and what is fused in programs of parts."""
     import time
 
     import torch
 
-    from benchmarks.models.run import Run
+    from benchmarks.models.gate import Parts
+    from benchmarks.models.run import Run, sites_text
     from ditron_inductor.task import trial
+    from ditron_inductor.task.site_records import collect_sites
     from tests.models.interpreted import interpreted
 
     def ditron(model: Any) -> Callable[..., Any]:
@@ -228,11 +231,17 @@ def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], lis
         return call
 
     steps: list[int] = []
+    of_parts: list[str] = []
 
     def trying(model: Any) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             steps.append(len(steps))
-            return compiled(*given)
+            if not isinstance(model, Parts):
+                return compiled(*given)
+            with collect_sites() as sink:
+                found = compiled(*given)
+            of_parts.append(sites_text(sink))
+            return found
 
         compiled = ditron(model)
         return call
@@ -249,7 +258,7 @@ def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], lis
     # What has no limit yet is missing where that is wanted.
     again.request = replace(again.request, limit=True)
     limited = {op for op, _ in again._present()}
-    return run.rows, run.facts, again.rows, limited
+    return run.rows, run.facts, again.rows, limited, of_parts
 
 
 def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
@@ -260,7 +269,7 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     out = str(tmp_path / "models.csv")
     names = ("eager", "inductor", "async_tp", "ditron", "ditron:planned")
     request = Request(chosen, "cpu", architectures, names, rounds=2, out=out, barred=barred, limit=True)
-    rows, facts, again, present = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
+    rows, facts, again, present, of_parts = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
     assert again == [], "cells that the results have were measured again"
     written = read_csv(Path(request.out))
     assert {row.contestant for row in written} == set(names), rows
@@ -283,6 +292,8 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     assert "this form has none" in reasons["decode", "async_tp"]
     fused = {fact.op: fact.fused for fact in facts if fact.contestant == "ditron"}
     assert "all_gather_matmul" in fused["prefill"] and "flash_decode" in fused["decode"], fused
+    assert of_parts == [fused["prefill"], fused["decode"]], "the parts are of the program that is timed"
+    assert "left alone" not in "".join(of_parts)
 
 
 def test_the_times_of_a_trial_are_told() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from benchmarks.rivals import registered, symmetric
 from benchmarks.rivals.one_shot_norm import MOST_BYTES, MOST_COLUMNS, MOST_PROGRAMS, OneShotNorm
 from benchmarks.tolerances import assert_near
 from tests.cases import rare
+from tests.models.interpreted import code_generated
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -73,8 +75,9 @@ def _models(
     model: str,
     *forms: str,
     names: tuple[str, ...] = ("eager", "registered", "symm_mem", "one_shot_norm"),
+    generated: bool = True,
 ) -> tuple[set[Of], dict[Of, str]]:
-    """Those that were timed, and the reasons of the others."""
+    """Those that were timed, and the reasons of the others. generated: with Inductor's own code."""
     import time
 
     from benchmarks.models.request import Request
@@ -82,19 +85,27 @@ def _models(
     from benchmarks.models.zoo import MODELS, TINY, Selection, tiny
 
     cells = tiny(Selection(models=(model,), phases=("prefill",), forms=forms).cells())
+    # The interpreter takes its time for every program, and the kernel has one for every token.
+    cells = [replace(cell, batch=1, tokens=4) for cell in cells]
     architectures = {name: MODELS[name].like(TINY) for name in MODELS}
     run = Run(Request(tuple(cells), "cpu", architectures, names, rounds=2), ctx.device, time.monotonic())
     # What is timed is not looked at.
-    with mock.patch("benchmarks.models.run.STEPS", 1):
+    with mock.patch("benchmarks.models.run.STEPS", 1), code_generated(generated):
         run.run()
     timed = {(row.sizes["model"] + " " + row.sizes["form"], row.contestant) for row in run.rows if row.p50_us}
     place = {fact: f"{fact.sizes['model']} {fact.sizes['form']}" for fact in run.facts}
     return timed, {(place[fact], fact.contestant): fact.why for fact in run.facts if fact.why}
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", *rare("qwen3-30b-a3b")])
-def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools, model: str) -> None:
-    timed, reasons = rank_pools.get("cpu", 2).run(_models, model, "ar", timeout=200)[0]
+def _quickly(ctx: RankContext, model: str, form: str, generated: bool) -> tuple[set[Of], dict[Of, str]]:
+    return _models(ctx, model, form, generated=generated)
+
+
+@pytest.mark.parametrize(
+    ("model", "generated"), [("llama3-8b", False), *rare(("llama3-8b", True), ("qwen3-30b-a3b", True))]
+)
+def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools, model: str, generated: bool) -> None:
+    timed, reasons = rank_pools.get("cpu", 2).run(_quickly, model, "ar", generated, timeout=200)[0]
     assert timed == {(f"{model} ar", name) for name in ("eager", "symm_mem", "one_shot_norm")}, reasons
     assert all("which needs GPUs" in why for (_, name), why in reasons.items() if name == "registered")
 
@@ -195,8 +206,8 @@ def test_where_nothing_can_be_registered_that_is_said() -> None:
     assert "cannot register a memory pool" in registered.refusal(_Group(object()), torch.device("cuda"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_the_kernel_compiles_for_gpus(world_size: int) -> None:
+def test_the_kernel_compiles_for_gpus() -> None:
+    world_sizes = (2, 8)
     code = textwrap.dedent(f"""
         import triton
         from triton.backends.compiler import GPUTarget
@@ -204,13 +215,14 @@ def test_the_kernel_compiles_for_gpus(world_size: int) -> None:
         from benchmarks.rivals.one_shot_norm import _one_shot_norm
         tensors = dict.fromkeys(("residual", "weight", "total", "normed"), "*bf16")
         sizes = dict.fromkeys(("M", "N", "rank"), "i32")
-        known = {{"EPS": 1e-5, "WORLD": {world_size}, "BLOCK": 8192}}
-        signature = {{"data": "*i64", "flags": "*i64", **tensors, **sizes, **dict.fromkeys(known, "constexpr")}}
-        source = ASTSource(_one_shot_norm, signature, constexprs=known)
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": 16}})
-        print(*(built.asm["ptx"].count(f"atom.global.{{order}}.sys.cas") for order in ("release", "acquire")))
+        for world_size in {world_sizes}:
+            known = {{"EPS": 1e-5, "WORLD": world_size, "BLOCK": 8192}}
+            signature = {{"data": "*i64", "flags": "*i64", **tensors, **sizes, **dict.fromkeys(known, "constexpr")}}
+            source = ASTSource(_one_shot_norm, signature, constexprs=known)
+            built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": 16}})
+            print(*(built.asm["ptx"].count(f"atom.global.{{order}}.sys.cas") for order in ("release", "acquire")))
     """)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     # A signal to every rank and a wait for it, at the beginning and at the end.
-    assert done.stdout.split() == [str(2 * world_size)] * 2
+    assert done.stdout.splitlines() == [f"{2 * world_size} {2 * world_size}" for world_size in world_sizes]

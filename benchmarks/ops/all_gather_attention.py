@@ -106,10 +106,9 @@ SETS: dict[str, Callable[[], list[Cell]]] = {
     "bias": lambda: [Cell(tokens, 32, 8, mask="given", bias=bias) for tokens in TOKENS[:2] for bias in BIASES],
     "few": lambda: [Cell(8192, 32, 8), Cell(8192, 64, 8), Cell(16384, 32, 8), Cell(32768, 32, 8)],
     "tiny": lambda: [
-        Cell(64, 4, 2, 16),
-        Cell(64, 4, 2, 16, "zigzag", 24),
-        Cell(64, 4, 2, 16, softcap=2.0),
-        Cell(64, 4, 2, 16, "given", bias="alibi"),
+        Cell(64, 2, 1, 16, softcap=2.0),
+        Cell(64, 2, 1, 16, "zigzag", 24),
+        Cell(64, 2, 1, 16, "given", bias="alibi"),
     ],
 }
 

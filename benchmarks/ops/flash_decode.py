@@ -101,7 +101,7 @@ SETS: dict[str, Callable[[int], list[Cell]]] = {
     "hbm": lambda world: [Cell(1, world * HBM_TOKENS), Cell(1, world * HBM_TOKENS, 64, 8)],
     "few": lambda world: [Cell(1, 16384), Cell(1, 65536), Cell(1, 262144), Cell(8, 65536), Cell(64, 16384)],
     "dims": lambda world: [Cell(b, 65536, 16, 8, d) for d in (64, 256) for b in (1, 32)],
-    "tiny": lambda world: [Cell(2, 48 * world, 4, 2, 16)],
+    "tiny": lambda world: [Cell(1, 48 * world, 4, 2, 16)],
 }
 
 

@@ -184,8 +184,8 @@ def sums(op: str, world_size: int) -> list[Cell]:
 
 def tiny(op: str, world_size: int) -> list[Cell]:
     """A small shape, to try the program itself with, also on a CPU; for a reduce-scatter also as a sum."""
-    one = Cell(op, 16 * world_size, 48, 40, source="tiny")
-    return [one, replace(one, depths=(24, 16))] if TASKS[op].exchange == SCATTERED_PRODUCT else [one]
+    one = Cell(op, 4 * world_size, 24, 24, source="tiny")
+    return [one, replace(one, depths=(16, 8))] if TASKS[op].exchange == SCATTERED_PRODUCT else [one]
 
 
 SETS: dict[str, Callable[[str, int], list[Cell]]] = {

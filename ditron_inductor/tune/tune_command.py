@@ -245,12 +245,14 @@ def rank_main(rank: Rank, request: TuneRequest) -> bool:
     import torch.distributed as dist
     from tqdm import tqdm
 
-    import ditron_inductor.backend  # noqa: F401  (binds the ops)
+    from ditron_inductor import runtime
     from ditron_inductor.report.measure import SiteShape, measure
     from ditron_inductor.report.timing import ROUNDS
     from ditron_inductor.task.problem import Problem
     from ditron_inductor.task.torch_dtypes import precision_of
 
+    # What runs the ops, without the compiler.
+    runtime.prepare()
     device = rank.join()
     world = dist.group.WORLD
     assert world is not None
