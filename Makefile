@@ -30,7 +30,7 @@ demo: $(READY)
 	@$(RUN) -m ditron_inductor demo
 
 test: $(READY)
-	$(RUN) -m pytest -q -m "not gpu" -n 3
+	$(RUN) -m pytest -q -m "not gpu" -n 4 --dist worksteal
 
 test-all: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 3 --all-cases
