@@ -141,9 +141,7 @@ def contestants(
     first, biased = given[0], given[0].bias is not None
     for name, strategy in OURS.items():
         layers[name] = ours(session, kind, strategy, top_k, biased, f"{cell}:{strategy}")
-    wanted = reference.combined(
-        top_k, first.products(), first.places, first.scale, None, None, first.bias, first.ids if biased else None
-    )
+    wanted = reference.combined(top_k, first.products(), first.places, first.scale, None, None, first.bias, first.ids)
     torch.distributed.all_reduce(wanted)
     if scatters:
         wanted = wanted.chunk(session.world_size)[session.rank]
