@@ -30,10 +30,8 @@ from ditron_inductor.core.matmul import (
     Carried,
     Tiles,
     Weight,
-    matmul_run_by_descriptors,
     matmul_tile,
     rows_descriptor,
-    weight_descriptor,
     zeros_of,
 )
 from ditron_inductor.core.signals import (
@@ -326,6 +324,42 @@ def sum_block(use, slots, out, kind, block, sends, good, sizes, HOW: tl.constexp
                     tl.store(out + inner.to(tl.int64) * sizes.N + columns, result, mask=inside)
 
 
+@triton.jit
+def experts_descriptor(weight, sizes, TILES: tl.constexpr):
+    """Returns a descriptor of the weights [E, K, N], or of [E, N, K] if K_MAJOR, for blocks of one expert's matrix."""
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    BLOCK_K: tl.constexpr = TILES.BLOCK_K
+    if TILES.K_MAJOR:
+        return tl.make_tensor_descriptor(
+            weight, shape=[sizes.E, sizes.N, sizes.K], strides=[sizes.stride_be, sizes.stride_bn, 1],
+            block_shape=[1, BLOCK_N, BLOCK_K],
+        )  # fmt: skip
+    else:
+        return tl.make_tensor_descriptor(
+            weight, shape=[sizes.E, sizes.K, sizes.N], strides=[sizes.stride_be, sizes.stride_bk, 1],
+            block_shape=[1, BLOCK_K, BLOCK_N],
+        )  # fmt: skip
+
+
+@triton.jit
+def matmul_of_expert(a, b, row, expert, column, K, TILES: tl.constexpr):
+    """Returns acc[m, n] = sum_k A[row + m, k] * B[expert, k, column + n], fp32. What is beyond the matrix is 0."""
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    BLOCK_K: tl.constexpr = TILES.BLOCK_K
+    acc = zeros_of(TILES)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        a_tile = a.load([row, k * BLOCK_K])
+        if TILES.K_MAJOR:
+            b_tile = b.load([expert, column, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            b_tile = b.load([expert, k * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
+        if TILES.UPCAST:
+            a_tile = a_tile.to(tl.float32)
+            b_tile = b_tile.to(tl.float32)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=TILES.PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["rank"])
 def reduced_experts_kernel(
     x, weight, bias, routing, added, products, out, pointers, rank, sizes, HOW: tl.constexpr, TRACE: tl.constexpr = 0
@@ -343,7 +377,6 @@ def reduced_experts_kernel(
     EXPERTS: tl.constexpr = HOW.EXPERTS
     TOKENS: tl.constexpr = HOW.TOKENS
     ACROSS: tl.constexpr = BLOCK // BLOCK_N
-    K_MAJOR: tl.constexpr = TILES.K_MAJOR
     dtype: tl.constexpr = x.dtype.element_ty
     use = use_of(words_of(pointers, rank))
     alive = healthy(use)
@@ -363,10 +396,7 @@ def reduced_experts_kernel(
     stages = Stages(chunks, num_m * ACROSS, (WORLD - 1) * blocks, blocks, (WORLD - 1) * blocks if HOW.GATHERS else 0)
     if TILES.DESCRIPTORS:
         a = rows_descriptor(x, S, K, sizes.x_pitch, BLOCK_M, TILES.BLOCK_K)
-        # The experts' matrices lie one behind the other.
-        across = N * sizes.E if K_MAJOR else N
-        deep = K if K_MAJOR else K * sizes.E
-        b = weight_descriptor(weight, across, deep, sizes.stride_bk, sizes.stride_bn, BLOCK_N, TILES.BLOCK_K, K_MAJOR)
+        b = experts_descriptor(weight, sizes, TILES)
     offs_m = tl.arange(0, BLOCK_M)
     # `ok` says whether this program may send; it is -1 until it has asked.
     ok = tl.full((), -1, tl.int32)
@@ -397,9 +427,7 @@ def reduced_experts_kernel(
             stop = tl.load(ends + expert)
             row = start + (tile - (before // (2 * EXPERTS)).to(tl.int32)) * BLOCK_M
             if TILES.DESCRIPTORS:
-                b_column = column + (expert * N if K_MAJOR else 0)
-                b_row = 0 if K_MAJOR else expert * K
-                acc = matmul_run_by_descriptors(zeros_of(TILES), a, b, row, 0, b_column, b_row, K, TILES)
+                acc = matmul_of_expert(a, b, row, expert, column, K, TILES)
             else:
                 rows = x + tl.minimum(row + offs_m, S - 1).to(tl.int64) * sizes.x_pitch
                 of_expert = Weight(weight + expert.to(tl.int64) * sizes.stride_be, sizes.stride_bk, sizes.stride_bn)
@@ -517,9 +545,8 @@ def reduced_experts(
     def arguments() -> Arguments:
         tile: Tiles = launch.tile(config, x, [weight[0]])
         stride_be, stride_bk, stride_bn = weight.stride()
-        # One matrix after the other. A step beyond K must not be one of the next matrix.
-        together = stride_be == (N * stride_bn if tile.K_MAJOR else K * stride_bk)
-        descriptors = tile.DESCRIPTORS and together and (tile.K_MAJOR == 1 or tile.EVEN_K) and E * max(N, K) < 2**31
+        # The copy unit wants all strides in units of 16 bytes.
+        descriptors = tile.DESCRIPTORS and stride_be * weight.element_size() % 16 == 0
         _, loads, slots = sizes_of(launch)
         how = How(
             WORLD=node.world_size,

@@ -61,7 +61,7 @@ CUDA = (
     Layer(1, 2, 8, 1024, added=True, k=128),
     Layer(4097, 2, 8, 1032, k=200),
     Layer(1000, 4, 32, 2048, absent=True, added=True, k=768),
-    Layer(1000, 4, 32, 2880, biased=True, scale_dtype=BF16, k=2880, columns=False),
+    Layer(1000, 4, 32, 2880, biased=True, scale_dtype=BF16, k=1440, columns=False),
     Layer(1000, 4, 16, 2880, absent=True, biased=True, added=True, k=2880, columns=False),
     Layer(333, 2, 8, 1032, routing="one", biased=True, k=512),
 )
@@ -84,7 +84,7 @@ CUDA_SCATTERED = (
     Layer(4, 2, 8, 1024, added=True, k=128),
     Layer(4092, 2, 8, 1032, k=200),
     Layer(1020, 4, 32, 2048, absent=True, k=768),
-    Layer(1020, 4, 32, 2880, biased=True, scale_dtype=BF16, k=2880, columns=False),
+    Layer(1020, 4, 32, 2880, biased=True, scale_dtype=BF16, k=1440, columns=False),
     Layer(1020, 4, 16, 2880, absent=True, biased=True, k=2880, columns=False),
     Layer(336, 2, 8, 1032, routing="one", biased=True, k=512),
 )
