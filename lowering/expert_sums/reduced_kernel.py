@@ -137,12 +137,14 @@ class TokenBlock(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """The stages of the queue: the chunks, the tiles of a chunk, and the blocks of sums for peers, of sums for this
-    rank, and of copies.
+    """The stages of the queue: the chunks; the tiles of a column, of a row of all chunks, and of a row of a chunk, of
+    which the last chunk may have fewer; and the blocks of sums for peers, of sums for this rank, and of copies.
     """
 
     chunks: Any
-    tiles: Any
+    down: Any
+    across: Any
+    across_chunk: Any
     sent: Any
     owned: Any
     copied: Any
@@ -169,10 +171,16 @@ def count(use, counters, done, WORLD: tl.constexpr):
 def begin_of(stages, stage):
     """Returns the first ticket of a stage."""
     chunks = stages.chunks
-    begin = stages.tiles * tl.minimum(stage, chunks)
+    begin = stages.down * tl.minimum(stage * stages.across_chunk, stages.across)
     begin += stages.sent * tl.minimum(tl.maximum(stage - 1, 0), chunks)
     begin += stages.owned * tl.minimum(tl.maximum(stage - 2, 0), chunks)
     return begin + stages.copied * tl.minimum(tl.maximum(stage - 3, 0), chunks)
+
+
+@triton.jit
+def across_of(stages, chunk):
+    """Returns the tiles of a row of a chunk; 0 behind the last chunk."""
+    return tl.maximum(tl.minimum(stages.across - chunk * stages.across_chunk, stages.across_chunk), 0)
 
 
 @triton.jit
@@ -181,7 +189,7 @@ def work_of(stages, stage, position, first):
     `first` come first, because the products of the chunk before are still being made.
     """
     chunks = stages.chunks
-    tiles = tl.where(stage < chunks, stages.tiles, 0)
+    tiles = stages.down * across_of(stages, stage)
     sent = tl.where((stage >= 1) & (stage <= chunks), stages.sent, 0)
     owned = tl.where((stage >= 2) & (stage <= chunks + 1), stages.owned, 0)
     sums = begin_of(stages, stage + 1) - begin_of(stages, stage) - tiles
@@ -393,7 +401,8 @@ def reduced_experts_kernel(
     num_m = tl.max(tiles_up_to, 0)
     blocks = tl.cdiv(sizes.owned, TOKENS)
     chunks = tl.cdiv(N, BLOCK)
-    stages = Stages(chunks, num_m * ACROSS, (WORLD - 1) * blocks, blocks, (WORLD - 1) * blocks if HOW.GATHERS else 0)
+    peers = (WORLD - 1) * blocks
+    stages = Stages(chunks, num_m, tl.cdiv(N, BLOCK_N), ACROSS, peers, blocks, peers if HOW.GATHERS else 0)
     if TILES.DESCRIPTORS:
         a = rows_descriptor(x, S, K, sizes.x_pitch, BLOCK_M, TILES.BLOCK_K)
         b = experts_descriptor(weight, sizes, TILES)
@@ -418,8 +427,9 @@ def reduced_experts_kernel(
             stage += 1
         kind, number = work_of(stages, stage, ticket - begin_of(stages, stage), 2 * tl.num_programs(0))
         if kind == TILE:
-            tile = number // ACROSS
-            column = stage * BLOCK + number % ACROSS * BLOCK_N
+            across = across_of(stages, stage)
+            tile = number // across
+            column = stage * BLOCK + number % across * BLOCK_N
             # The last expert whose tiles all come before this one; 0 if there is none.
             before = tl.max(tl.where(tiles_up_to <= tile, tiles_up_to.to(tl.int64) * (2 * EXPERTS) + experts + 1, 0), 0)
             expert = (before % (2 * EXPERTS)).to(tl.int32)
@@ -446,7 +456,7 @@ def reduced_experts_kernel(
                 else:
                     product += of_columns
             tl.store(corner + offs_m[:, None] * N + offs_n[None, :], product, mask=in_tile)
-            done = Done(rank + 0, stage, stages.tiles)
+            done = Done(rank + 0, stage, num_m * across)
             event(use, began, number, rank, TILE, TRACE)
         else:
             count(use, pointers.counters, done, WORLD)
@@ -462,7 +472,7 @@ def reduced_experts_kernel(
                 copy_results(use, out, block, good, sizes, HOW)
                 event(use, began, number, owner, COPY, TRACE)
             else:
-                if (seen != chunk) & (stages.tiles > 0):
+                if (seen != chunk) & (num_m > 0):
                     # Acquire: the products of the chunk are visible.
                     made = alive & timed_wait(use, chunk, rank, TRACE)
                 seen = chunk
