@@ -17,6 +17,18 @@ from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MOE, NORM, Row, by_c
 ROUTED = "580d7af6"
 """The commit at which `ditron` had the pass `route_shards`, and `ditron:gathered` had not."""
 
+TWO_LAUNCHES = tuple(f"two:{tile}" for tile in ("32x128", "32x256", "64x128", "cublas"))
+ONE_LAUNCH = tuple(
+    f"one:{tiles}"
+    for tiles in (
+        *("16+16/128+256/w4s4p2a0", "32+16/128+256/w4s3p2a0", "32+16/128+256/w4s3p2a256", "32+16/64+256/w4s4p2a0"),
+        *("32+16/64+256/w4s4p2a256", "32+32/64+128/w4s6p1a0", "64+32/128+256/w8s4p1a0", "64+32/128+256/w8s4p1a256"),
+        *("64+32/64+128/w4s6p1a0", "64+32/64+128/w4s6p1a128", "64+32/64+128/w4s6p1a256"),
+    )
+)
+"""Columns of a program in the first and in the second part, K of a step in both, warps, stages, programs of an SM, and
+the weights of a column that it loads before the hand-over."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -171,6 +183,16 @@ DELETED = (
         ("ditron:tile",),
         "one call for each part",
         "[expert_projections](kernels/expert_projections.md), Inductor's sum, and the reduction with its norm",
+    ),
+    Verdict(
+        "gate, up, silu and down of a decode step in one launch, with a hand-over of the whole grid between them; the "
+        "fastest of 11 tiles",
+        NORM,
+        "mlp_launches",
+        TWO_LAUNCHES,
+        ONE_LAUNCH,
+        "two launches in a CUDA graph, the fastest of 3 tiles and cuBLAS",
+        "two launches: a graph starts the second one as fast as programs meet, whether or not they load weights ahead",
     ),
 )
 
