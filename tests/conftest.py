@@ -86,8 +86,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 class _RanksTogether:
     """With pytest-xdist the files with pools of ranks are in two groups, each of which one worker has, with pools of
-    its own: programs, and the parts that run them. More ranks at once would take the cores from each other. All else
-    runs beside them, test by test.
+    its own: programs, and the parts that run them. More ranks at once would take the cores from each other. One worker
+    has all tests of a compiled kernel, so that it is compiled once. All else runs beside them, test by test.
     """
 
     @pytest.hookimpl(optionalhook=True)
@@ -97,6 +97,8 @@ class _RanksTogether:
         class Scheduler(LoadScopeScheduling):
             def _split_scope(self, nodeid: str) -> str:
                 file = config.rootpath / nodeid.partition("::")[0]
+                if file.stem.endswith("_compile"):
+                    return f"{file.stem}[{nodeid.partition('[')[2]}"
                 if not _has_pools(file):
                     return nodeid
                 return "programs" if file.parent in (HERE, HERE / "models", HERE / "stacks") else "parts"

@@ -24,6 +24,7 @@ from ditron_inductor.lowering.flash_decode.decode_in_band import flash_decode_in
 from ditron_inductor.lowering.flash_decode.local_decode import local_attention_kernel, merge_ranks_kernel
 from ditron_inductor.lowering.flash_decode.split_attention import How, Sizes, Strides, Tensors
 from ditron_inductor.lowering.flash_decode.tile import Sending, flash_decode_kernel
+from tests.cases import rare
 from tests.lowering.assembly import Listing, dialect_of, machine_code, resources
 from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned, compile_for
 
@@ -71,10 +72,9 @@ CASES = (
     Case("sm_90", 128, group=8),
     Case("sm_90", 128, one_each=True, crowded=True),
     Case("sm_90", 256, group=8, dtype="fp16", page=16, shared_flags=True),
-    Case("sm_90", 64, group=1, dtype="fp32"),
     Case("gfx942", 128, shared_flags=True),
-    Case("gfx942", 128, one_each=True),
 )
+MORE_CASES = (Case("sm_90", 64, group=1, dtype="fp32"), Case("gfx942", 128, one_each=True))
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def assembly(kernel: Any, case: Case) -> str:
 ATTENDED = (Case("sm_90", 128, attended=True, one_each=True), Case("gfx942", 128, shared_flags=True, attended=True))
 
 
-@pytest.mark.parametrize("case", [*CASES, *ATTENDED], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *ATTENDED, *rare(*MORE_CASES)], ids=str)
 def test_waits_and_releases_are_there(case: Case) -> None:
     listing, dialect = Listing(assembly(flash_decode_kernel, case)), dialect_of(case.target)
     releases = listing.places(dialect.release)
@@ -155,7 +155,7 @@ def test_waits_and_releases_are_there(case: Case) -> None:
     assert compiled(flash_decode_kernel, case).metadata.shared <= SHARED_BYTES[case.target]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.target == "sm_90"], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:-1], *rare(MORE_CASES[0])], ids=str)
 def test_caches_are_read_16_bytes_at_a_time_in_a_pipeline(case: Case) -> None:
     text = assembly(flash_decode_kernel, case)
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?0x([0-9a-f]+)", text)
@@ -169,10 +169,10 @@ def test_caches_are_read_16_bytes_at_a_time_in_a_pipeline(case: Case) -> None:
     assert compiled(flash_decode_kernel, case).metadata.shared * case.config.programs_per_sm <= SHARED_BYTES["sm_90"]
 
 
-IN_BAND = (Case("sm_90", 128), Case("sm_90", 128, group=8))
+each_in_band = pytest.mark.parametrize("case", [Case("sm_90", 128), *rare(Case("sm_90", 128, group=8))], ids=str)
 
 
-@pytest.mark.parametrize("case", IN_BAND, ids=str)
+@each_in_band
 def test_a_part_in_band_is_its_own_signal(case: Case) -> None:
     """Between the stores to the peers and the result there is a loop of volatile reads, and nothing that orders."""
     listing = Listing(assembly(flash_decode_in_band_kernel, case))
@@ -195,7 +195,7 @@ def test_the_same_source_on_amd() -> None:
 
 
 @pytest.mark.parametrize("kernel", [flash_decode_in_band_kernel, local_attention_kernel], ids=["in_band", "local"])
-@pytest.mark.parametrize("case", IN_BAND, ids=str)
+@each_in_band
 def test_products_do_not_wait_for_each_other(kernel: Any, case: Case) -> None:
     """Scores of a block are two sums or more, taken in turns: one after the other, they took 15 % longer."""
     lines = [line for line in machine_code(assembly(kernel, case)) if "HMMA" in line]

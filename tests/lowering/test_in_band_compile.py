@@ -24,6 +24,7 @@ from ditron_inductor.lowering.norms.rows import (
     warps_of,
 )
 from ditron_inductor.task.nodes import EXTRAS, SAVED
+from tests.cases import rare
 from tests.lowering.assembly import NVIDIA, Listing, machine_code, resources
 from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned, compile_for
 
@@ -64,7 +65,6 @@ class Case:
 
 CASES = (
     Case("sm_90", 4096),
-    Case("sm_90", 8192),
     Case("sm_90", 5120, "fp16", form=SHIFTED),
     Case("sm_90", 4096, "fp32", world=2),
     Case("sm_90", 1024, rows=4, world=2),
@@ -73,8 +73,9 @@ CASES = (
     # What the experts of a token return is added up.
     Case("sm_90", 2048, world=2, top_k=8),
     Case("sm_90", 4096, "fp16", top_k=4),
-    Case("sm_90", 4096, "fp32", world=2, top_k=2),
 )
+MORE_CASES = (Case("sm_90", 8192), Case("sm_90", 4096, "fp32", world=2, top_k=2))
+each_case = pytest.mark.parametrize("case", [*CASES, *rare(*MORE_CASES)], ids=str)
 
 
 @functools.cache
@@ -117,7 +118,7 @@ def compiled(case: Case) -> Any:
     return compile_for(case.target, source, {"num_warps": case.num_warps})
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_the_wait_reads_the_data_itself(case: Case) -> None:
     """Each look reads all words, 16 bytes at a time, in the loop; no release and no acquire on the way to the sum."""
     listing = Listing(compiled(case).asm["ptx"])
@@ -140,7 +141,7 @@ def test_the_wait_reads_the_data_itself(case: Case) -> None:
     assert not order, order
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_no_two_threads_look_at_the_same_word(case: Case) -> None:
     """They might see different values, and go different ways: a block that is volatile has a place for every thread."""
     looks = re.findall(r"tt\.load .*isVolatile = true.* : tensor<([\dx]+)x!tt", compiled(case).asm["ttgir"])
@@ -149,7 +150,7 @@ def test_no_two_threads_look_at_the_same_word(case: Case) -> None:
     assert len(sizes) >= case.world + 3 and min(sizes) >= 32 * case.num_warps, looks
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_only_what_is_about_slots_is_released(case: Case) -> None:
     """Credits, and the record of a failure."""
     listing = Listing(compiled(case).asm["ptx"])
@@ -157,7 +158,7 @@ def test_only_what_is_about_slots_is_released(case: Case) -> None:
     assert not listing.places("acquire")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_accesses_are_wide(case: Case) -> None:
     text = compiled(case).asm["ptx"]
     assert re.search(r"STG\.E\.128 .*, RZ", "\n".join(machine_code(text))), "zeros"
@@ -168,6 +169,6 @@ def test_accesses_are_wide(case: Case) -> None:
     assert needed.spilled_bytes <= case.spilled and needed.registers * 32 * case.num_warps <= 65536
 
 
-@pytest.mark.parametrize("target", ["sm_100", "gfx942"])
+@pytest.mark.parametrize("target", ["gfx942", *rare("sm_100")])
 def test_it_compiles_elsewhere(target: str) -> None:
     assert compiled(Case(target, 4096)).asm["ttgir"] and compiled(Case(target, 4096, top_k=8)).asm["ttgir"]
