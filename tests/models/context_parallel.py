@@ -92,8 +92,10 @@ def by_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window:
 
 
 def layers_of(form: str) -> int:
-    """How many layers the model of a form has: what Inductor generates for each of them takes its time."""
-    return 1 if form == "generated" else CONFIG.num_layers
+    """How many layers the model of a form has. Each takes its time, by what Inductor generates for it above all; the form
+    that is always tested has one, too.
+    """
+    return 1 if form in ("generated", "function") else CONFIG.num_layers
 
 
 def build(mask: str, window: int, form: str | None, num_layers: int) -> Llama:
