@@ -92,8 +92,8 @@ def by_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window:
 
 
 def layers_of(form: str) -> int:
-    """How many layers the model of a form has. Each takes its time, by what Inductor generates for it above all; the form
-    that is always tested has one, too.
+    """How many layers the model of a form has: one where Inductor generates code, which takes its time, and in the form
+    that every run of the tests has.
     """
     return 1 if form in ("generated", "function") else CONFIG.num_layers
 
