@@ -336,7 +336,7 @@ def run_one_compilation(ctx: RankContext) -> None:
     torch._dynamo.reset()
     with torch.no_grad(), without_caches(), collect_sites() as sink, without_generated_code():
         compiled = torch.compile(program, backend="ditron", options=TILE, dynamic=True)
-        for batch, length in ((2, 3), (4, 5), (3, 8)):
+        for batch, length in ((2, 3), (3, 8)):
             compare(ctx, program, compiled, ((batch, length, 16), (16, 24), (24, 16)), False)
     fused = [Counter(site.kind for site in graph.sites if site.matched) for graph in sink.graphs]
     assert fused == [Counter({AG: 3, RS: 3, AR: 1})], fused
