@@ -16,6 +16,7 @@ from ditron_inductor.lowering.projections import projections_kernel as lowering
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import Projections
+from tests.cases import rare
 from tests.lowering.assembly import dialect_of, resources
 from tests.lowering.cross_compile import NUM_WEIGHTS, compile_case
 from tests.lowering.cross_compile import Case as Compilation
@@ -136,7 +137,7 @@ def test_other_layouts_and_many_rows_go_to_the_library() -> None:
     assert [out.shape for out in call(x[:0], weights, "tile")] == [(0, 8), (0, 8)]
 
 
-@pytest.mark.parametrize("epilogue", ["", SWIGLU], ids=["plain", "epilogue"])
+@pytest.mark.parametrize("epilogue", [*rare(""), SWIGLU], ids=["plain", "epilogue"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_compiles_for_gpus(target: str, epilogue: str) -> None:
     for tile in (config.FEW_ROWS[16], config.FEW_ROWS[64]):

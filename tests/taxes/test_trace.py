@@ -98,15 +98,15 @@ CASES = [
     _of_matmul(Case("matmul_reduce_scatter", "sm_90", config.DECODE, "bf16", descriptors=True)),
     _of_matmul(Case("matmul_reduce_scatter", "gfx950", config.DECODE, "bf16")),
     _of_matmul(Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16")),
-    _of_chunked("await_pieces", "sm_90"),
     _of_chunked("await_pieces", "gfx942"),
     _of_chunked("reduce_partials", "sm_90"),
     _norm(test_norm_compile.Case("sm_90", True, 4096)),
-    _decode(test_decode_compile.Case("sm_90", 128, one_each=True)),
 ]
 # Compilers are slow, and these differ in nothing that they would trip over.
 TRACED_CHUNKED = [name for name, (kernel, *_) in test_chunked_compile.KERNELS.items() if takes_part(kernel)]
 MORE_CASES = [
+    _decode(test_decode_compile.Case("sm_90", 128, one_each=True)),
+    _of_chunked("await_pieces", "sm_90"),
     _of_matmul(Case("all_gather_matmul", "sm_90", config.DECODE, "bf16", descriptors=True)),
     _of_matmul(Case("all_gather_matmul", "gfx950", config.DECODE, "bf16")),
     _of_matmul(Case("two_shot", "sm_90", config.LARGE, "bf16", descriptors=True)),
