@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch.distributed import _functional_collectives as functional
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor import backend, config, graph_meeting
 from ditron_inductor.lowering.host.site_call import SiteCall
 from ditron_inductor.summary import Summary
-from tests.ranks import RankContext, RankPools
+from tests.ranks import RankContext, RankPool
 
-Run = Callable[..., list[Any]]
 SHAPES = (8, 16), (16, 32), (32, 16)
 
 
@@ -68,41 +62,35 @@ def run_layers(
     return counted
 
 
-def cached(ctx: RankContext, folder: str, job: Callable[..., Any], *args: Any) -> Any:
-    """A job with the compiled graphs in a folder, though the environment of the ranks forbids it."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(temporary_cache_dir(folder))
-        for config, name in ((inductor_config, "fx_graph_cache"), (functorch_config, "enable_autograd_cache")):
-            stack.enter_context(mock.patch.object(config._config[name], "env_value_force", True))  # type: ignore[attr-defined]
-            assert getattr(config, name) is True
-        return job(ctx, *args)
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of ranks that keep compiled graphs in a folder. What the compiler can do for this machine's vectors is not tried
+    out again for that folder.
+    """
+    on = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), **on}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture
-def pools(rank_pools: RankPools, folder: str) -> tuple[Run, Run]:
-    """Ranks that keep compiled graphs in a folder, and ranks that look for them there. Only the former share ranks with
-    other tests: they were spawned, the latter forked, so that each has hashes of its own.
-    """
-    first, second = rank_pools.get("cpu", 2), rank_pools.get("cpu", 2, label="cached")
-    return functools.partial(first.run, cached, folder), functools.partial(second.run, cached, folder)
+def pools(env: dict[str, str]) -> Iterator[tuple[RankPool, RankPool]]:
+    """Ranks that keep compiled graphs in a folder, and ranks that look for them there."""
+    first, second = RankPool(2, env=env), RankPool(2, env=env)
+    yield first, second
+    first.close()
+    second.close()
 
 
 @pytest.mark.timeout(300)
-def test_second_process_hits_until_an_option_changes(pools: tuple[Run, Run]) -> None:
+def test_second_process_hits_until_an_option_changes(pools: tuple[RankPool, RankPool]) -> None:
     one, other = pools
-    first = one(run_layers, [{}], timeout=200.0)
+    first = one.run(run_layers, [{}], timeout=200.0)
     for (counted,) in first:
         assert counted["hit"] + counted["miss"] == 2 and counted["bypass"] == 0
     # One rank may find what the other has just compiled, but one of them has to compile.
     assert any(counted["rewritten"] > 0 for (counted,) in first)
     changed = {"ditron.workspace_limit": 12345}
     hits = {"hit": 2, "miss": 0, "bypass": 0, "rewritten": 0}
-    second = other(run_layers, [{}, changed], changed, timeout=200.0)
+    second = other.run(run_layers, [{}, changed], changed, timeout=200.0)
     for counted, _, configured in second:
         assert counted == hits and configured == hits, "an option counts wherever it was set"
     assert any(compiled["rewritten"] > 0 for _, compiled, _ in second)
@@ -131,10 +119,10 @@ def calls_in_a_graph(ctx: RankContext) -> dict[str, int]:
 
 
 @pytest.mark.timeout(200)
-def test_code_from_the_cache_binds_its_sites_in_another_process(pools: tuple[Run, Run]) -> None:
+def test_code_from_the_cache_binds_its_sites_in_another_process(pools: tuple[RankPool, RankPool]) -> None:
     first, second = pools
-    first(calls_in_a_graph, timeout=150.0)
-    for counted in second(calls_in_a_graph, timeout=150.0):
+    first.run(calls_in_a_graph, timeout=150.0)
+    for counted in second.run(calls_in_a_graph, timeout=150.0):
         assert counted == {"sites": 2, "rewritten": 0}
 
 
@@ -160,10 +148,10 @@ def said_of_graphs(ctx: RankContext) -> tuple[list[str], dict[str, int]]:
 
 
 @pytest.mark.timeout(300)
-def test_the_summary_is_logged_for_graphs_from_the_cache(pools: tuple[Run, Run]) -> None:
+def test_the_summary_is_logged_for_graphs_from_the_cache(pools: tuple[RankPool, RankPool]) -> None:
     first, second = pools
-    cold = first(said_of_graphs, timeout=200.0)
-    warm = second(said_of_graphs, timeout=200.0)
+    cold = first.run(said_of_graphs, timeout=200.0)
+    warm = second.run(said_of_graphs, timeout=200.0)
     assert all(counted["rewritten"] == 0 and counted["hit"] == 2 for _, counted in warm)
     assert [texts for texts, _ in warm] == [texts for texts, _ in cold] == [
         [
@@ -193,9 +181,12 @@ def reduced(ctx: RankContext, *cases: tuple[str, str]) -> list[float]:
 @pytest.mark.all_cases
 @pytest.mark.timeout(300)
 def test_a_cached_graph_is_not_run_by_another_number_of_ranks(
-    rank_pools: RankPools, pools: tuple[Run, Run], folder: str
+    pools: tuple[RankPool, RankPool], env: dict[str, str]
 ) -> None:
-    three = functools.partial(rank_pools.get("cpu", 3).run, cached, folder)
-    for world_size, run in ((2, pools[0]), (3, three)):
-        for found in run(reduced, ("auto", "avg"), ("tile", "sum")):
-            assert found == [1.0, float(world_size)]
+    three = RankPool(3, env=env)
+    try:
+        for world_size, pool in ((2, pools[0]), (3, three)):
+            for found in pool.run(reduced, ("auto", "avg"), ("tile", "sum")):
+                assert found == [1.0, float(world_size)]
+    finally:
+        three.close()
