@@ -30,7 +30,7 @@ demo: $(READY)
 	@$(RUN) -m ditron_inductor demo
 
 test: $(READY)
-	$(RUN) -m pytest -q -m "not gpu" -n 4 --dist worksteal
+	$(RUN) -m pytest -q -m "not gpu" -n 4
 
 test-all: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 3 --all-cases
