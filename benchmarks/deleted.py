@@ -6,7 +6,7 @@ The rows that say so stay in the results.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,23 +17,15 @@ from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MOE, NORM, Row, by_c
 ROUTED = "580d7af6"
 """The commit at which `ditron` had the pass `route_shards`, and `ditron:gathered` had not."""
 
-TWO_LAUNCHES = tuple(f"two:{tile}" for tile in ("32x128", "32x256", "64x128", "cublas"))
-ONE_LAUNCH = tuple(
-    f"one:{tiles}"
-    for tiles in (
-        *("16+16/128+256/w4s4p2a0", "32+16/128+256/w4s3p2a0", "32+16/128+256/w4s3p2a256", "32+16/64+256/w4s4p2a0"),
-        *("32+16/64+256/w4s4p2a256", "32+32/64+128/w4s6p1a0", "64+32/128+256/w8s4p1a0", "64+32/128+256/w8s4p1a256"),
-        *("64+32/64+128/w4s6p1a0", "64+32/64+128/w4s6p1a128", "64+32/64+128/w4s6p1a256"),
-    )
-)
-"""Columns of a program in the first and in the second part, K of a step in both, warps, stages, programs of an SM, and
-the weights of a column that it loads before the hand-over."""
+
+def _of_names(us: Mapping[str, float], names: Sequence[str]) -> list[float]:
+    return [us[one] for one in us if any(one == name or (name[-1] == ":" and one.startswith(name)) for name in names)]
 
 
 @dataclass(frozen=True)
 class Verdict:
     """`what`, which was measured as `below`, against what runs without it, measured as `above`: contestants, of several
-    the fastest in each cell.
+    the fastest in each cell. A name that ends in a colon stands for all that begin with it.
 
     results: the file, op: of its rows, of_cell: which of their cells count. so: what follows from it.
     """
@@ -53,7 +45,7 @@ class Verdict:
         found = []
         for of_cell in by_cell(rows):
             us = {row.contestant: row.p50_us for row in of_cell if row.p50_us}
-            above, below = ([us[name] for name in names if name in us] for names in (self.above, self.below))
+            above, below = (_of_names(us, names) for names in (self.above, self.below))
             if above and below:
                 found.append(min(above) / min(below))
         return found
@@ -189,8 +181,10 @@ DELETED = (
         "fastest of 11 tiles",
         NORM,
         "mlp_launches",
-        TWO_LAUNCHES,
-        ONE_LAUNCH,
+        ("two:",),
+        # Columns of a program and K of a step in both parts, warps, stages, programs of an SM, and the weights of a
+        # column that it loads before the hand-over.
+        ("one:",),
         "two launches in a CUDA graph, the fastest of 3 tiles and cuBLAS",
         "two launches: a graph starts the second one as fast as programs meet, whether or not they load weights ahead",
     ),

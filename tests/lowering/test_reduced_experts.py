@@ -30,14 +30,15 @@ WHOLE, SCATTERED = GroupedMatmulAllReduce, GroupedMatmulReduceScatter
 @dataclass(frozen=True)
 class Layer(Case):
     """A Case whose products are those of rows of `k` elements. columns: whether the weights lie column by column, as
-    nn.Linear holds them, or row by row.
+    nn.Linear holds them, or row by row. apart: the elements between the matrices of two experts.
     """
 
     k: int = 40
     columns: bool = True
+    apart: int = 0
 
     def __str__(self) -> str:
-        return f"{super().__str__()}-k{self.k}" + "-rows" * (not self.columns)
+        return f"{super().__str__()}-k{self.k}" + "-rows" * (not self.columns) + "-apart" * (self.apart > 0)
 
 
 CPU = (
@@ -52,7 +53,8 @@ CPU = (
     Layer(21, 3, 4, 96, absent=True, added=True),
     Layer(21, 3, 5, 96, biased=True, scale_dtype=BF16, columns=False),
     Layer(40, 2, 8, 72, absent=True, biased=True, added=True),
-    Layer(9, 2, 8, 40, routing="one", biased=True),
+    # Distances that no 16 bytes divide, so the copy unit cannot load the weights.
+    Layer(9, 2, 8, 40, routing="one", biased=True, apart=4),
 )
 CUDA = (
     Layer(1000, 4, 32, 2880, added=True, scale_dtype=BF16, k=360),
@@ -104,7 +106,8 @@ def given_to(ctx: RankContext, case: Layer, seed: int = 0) -> dict[str, torch.Te
 
     scale, ids, order = routed(case, generator)
     shape = (case.experts, case.n, case.k) if case.columns else (case.experts, case.k, case.n)
-    weight = (torch.randn(shape, generator=generator) / case.k**0.5).to(ctx.device, case.dtype)
+    lying = torch.randn(case.experts, case.k * case.n + case.apart, generator=generator) / case.k**0.5
+    weight = lying.to(ctx.device, case.dtype)[:, : case.k * case.n].view(shape)
     return {
         "x": draw(case.tokens * case.top_k, case.k),
         "weight": weight.mT if case.columns else weight,
