@@ -118,13 +118,13 @@ class Slots(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What a program has finished and not counted yet: a part of `total` of the flag `row`, for the rank `target`, for
-    all ranks if that is the number of ranks, or nothing if it is negative.
+    """What a program has finished and not counted yet: `parts` of the flag `row`, for the rank `target`, or for all
+    ranks if that is the number of ranks.
     """
 
     target: Any
     row: Any
-    total: Any
+    parts: Any
 
 
 class TokenBlock(NamedTuple):
@@ -153,14 +153,15 @@ class Stages(NamedTuple):
 @triton.jit
 def nothing_done():
     """Returns the Done of a program that has counted everything."""
-    return Done(tl.full((), -1, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32))
+    return Done(tl.full((), -1, tl.int32), tl.full((), -1, tl.int32), tl.full((), 0, tl.int32))
 
 
 @triton.jit
-def count(use, counters, done, WORLD: tl.constexpr):
-    """Counts what is done. If it is the last part, all parts are visible, and their target is told so."""
-    if done.target >= 0:
-        if arrive(counters + done.row * MAX_WORLD + tl.where(done.target < WORLD, done.target, 0), done.total):
+def count(use, counters, done, total, WORLD: tl.constexpr):
+    """Counts what is done of `total` parts. If these are the last ones, all are visible, and their target is told so."""
+    if done.parts > 0:
+        counter = counters + done.row * MAX_WORLD + tl.where(done.target < WORLD, done.target, 0)
+        if arrive(counter, total, done.parts):
             if done.target == WORLD:
                 publish_all(use, done.row, WORLD)
             else:
@@ -409,7 +410,9 @@ def reduced_experts_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     # `ok` says whether this program may send; it is -1 until it has asked.
     ok = tl.full((), -1, tl.int32)
-    done = nothing_done()
+    # What it has made of a chunk's products, and what it has summed.
+    products_done = nothing_done()
+    sums_done = nothing_done()
     # The chunk for whose products, or for whose sums of the peers, this program waited last, and whether they came.
     seen = tl.full((), -1, tl.int32)
     made = tl.full((), 1, tl.int32)
@@ -442,7 +445,12 @@ def reduced_experts_kernel(
                 rows = x + tl.minimum(row + offs_m, S - 1).to(tl.int64) * sizes.x_pitch
                 of_expert = Weight(weight + expert.to(tl.int64) * sizes.stride_be, sizes.stride_bk, sizes.stride_bn)
                 acc = matmul_tile(rows, of_expert, column, N, K, Carried(None, (), 0, 0), TILES)
-            count(use, pointers.counters, done, WORLD)
+            if products_done.row != stage:
+                # A new stage. What was stored before this product has arrived by now, so counting waits for nothing.
+                count(use, pointers.counters, products_done, num_m * across_of(stages, products_done.row), WORLD)
+                count(use, pointers.counters, sums_done, blocks, WORLD)
+                products_done = Done(rank + 0, stage, tl.full((), 0, tl.int32))
+                sums_done = nothing_done()
             offs_n = column + tl.arange(0, BLOCK_N)
             corner = products + row.to(tl.int64) * N
             in_tile = (row + offs_m < stop)[:, None] & (offs_n < N)[None, :]
@@ -456,15 +464,21 @@ def reduced_experts_kernel(
                 else:
                     product += of_columns
             tl.store(corner + offs_m[:, None] * N + offs_n[None, :], product, mask=in_tile)
-            done = Done(rank + 0, stage, num_m * across)
+            products_done = Done(rank + 0, stage, products_done.parts + 1)
             event(use, began, number, rank, TILE, TRACE)
         else:
-            count(use, pointers.counters, done, WORLD)
-            done = nothing_done()
+            if products_done.row != stage:
+                count(use, pointers.counters, products_done, num_m * across_of(stages, products_done.row), WORLD)
+                products_done = nothing_done()
             chunk = stage - tl.where(kind == SEND, 1, tl.where(kind == SUM, 2, 3))
             owner = tl.where(kind == SUM, rank, (rank + 1 + number // blocks) % WORLD)
             first = number % blocks * TOKENS
             end = tl.minimum(first + TOKENS, tl.minimum(sizes.owned, sizes.T - owner * sizes.run))
+            target = tl.where(kind == SEND, owner, WORLD)
+            flag_row = tl.where(kind == SEND, chunk, tl.where(kind == SUM, chunks + chunk, -1))
+            if (sums_done.target != target) | (sums_done.row != flag_row):
+                count(use, pointers.counters, sums_done, blocks, WORLD)
+                sums_done = Done(target, flag_row, tl.full((), 0, tl.int32))
             block = TokenBlock(owner, first, end, chunk * BLOCK + tl.arange(0, BLOCK))
             if kind == COPY:
                 # Acquire: the owner's results of the chunk are visible.
@@ -486,15 +500,15 @@ def reduced_experts_kernel(
                 if (kind == SEND) | HOW.GATHERS:
                     ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
                     if ok & good != 0:
-                        target = tl.where(kind == SEND, owner, WORLD)
-                        done = Done(target, tl.where(kind == SEND, chunk, chunks + chunk), blocks)
+                        sums_done = Done(target, flag_row, sums_done.parts + 1)
                 sum_block(use, slots, out, kind, block, ok & good, good, sizes, HOW)
                 if kind == SEND:
                     event(use, began, number, owner, SEND, TRACE)
                 else:
                     event(use, began, number, owner, SUM, TRACE)
         ticket = granted(request, TILES.THREADS)
-    count(use, pointers.counters, done, WORLD)
+    count(use, pointers.counters, products_done, num_m * across_of(stages, products_done.row), WORLD)
+    count(use, pointers.counters, sums_done, blocks, WORLD)
     finish(use)
 
 
