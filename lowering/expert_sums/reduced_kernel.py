@@ -428,6 +428,11 @@ def reduced_experts_kernel(
         request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         while ticket >= begin_of(stages, stage + 1):
             stage += 1
+        if products_done.row != stage:
+            count(use, pointers.counters, products_done, num_m * across_of(stages, products_done.row), WORLD)
+            count(use, pointers.counters, sums_done, blocks, WORLD)
+            products_done = Done(rank + 0, stage, tl.full((), 0, tl.int32))
+            sums_done = nothing_done()
         kind, number = work_of(stages, stage, ticket - begin_of(stages, stage), 2 * tl.num_programs(0))
         if kind == TILE:
             across = across_of(stages, stage)
@@ -445,12 +450,6 @@ def reduced_experts_kernel(
                 rows = x + tl.minimum(row + offs_m, S - 1).to(tl.int64) * sizes.x_pitch
                 of_expert = Weight(weight + expert.to(tl.int64) * sizes.stride_be, sizes.stride_bk, sizes.stride_bn)
                 acc = matmul_tile(rows, of_expert, column, N, K, Carried(None, (), 0, 0), TILES)
-            if products_done.row != stage:
-                # A new stage. What was stored before this product has arrived by now, so counting waits for nothing.
-                count(use, pointers.counters, products_done, num_m * across_of(stages, products_done.row), WORLD)
-                count(use, pointers.counters, sums_done, blocks, WORLD)
-                products_done = Done(rank + 0, stage, tl.full((), 0, tl.int32))
-                sums_done = nothing_done()
             offs_n = column + tl.arange(0, BLOCK_N)
             corner = products + row.to(tl.int64) * N
             in_tile = (row + offs_m < stop)[:, None] & (offs_n < N)[None, :]
@@ -467,9 +466,6 @@ def reduced_experts_kernel(
             products_done = Done(rank + 0, stage, products_done.parts + 1)
             event(use, began, number, rank, TILE, TRACE)
         else:
-            if products_done.row != stage:
-                count(use, pointers.counters, products_done, num_m * across_of(stages, products_done.row), WORLD)
-                products_done = nothing_done()
             chunk = stage - tl.where(kind == SEND, 1, tl.where(kind == SUM, 2, 3))
             owner = tl.where(kind == SUM, rank, (rank + 1 + number // blocks) % WORLD)
             first = number % blocks * TOKENS
