@@ -54,7 +54,11 @@ NARROW = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4, 
 DECODE = Config(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4).validate()
 SMALL = Config(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4).validate()
 FLAT = Config(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=3).validate()
+SHORT = Config(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs_per_sm=2).validate()
 FP32 = Config(block_m=64, block_n=128, block_k=32, num_warps=8, num_stages=3).validate()
+
+SHORT_K = 512
+"""The largest K for SHORT. On two H100s LARGE is as fast for K = 768, and faster above."""
 
 FEW_ROWS = {
     most: Config(block_m=most, block_n=64, block_k=128, num_warps=4, num_stages=6).validate() for most in (16, 32, 64)
@@ -115,8 +119,13 @@ def select_few_rows_config(
     return replace(shapes[most], block_k=64) if dtype == torch.float32 else shapes[most]
 
 
-def select_grouped_config(*, dtype: torch.dtype, interpreted: bool) -> Config:
-    """Returns the tile shape for the matmuls of many tokens with the weights of their experts."""
+def select_grouped_config(*, k: int, dtype: torch.dtype, interpreted: bool) -> Config:
+    """Returns the tile shape for the matmuls of many tokens with the weights [k, N] of their experts. If `k` is small,
+    programs begin and end tiles so often that two on an SM are faster: one multiplies while the other does that, or
+    adds up.
+    """
     if interpreted:
         return INTERPRETER
-    return FP32 if dtype == torch.float32 else LARGE
+    if dtype == torch.float32:
+        return FP32
+    return SHORT if k <= SHORT_K else LARGE

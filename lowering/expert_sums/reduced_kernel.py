@@ -11,10 +11,11 @@ tile of the matmul has rows of one expert; a program finds it by the ends of the
 So all rows of a tile have one bias, which is added to the rounded products.
 Signal protocol. Sums are stored in the slot of their owner and results in the slots of all ranks, in rows as they lie
 in the output. Flag row c has one word for each peer, about its sums of chunk c, and this rank's own word, about the
-products of chunk c in its memory. Flag row C + c has one word for each owner, about its results of chunk c. What a
-program has finished is counted after its next product, or before it waits. The last of a chunk publishes it. Whoever
-waits in a stage waits for earlier stages only, of this rank and of its peers. A push waits for the credits of all peers
-for the slot's previous use. Limits. The columns of all operands are contiguous, as is one dimension of the weight.
+products of chunk c in its memory. Flag row C + c has one word for each owner, about its results of chunk c. A
+program counts what it has finished for a word when it goes on to another word, or to another stage. The last of a chunk
+publishes it. Whoever waits in a stage waits for earlier stages only, of this rank and of its peers. A push waits for
+the credits of all peers for the slot's previous use. Limits. The columns of all operands are contiguous, as is one
+dimension of the weight.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from ditron_inductor.core.matmul import (
     Weight,
     matmul_tile,
     rows_descriptor,
-    zeros_of,
 )
 from ditron_inductor.core.signals import (
     arrive,
@@ -52,13 +52,14 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.timed import first_credits, timed_wait, timed_wait_all
 from ditron_inductor.core.trace import COPY, SEND, SUM, TILE, event, now
 from ditron_inductor.lowering.config import Config, select_grouped_config
+from ditron_inductor.lowering.expert_sums.expert_tiles import experts_descriptor, matmul_of_expert
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedExperts
 
-BLOCK, LOADS, SLOTS = 2048, 16, 64
-"""The columns of a chunk, the rows of products that a program has under way, and the slots that one ticket sums."""
-INTERPRETED = 64, 8, 32
+BLOCK, LOADS, SLOTS = 2048, 2, 64
+"""The columns of a chunk, the rows that each warp has under way, and the slots that one ticket sums."""
+INTERPRETED = 64, 2, 32
 """The same for the interpreter."""
 
 
@@ -84,8 +85,8 @@ class Sizes(NamedTuple):
 class How(NamedTuple):
     """What is known at compile time: WORLD, see `matmul.Tiles`, a power of two of at least E, whether all ranks want
     all tokens, whether the mean is taken, the experts of a token, whether something is added, whether slots are absent,
-    and whether experts have biases. ROWS tokens are summed at once, a chunk has BLOCK columns, and a ticket has TOKENS
-    tokens.
+    and whether experts have biases. ROWS tokens are summed at once, and COPIES results are copied at once. A chunk has
+    BLOCK columns, and a ticket has TOKENS tokens.
     """
 
     WORLD: Any
@@ -98,6 +99,7 @@ class How(NamedTuple):
     HAS_ABSENT: Any
     HAS_BIAS: Any
     ROWS: Any
+    COPIES: Any
     BLOCK: Any
     TOKENS: Any
 
@@ -158,7 +160,7 @@ def nothing_done():
 
 @triton.jit
 def count(use, counters, done, total, WORLD: tl.constexpr):
-    """Counts what is done of `total` parts. If these are the last ones, all are visible, and their target is told so."""
+    """Counts what is done of `total` parts. With the last ones all are visible, and their target is told so."""
     if done.parts > 0:
         counter = counters + done.row * MAX_WORLD + tl.where(done.target < WORLD, done.target, 0)
         if arrive(counter, total, done.parts):
@@ -264,19 +266,19 @@ def summed_slots(slots, tokens, columns, HOW: tl.constexpr):
 @triton.jit
 def copy_results(use, out, block, good, sizes, HOW: tl.constexpr):
     """Copies the results of a TokenBlock, which its owner has sent, to the output; NaN if not `good`."""
-    ROWS: tl.constexpr = HOW.ROWS
+    COPIES: tl.constexpr = HOW.COPIES
     WORLD: tl.constexpr = HOW.WORLD
     columns = block.columns
     inside = columns < sizes.N
     own = data(use, use.rank, out.dtype.element_ty)
-    for begin in range(block.first, block.end, ROWS):
+    for begin in range(block.first, block.end, COPIES):
         values = ()
-        for i in tl.static_range(ROWS):
+        for i in tl.static_range(COPIES):
             inner, _ = token_of(block, begin + i, sizes, WORLD)
             row = row_of(own, WORLD + block.owner, inner, sizes)
             value = tl.load(row + columns, mask=inside & (good != 0), other=float("nan"))
             values = values + (value,)  # type: ignore[assignment]
-        for i in tl.static_range(ROWS):
+        for i in tl.static_range(COPIES):
             _, token = token_of(block, begin + i, sizes, WORLD)
             tl.store(out + token.to(tl.int64) * sizes.N + columns, values[i], mask=inside)
 
@@ -331,42 +333,6 @@ def sum_block(use, slots, out, kind, block, sends, good, sizes, HOW: tl.constexp
                         tl.store(row + columns, result, mask=sent)
                 else:
                     tl.store(out + inner.to(tl.int64) * sizes.N + columns, result, mask=inside)
-
-
-@triton.jit
-def experts_descriptor(weight, sizes, TILES: tl.constexpr):
-    """Returns a descriptor of the weights [E, K, N], or of [E, N, K] if K_MAJOR, for blocks of one expert's matrix."""
-    BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    BLOCK_K: tl.constexpr = TILES.BLOCK_K
-    if TILES.K_MAJOR:
-        return tl.make_tensor_descriptor(
-            weight, shape=[sizes.E, sizes.N, sizes.K], strides=[sizes.stride_be, sizes.stride_bn, 1],
-            block_shape=[1, BLOCK_N, BLOCK_K],
-        )  # fmt: skip
-    else:
-        return tl.make_tensor_descriptor(
-            weight, shape=[sizes.E, sizes.K, sizes.N], strides=[sizes.stride_be, sizes.stride_bk, 1],
-            block_shape=[1, BLOCK_K, BLOCK_N],
-        )  # fmt: skip
-
-
-@triton.jit
-def matmul_of_expert(a, b, row, expert, column, K, TILES: tl.constexpr):
-    """Returns acc[m, n] = sum_k A[row + m, k] * B[expert, k, column + n], fp32. What is beyond the matrix is 0."""
-    BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    BLOCK_K: tl.constexpr = TILES.BLOCK_K
-    acc = zeros_of(TILES)
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        a_tile = a.load([row, k * BLOCK_K])
-        if TILES.K_MAJOR:
-            b_tile = b.load([expert, column, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
-        else:
-            b_tile = b.load([expert, k * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
-        if TILES.UPCAST:
-            a_tile = a_tile.to(tl.float32)
-            b_tile = b_tile.to(tl.float32)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=TILES.PRECISION)
-    return acc
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -429,6 +395,7 @@ def reduced_experts_kernel(
         while ticket >= begin_of(stages, stage + 1):
             stage += 1
         if products_done.row != stage:
+            # Counting waits for what the program has stored: a few times in a launch, not once for each tile.
             count(use, pointers.counters, products_done, num_m * across_of(stages, products_done.row), WORLD)
             count(use, pointers.counters, sums_done, blocks, WORLD)
             products_done = Done(rank + 0, stage, tl.full((), 0, tl.int32))
@@ -531,7 +498,7 @@ def geometry(node: ReducedExperts, launch: Launch, x: torch.Tensor, columns: int
     """Returns the Geometry for x [S, K]. columns: N."""
     T, world = x.shape[0] // node.top_k, node.world_size
     owned, gathers = ceil_div(T, world), not node.scatters
-    config = select_grouped_config(dtype=x.dtype, interpreted=launch.interpreted)
+    config = select_grouped_config(k=x.shape[1], dtype=x.dtype, interpreted=launch.interpreted)
     block, _, _ = sizes_of(launch)
     # Each chunk has a flag row for its sums, and one for its results.
     while (1 + gathers) * ceil_div(columns, block) > MAX_CHUNKS.value:
@@ -568,6 +535,7 @@ def reduced_experts(
         # The copy unit wants all strides in units of 16 bytes.
         descriptors = tile.DESCRIPTORS and stride_be * weight.element_size() % 16 == 0
         _, loads, slots = sizes_of(launch)
+        loads, tokens = loads * config.num_warps, max(1, slots // node.top_k)
         how = How(
             WORLD=node.world_size,
             TILES=tile._replace(DESCRIPTORS=descriptors),
@@ -579,8 +547,9 @@ def reduced_experts(
             HAS_ABSENT=node.has_absent,
             HAS_BIAS=node.has_bias,
             ROWS=max(1, loads // node.top_k),
+            COPIES=min(loads, tokens),
             BLOCK=block,
-            TOKENS=max(1, slots // node.top_k),
+            TOKENS=tokens,
         )
         pitches = x.stride(0), rest.stride(0)
         numbers = Sizes(T, N, K, E, owned, owned // node.runs, stride_be, stride_bk, stride_bn, *pitches)
