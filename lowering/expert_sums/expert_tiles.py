@@ -1,4 +1,4 @@
-"""Tiles of products with the weight of one of many experts, all of which the copy unit (TMA) knows by one descriptor."""
+"""Tiles of products with the weight of one of many experts. The copy unit (TMA) loads all weights by one descriptor."""
 
 from __future__ import annotations
 
