@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MOE, NORM, Row, by_cell, read_csv
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MOE, NORM, Row, grouped, read_csv, runs
 
 ROUTED = "580d7af6"
 """The commit at which `ditron` had the pass `route_shards`, and `ditron:gathered` had not."""
@@ -40,15 +40,20 @@ class Verdict:
     of_cell: Callable[[Row], bool] = lambda row: True
 
     def ratios(self) -> list[float]:
-        """Time of `above` / time of `below` of every cell with both: below 1 what runs without it is faster."""
+        """Time of `above` / time of `below` in the newest run of each cell that has both. Below 1 what runs without it
+        is faster.
+        """
         rows = [row for row in read_csv(self.results) if row.op == self.op and self.of_cell(row)]
         found = []
-        for of_cell in by_cell(rows):
-            us = {row.contestant: row.p50_us for row in of_cell if row.p50_us}
-            above, below = (_of_names(us, names) for names in (self.above, self.below))
-            if above and below:
-                found.append(min(above) / min(below))
+        for of_cell in grouped(rows).values():
+            both = [ratio for run in runs(of_cell) if (ratio := self._ratio(run)) is not None]
+            found += both[-1:]
         return found
+
+    def _ratio(self, run: Sequence[Row]) -> float | None:
+        us = {row.contestant: row.p50_us for row in run if row.p50_us}
+        above, below = (_of_names(us, names) for names in (self.above, self.below))
+        return min(above) / min(below) if above and below else None
 
     def mean(self) -> float:
         """Returns the geometric mean of the ratios."""

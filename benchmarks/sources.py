@@ -14,7 +14,7 @@ import re
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -33,6 +33,8 @@ HOST = f"{KERNELS}/host"
 GATHERED = ("gather_norm", "swiglu")
 """Ops of benchmarks whose kernels are those of the matmul of a gathered operand."""
 OLD, UNKNOWN, CURRENT = "old", "age unknown", ""
+ALL = "*"
+"""Everything in a module."""
 
 
 @dataclass(frozen=True)
@@ -63,53 +65,127 @@ def kinds(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def fingerprint(kind: str, root: Path = ROOT) -> str:
-    """Returns the fingerprint of the code of a kind's modules and of what they import of `lowering` and `core`, without
-    comments.
+    """Returns the fingerprint of the code of a kind's modules, and of the functions, classes and constants that they
+    use of `lowering` and `core`, without comments. It does not matter in which module or order these stand.
     """
-    open_, seen = sorted((root / KERNELS / kind).glob("*.py")), dict[Path, str]()
+    open_: list[tuple[Path, str]] = [(path, ALL) for path in sorted((root / KERNELS / kind).glob("*.py"))]
+    seen, parts = set[tuple[Path, str]](), set[str]()
     while open_:
-        path = open_.pop()
-        if path in seen or root / HOST in path.parents:
+        path, name = open_.pop()
+        if (path, name) in seen or root / HOST in path.parents:
             continue
-        seen[path], names = read(path.read_text())
-        open_ += [found for name in names if (found := module_path(name, root)) is not None]
-    parts = sorted((str(path.relative_to(root)), text) for path, text in seen.items())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        seen.add((path, name))
+        module = read(path.read_text())
+        for statement in module.named(name):
+            parts.add(statement.code)
+            open_ += module.used(statement, path, root)
+        if name in module.imports:
+            open_ += places(module.imports[name], (), root)
+    return hashlib.sha256(repr(sorted(parts)).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement of a module: the names that it defines, its code, and the names that it uses, each with the
+    attributes that are read of it.
+    """
+
+    defines: tuple[str, ...]
+    code: str
+    uses: Mapping[str, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module: its statements, and the full name of what it imports by the name that it has here."""
+
+    statements: tuple[Statement, ...]
+    imports: Mapping[str, str]
+
+    def named(self, name: str) -> list[Statement]:
+        """The statements that define `name`, and those that define nothing; all of them if it is ALL, or is unknown."""
+        if name == ALL or not (name in self.imports or any(name in one.defines for one in self.statements)):
+            return list(self.statements)
+        return [one for one in self.statements if name in one.defines or not one.defines]
+
+    def used(self, statement: Statement, path: Path, root: Path) -> Iterable[tuple[Path, str]]:
+        """The places of what a statement of this module uses: files, and names in them."""
+        own = {name for one in self.statements for name in one.defines}
+        for name, attributes in statement.uses.items():
+            if name in own:
+                yield path, name
+            elif name in self.imports:
+                yield from places(self.imports[name], attributes, root)
+
+
+def places(full_name: str, attributes: Iterable[str], root: Path) -> Iterable[tuple[Path, str]]:
+    """The places of what is imported by its full name: a name of a module, or of a module these attributes, or all."""
+    if (path := module_path(full_name, root)) is not None:
+        yield from ((path, name) for name in attributes or (ALL,))
+    elif (path := module_path(full_name.rpartition(".")[0], root)) is not None:
+        yield path, full_name.rpartition(".")[2]
 
 
 @cache
-def read(text: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the code of a module, and the names of what it imports. Most modules belong to many kinds."""
-    tree = ast.parse(text)
-    return code(text, tree), tuple(imported(tree))
+def read(text: str) -> Module:
+    """Returns a module. Most modules belong to many kinds."""
+    tree, kept = ast.parse(text), code(text)
+    statements = []
+    for node in tree.body:
+        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+        lines = [kept[line] for line in range(first, (node.end_lineno or first) + 1) if line in kept]
+        if lines and not isinstance(node, ast.Import | ast.ImportFrom):
+            statements.append(Statement(tuple(defined(node)), "\n".join(lines), used_by(node)))
+    return Module(tuple(statements), dict(imported(tree)))
 
 
-def code(text: str, tree: ast.Module) -> str:
-    """The lines of a module that are neither empty nor comments nor strings that stand alone, as docstrings do."""
+def code(text: str) -> dict[int, str]:
+    """The lines of a module, by number, that are neither empty nor comments nor strings that stand alone, as docstrings
+    do.
+    """
     strings: set[int] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = (line.rstrip() for number, line in enumerate(text.splitlines(), 1) if number not in strings)
-    return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+    lines = {number: line.rstrip() for number, line in enumerate(text.splitlines(), 1) if number not in strings}
+    return {number: line for number, line in lines.items() if line and not line.lstrip().startswith("#")}
 
 
-def imported(tree: ast.Module) -> Iterable[str]:
-    """The full names of all modules that a module may import: `from a import b` is `a` and `a.b`."""
+def defined(node: ast.stmt) -> Iterable[str]:
+    """The names that a statement of a module defines; none of what it only does, such as a condition."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name))
+
+
+def used_by(node: ast.stmt) -> dict[str, frozenset[str]]:
+    """The names that a statement uses, each with the attributes that are read of it."""
+    attributes: dict[str, frozenset[str]] = {}
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name):
+            attributes.setdefault(one.id, frozenset())
+        elif isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name):
+            attributes[one.value.id] = attributes.get(one.value.id, frozenset()) | {one.attr}
+    return attributes
+
+
+def imported(tree: ast.Module) -> Iterable[tuple[str, str]]:
+    """(name in this module, full name) of all that a module may import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
+            yield from ((one.asname or one.name.partition(".")[0], one.name) for one in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{one.name}" for one in node.names)
+            yield from ((one.asname or one.name, f"{node.module}.{one.name}") for one in node.names)
 
 
 def module_path(name: str, root: Path) -> Path | None:
     """The file of a module of `FOLDERS`, None for all others."""
     for package, folder in FOLDERS.items():
         if name.startswith(f"{package}."):
-            path = root / folder / (name.removeprefix(f"{package}.").replace(".", "/") + ".py")
-            return path if path.is_file() else None
+            inside = root / folder / name.removeprefix(f"{package}.").replace(".", "/")
+            return next((one for one in (inside.with_suffix(".py"), inside / "__init__.py") if one.is_file()), None)
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 from dataclasses import replace
@@ -92,20 +91,20 @@ def test_every_commit_of_the_results_has_its_fingerprints() -> None:
 def test_comments_make_no_kernel_old() -> None:
     before = '"""A kernel."""\n\n# How.\ndef f(x):\n    """Of x."""\n    return x + 1\n'
     after = '"""A fast kernel.\n\nReally.\n"""\ndef f(x):\n    # Why.\n    return x + 1\n'
-    assert sources.code(before, ast.parse(before)) == sources.code(after, ast.parse(after))
-    changed = before.replace("x + 1", "x + 2")
-    assert sources.code(before, ast.parse(before)) != sources.code(changed, ast.parse(changed))
+    assert [*sources.code(before).values()] == [*sources.code(after).values()]
+    assert [*sources.code(before).values()] != [*sources.code(before.replace("x + 1", "x + 2")).values()]
 
 
 def _tree(root: Path) -> Path:
     for name, text in {
         "lowering/one/__init__.py": "",
-        "lowering/one/tile.py": "from ditron_inductor.lowering.shared import put\n",
+        "lowering/one/tile.py": "from ditron_inductor.lowering.shared import put\n\ndef f(x):\n    return put(x)\n",
         "lowering/other/__init__.py": "",
-        "lowering/shared.py": "from ditron_inductor.core import signals\nimport ditron_inductor.lowering.host.launch\n",
+        "lowering/other/tile.py": "from ditron_inductor.core import signals as words\nROW = words.OTHER\n",
+        "lowering/shared.py": SHARED,
         "lowering/host/__init__.py": "",
         "lowering/host/launch.py": "SLOW = 1\n",
-        "ditron_inductor/core/signals.py": "SIGNAL = 1\n",
+        "ditron_inductor/core/signals.py": "SIGNAL = 1\nOTHER = 2\nUNUSED = 3\n",
     }.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,19 +112,55 @@ def _tree(root: Path) -> Path:
     return root
 
 
-def test_a_kernel_is_made_of_what_it_imports(tmp_path: Path) -> None:
+SHARED = """
+from ditron_inductor.core.signals import SIGNAL
+from ditron_inductor.lowering.host.launch import SLOW
+
+def put(x):
+    return inner(x)
+
+@cache
+def inner(x):
+    return x + SIGNAL + SLOW
+
+def get(x):
+    return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "changed"),
+    [
+        ("lowering/host/launch.py", "1", "2", ""),
+        ("lowering/shared.py", "    return x\n", "    return x + 1\n", ""),
+        ("lowering/shared.py", "x + SIGNAL", "x - SIGNAL", "one"),
+        ("lowering/shared.py", "@cache", "@other", "one"),
+        ("lowering/shared.py", "def get", "inner = get\n\ndef get", "one"),
+        ("ditron_inductor/core/signals.py", "SIGNAL = 1", "SIGNAL = 2", "one"),
+        ("ditron_inductor/core/signals.py", "OTHER = 2", "OTHER = 1", "other"),
+        ("ditron_inductor/core/signals.py", "UNUSED = 3", "UNUSED = 4", ""),
+        ("ditron_inductor/core/signals.py", "UNUSED = 3", "if SIGNAL:\n    OTHER = 4", "one other"),
+    ],
+)
+def test_a_kernel_is_made_of_what_it_uses(tmp_path: Path, path: str, old: str, new: str, changed: str) -> None:
     root = _tree(tmp_path)
     assert sources.kinds(root) == ("one", "other")
+    before = {kind: sources.fingerprint(kind, root) for kind in sources.kinds(root)}
+    text = (root / path).read_text()
+    assert old in text
+    (root / path).write_text(text.replace(old, new))
+    now = [kind for kind in sources.kinds(root) if sources.fingerprint(kind, root) != before[kind]]
+    assert now == changed.split()
 
-    def now() -> tuple[str, ...]:
-        return tuple(sources.fingerprint(kind, root) for kind in sources.kinds(root))
 
-    before = now()
-    (root / "lowering/host/launch.py").write_text("SLOW = 2\n")
-    assert now() == before, "the host's path is no kernel"
-    (root / "ditron_inductor/core/signals.py").write_text("SIGNAL = 2\n")
-    one, other = now()
-    assert one != before[0] and other == before[1]
+def test_where_a_name_stands_does_not_matter(tmp_path: Path) -> None:
+    root = _tree(tmp_path)
+    before = sources.fingerprint("one", root)
+    moved = "def put(x):\n    return inner(x)\n"
+    (root / "lowering/moved.py").write_text(f"from ditron_inductor.lowering.shared import inner\n\n{moved}")
+    stays = "from ditron_inductor.lowering.moved import put\n" + SHARED.replace(moved, "")
+    (root / "lowering/shared.py").write_text(stays)
+    assert sources.fingerprint("one", root) == before
 
 
 def test_the_age_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,10 +310,20 @@ def publish_to(heaps, use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
 
 
 @triton.jit
-def arrive(counter, total, parts=1):
-    """Counts `parts` that this program has finished. Returns True for the last of `total` parts; its program has then
+def arrive(counter, total):
+    """Counts a part that this program has finished. Returns True for the last of `total` parts; its program has then
     acquired what all others wrote. The counter is local to the GPU, and it is 0 again when the last part has arrived.
     """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
+    if last:
+        tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def arrive_with(counter, total, parts):
+    """Does what `arrive` does for `parts` that this program has finished."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, parts, sem="acq_rel", scope="gpu") == total - parts
     if last:

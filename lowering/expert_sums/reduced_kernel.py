@@ -35,7 +35,7 @@ from ditron_inductor.core.matmul import (
     rows_descriptor,
 )
 from ditron_inductor.core.signals import (
-    arrive,
+    arrive_with,
     credits_due,
     data,
     finish,
@@ -163,7 +163,7 @@ def count(use, counters, done, total, WORLD: tl.constexpr):
     """Counts what is done of `total` parts. With the last ones all are visible, and their target is told so."""
     if done.parts > 0:
         counter = counters + done.row * MAX_WORLD + tl.where(done.target < WORLD, done.target, 0)
-        if arrive(counter, total, done.parts):
+        if arrive_with(counter, total, done.parts):
             if done.target == WORLD:
                 publish_all(use, done.row, WORLD)
             else:
