@@ -72,7 +72,7 @@ weight and for two that are multiplied together. An expert is narrow on one rank
 """
 
 CONFIGS = (*FEW_ROWS.values(), INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
-"""All tile shapes of kernels that communicate. The tests compile every one, and those of experts apart."""
+"""All tile shapes of kernels that communicate. The tests compile every one, and SHORT and those of experts apart."""
 
 RATES = {LARGE: 1.0, MIDDLE: 0.80, NARROW: 0.62}
 """The speed of a GPU that is full of such tiles, relative to the fastest shape, measured on 4 H200s. Smaller tiles are

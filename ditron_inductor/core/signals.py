@@ -349,7 +349,7 @@ def request_ticket(use, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted):
     called after work that hides the latency. The request has a place for each of THREADS threads, so that the result
     stays in the register of the thread that asked. If `wanted` is false, nothing is requested, and the result of
     `granted` has no meaning. A program may hold one tile ticket ahead, because the holder of the first unfinished
-    ticket waits for finished tickets only.
+    ticket waits for nothing that a later ticket has to do.
     """
     lanes = tl.arange(0, THREADS)
     # Only the first of these addresses is used. Were they all the same, the assembler would make one request of all
