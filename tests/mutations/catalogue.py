@@ -80,8 +80,8 @@ DEVICE: tuple[Mutation, ...] = (
     Mutation(
         "tile counters are not zero after the last arrival",
         SIGNALS,
-        'tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")',
-        'tl.atomic_xchg(counter, 1, sem="relaxed", scope="gpu")',
+        "total - 1\n    if last:\n        tl.atomic_xchg(counter, 0,",
+        "total - 1\n    if last:\n        tl.atomic_xchg(counter, 1,",
         "tests/lowering/test_chunked.py::test_poisoned_buffers",
     ),
     Mutation(

@@ -422,6 +422,27 @@ ROUTING: tuple[Mutation, ...] = (
         f"{REDUCED}::test_near_the_reference",
     ),
     Mutation(
+        "counters of several parts are not zero after the last arrival",
+        "ditron_inductor/core/signals.py",
+        "total - parts\n    if last:\n        tl.atomic_xchg(counter, 0,",
+        "total - parts\n    if last:\n        tl.atomic_xchg(counter, 1,",
+        f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "parts of a stage are not counted in the next one",
+        KERNEL,
+        "if products_done.row != stage:",
+        "if products_done.row < 0:",
+        f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
+        "a program that goes on to other sums keeps what it has not counted",
+        KERNEL,
+        "sums_done = Done(target, flag_row, tl.full((), 0, tl.int32))",
+        "sums_done = Done(target, flag_row, sums_done.parts)",
+        f"{REDUCED}::test_near_the_reference",
+    ),
+    Mutation(
         "products that are read elsewhere are not made",
         "passes/fuse/grouped_matmul_all_reduce.py",
         'user is reader or (user.op == "output" and row_major)',
