@@ -97,22 +97,24 @@ class Statement:
 
 @dataclass(frozen=True)
 class Module:
-    """A module: its statements, and the full name of what it imports by the name that it has here."""
+    """A module: its statements, the names that they define, and the full name of what it imports by the name that it
+    has here.
+    """
 
     statements: tuple[Statement, ...]
+    defines: frozenset[str]
     imports: Mapping[str, str]
 
     def named(self, name: str) -> list[Statement]:
         """The statements that define `name`, and those that define nothing; all of them if it is ALL, or is unknown."""
-        if name == ALL or not (name in self.imports or any(name in one.defines for one in self.statements)):
+        if name not in self.defines and name not in self.imports:
             return list(self.statements)
         return [one for one in self.statements if name in one.defines or not one.defines]
 
     def used(self, statement: Statement, path: Path, root: Path) -> Iterable[tuple[Path, str]]:
         """The places of what a statement of this module uses: files, and names in them."""
-        own = {name for one in self.statements for name in one.defines}
         for name, attributes in statement.uses.items():
-            if name in own:
+            if name in self.defines:
                 yield path, name
             elif name in self.imports:
                 yield from places(self.imports[name], attributes, root)
@@ -129,22 +131,23 @@ def places(full_name: str, attributes: Iterable[str], root: Path) -> Iterable[tu
 @cache
 def read(text: str) -> Module:
     """Returns a module. Most modules belong to many kinds."""
-    tree, kept = ast.parse(text), code(text)
-    statements = []
+    tree = ast.parse(text)
+    kept, statements = code(text, tree), []
     for node in tree.body:
         first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
         lines = [kept[line] for line in range(first, (node.end_lineno or first) + 1) if line in kept]
         if lines and not isinstance(node, ast.Import | ast.ImportFrom):
             statements.append(Statement(tuple(defined(node)), "\n".join(lines), used_by(node)))
-    return Module(tuple(statements), dict(imported(tree)))
+    names = frozenset(name for one in statements for name in one.defines)
+    return Module(tuple(statements), names, dict(imported(tree)))
 
 
-def code(text: str) -> dict[int, str]:
+def code(text: str, tree: ast.Module) -> dict[int, str]:
     """The lines of a module, by number, that are neither empty nor comments nor strings that stand alone, as docstrings
     do.
     """
     strings: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = {number: line.rstrip() for number, line in enumerate(text.splitlines(), 1) if number not in strings}
