@@ -58,7 +58,7 @@ from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import ReducedExperts
 
 BLOCK, LOADS, SLOTS = 2048, 2, 64
-"""The columns of a chunk, the rows that each warp has under way, and the slots that one ticket sums."""
+"""The columns of a chunk, the rows of 16-bit values that each warp has under way, and the slots that a ticket sums."""
 INTERPRETED = 64, 2, 32
 """The same for the interpreter."""
 
@@ -494,6 +494,11 @@ def sizes_of(launch: Launch) -> tuple[int, int, int]:
     return INTERPRETED if launch.interpreted else (BLOCK, LOADS, SLOTS)
 
 
+def rows_under_way(loads: int, config: Config, itemsize: int) -> int:
+    """Returns the rows of values of `itemsize` bytes that a program has under way; as many bytes for every dtype."""
+    return loads * config.num_warps * 2 // itemsize
+
+
 def geometry(node: ReducedExperts, launch: Launch, x: torch.Tensor, columns: int) -> Geometry:
     """Returns the Geometry for x [S, K]. columns: N."""
     T, world = x.shape[0] // node.top_k, node.world_size
@@ -535,7 +540,7 @@ def reduced_experts(
         # The copy unit wants all strides in units of 16 bytes.
         descriptors = tile.DESCRIPTORS and stride_be * weight.element_size() % 16 == 0
         _, loads, slots = sizes_of(launch)
-        loads, tokens = loads * config.num_warps, max(1, slots // node.top_k)
+        rows, tokens = rows_under_way(loads, config, x.element_size()), max(1, slots // node.top_k)
         how = How(
             WORLD=node.world_size,
             TILES=tile._replace(DESCRIPTORS=descriptors),
@@ -546,8 +551,8 @@ def reduced_experts(
             HAS_ADDED=node.has_added,
             HAS_ABSENT=node.has_absent,
             HAS_BIAS=node.has_bias,
-            ROWS=max(1, loads // node.top_k),
-            COPIES=min(loads, tokens),
+            ROWS=max(1, rows // node.top_k),
+            COPIES=min(rows, tokens),
             BLOCK=block,
             TOKENS=tokens,
         )
