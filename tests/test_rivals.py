@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -158,6 +159,20 @@ def test_a_torch_without_a_selection_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert f"torch {torch.__version__} has no _collective.no_such_choice" in symmetric.auto_select_refusal()
     with pytest.raises(ValueError, match="has no _collective"):
         COMPILERS["auto_select"](torch.nn.Linear(1, 1))
+
+
+def test_models_of_one_process_have_different_symmetric_buffers() -> None:
+    """Inductor draws their identities from `random`, and Dynamo restores its state after every compilation."""
+    if symmetric.auto_select_refusal():
+        pytest.skip(symmetric.auto_select_refusal())
+    before = random.getstate()
+    drawn = set()
+    for _ in range(3):
+        random.setstate(before)
+        COMPILERS["auto_select"](torch.nn.Linear(1, 1))
+        drawn.add(random.random())
+    random.setstate(before)
+    assert len(drawn) == 3
 
 
 class _Backend:

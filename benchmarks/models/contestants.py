@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from ditron_inductor.backend import ditron
 Step = Callable[[], dict[str, torch.Tensor]]
 """One step; what it computed, by name."""
 Compiler = Callable[[nn.Module], Callable[..., Any]]
+_MODELS_WITH_AUTO_SELECT = itertools.count()
 
 
 def _inductor(model: nn.Module) -> Callable[..., Any]:
@@ -38,6 +41,9 @@ def _auto_select(model: nn.Module) -> Callable[..., Any]:
     problem = symmetric.auto_select_refusal()
     if problem:
         raise ValueError(problem)
+    # Inductor draws the identities of its symmetric buffers from `random`, whose state Dynamo restores after compiling.
+    # So the buffers of two cells would have the same identities, and those of different sizes are refused.
+    random.seed(next(_MODELS_WITH_AUTO_SELECT))
     return torch.compile(model, fullgraph=True, dynamic=False, options={symmetric.AUTO_SELECT: True})
 
 
