@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,6 +65,9 @@ FEW_ROWS = {
 }
 """The tile shapes of `matmul_tile_of_few_rows`, by the largest number of rows that fits."""
 
+PROJECTIONS = {**FEW_ROWS, 128: Config(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=4).validate()}
+"""The tile shapes of `projections`, by the rows of a tile."""
+
 EXPERTS = {most: replace(config, num_stages=4) for most, config in FEW_ROWS.items()}
 PAIRED_EXPERTS = {**EXPERTS, 16: Config(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=4).validate()}
 """The tile shapes for the weights of experts that few tokens take, by the largest number of tokens that fits, for one
@@ -117,6 +120,20 @@ def select_few_rows_config(
         return replace(INTERPRETER, block_m=most)
     # fp32 operands need twice as much shared memory.
     return replace(shapes[most], block_k=64) if dtype == torch.float32 else shapes[most]
+
+
+def select_projections_config(
+    *, rows: int, columns: Sequence[int], dtype: torch.dtype, interpreted: bool, num_sms: int
+) -> Config:
+    """Returns the tile shape for products of at most 128 rows with weights of so many columns. A tile has the fewest
+    rows with which all programs still run at once, so that each of them loads the least.
+    """
+
+    def programs(most: int) -> int:
+        return sum(-(-n // PROJECTIONS[most].block_n) for n in columns) * -(-rows // most)
+
+    most = next(most for most in sorted(PROJECTIONS) if most >= rows or programs(most) <= num_sms)
+    return select_few_rows_config(rows=most, dtype=dtype, interpreted=interpreted, shapes=PROJECTIONS)
 
 
 def select_grouped_config(*, k: int, dtype: torch.dtype, interpreted: bool) -> Config:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, SCATTERED_PRODUCT, Exchange
-from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS, REDUCE_OPS, LocalProducts
+from ditron_inductor.task.matmul_nodes import REDUCE_OPS, LocalProducts
 from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 
@@ -114,7 +114,7 @@ class GroupedProjections(ProductsOfExperts):
         return x, rows, ends, others[: self.num_stored], others[self.num_stored :]
 
 
-MOST_EXPERT_TOKENS = MOST_PROJECTED_ROWS
+MOST_EXPERT_TOKENS = 64
 """The most tokens of `ExpertProjections`: all rows of an expert are in one tile of its kernel."""
 
 

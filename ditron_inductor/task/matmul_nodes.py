@@ -34,8 +34,10 @@ MOST_SHOWN = 80
 """Characters of an epilogue in a pattern; the text of the node has all of it."""
 APART = 2
 """A product of rows that do not lie together takes the host as long as so many others."""
-MOST_PROJECTED_ROWS = 64
-"""The most rows of the tensor of `Projections`: as many as one tile of its kernel has."""
+FEW_PROJECTED_ROWS, MOST_PROJECTED_ROWS = 64, 128
+"""The most rows of the tensor of `Projections`, with weights of any width, and at all: one tile of its kernel has as
+many.
+"""
 
 
 class WithEpilogue(Node):

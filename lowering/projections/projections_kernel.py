@@ -1,9 +1,10 @@
 """projections: out_i = x @ weight_i for all weights in one launch, for a few rows (decoding), with an epilogue.
 
-Problem. A product of up to 64 rows takes as long as reading its weight. One rank's part of a projection is small: a
+Problem. A product of few rows takes as long as reading its weight. One rank's part of a projection is small: a
 library's launch for it ends before it has filled the GPU, and the next launch begins behind it. Algorithm. One grid has
-a program for each tile of 64 columns of any weight. All rows are in one tile (see `matmul_tile_of_few_rows`). Products
-that an epilogue combines, such as gate and up, are computed in one tile with half the size of a K step. Nothing is
+a program for each tile of 64 columns of any weight (see `matmul_tile_of_few_rows`). If these are fewer than the SMs,
+the rows of a tile are divided among several programs, which read the weight from the L2 cache together. Products that
+an epilogue combines, such as gate and up, are computed in one tile with half the size of a K step. Nothing is
 communicated, and no program waits. Limits. There are few rows, and K of the weights is contiguous. Anything else is
 computed by the library, one product after the other, with one launch for the epilogue.
 """
@@ -17,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import Tiles, first_rows, matmul_steps_of_few_rows, weight_of
+from ditron_inductor.core.matmul import Rows, Tiles, matmul_steps_of_few_rows, weight_of
 from ditron_inductor.core.matmul_pair import interleaved_pair_of_few_rows, matmul_pair_of_few_rows
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.config import Config, select_few_rows_config
+from ditron_inductor.lowering.config import Config, select_projections_config
 from ditron_inductor.lowering.epilogues import (
     Arrangement,
     Finisher,
@@ -54,13 +55,15 @@ def projections_kernel(
     x, weights, extras, outs, M, K, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr, TILES: tl.constexpr,
     PAIR: tl.constexpr,
 ):  # fmt: skip
-    """See the module. x is [M, K], contiguous, M <= BLOCK_M; weights, extras and outs are tuples of pointers, see
-    Widths. GROUPS: the weights that are multiplied in one tile. PAIR: the Tiles of two weights.
+    """See the module. x is [M, K], contiguous; weights, extras and outs are tuples of pointers, see Widths. GROUPS: the
+    weights that are multiplied in one tile. PAIR: the Tiles of two weights.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
-    rows = first_rows(x, K, M, BLOCK_M)
-    places = tl.arange(0, BLOCK_M)
-    tile = tl.program_id(0)
+    blocks = tl.cdiv(M, BLOCK_M)
+    # Programs of the same columns follow each other, so a weight is read from memory once.
+    places = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = Rows(x + places.to(tl.int64) * K, places < M)
+    tile = tl.program_id(0) // blocks
     store_projections(tile, rows, Places(places, 0), weights, extras, outs, widths, K, GROUPS, EPILOGUE, TILES, PAIR)
 
 
@@ -128,10 +131,15 @@ def prepare(
     fits = 0 < M <= MOST_PROJECTED_ROWS and K > 0 and x.dtype in OPERAND_DTYPES and x.is_contiguous()
     if not fits or any(weight.stride(0) != 1 for weight in weights) or facts_of(x.device).tile_problem:
         return by_library(node, x, extras)
-    interpreted = x.device.type == "cpu"
-    config = select_few_rows_config(rows=M, dtype=x.dtype, interpreted=interpreted)
-    config = config.for_arch(facts_of(x.device).arch)
+    facts = facts_of(x.device)
     arrangement = arrange(node.parsed, node.num_weights)
+    config = select_projections_config(
+        rows=M,
+        columns=[weights[arrangement.weights[first]].shape[1] for first in arrangement.first_weights],
+        dtype=x.dtype,
+        interpreted=x.device.type == "cpu",
+        num_sms=facts.num_sms,
+    ).for_arch(facts.arch)
     launcher = local_launcher(projections_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
     arguments = _arguments(x, [weights[index] for index in arrangement.weights], arrangement, config)
@@ -174,7 +182,7 @@ def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Ar
     """Returns the Arguments of a launch. weights: in the kernel's order."""
     K = x.shape[1]
     tile = tiles_of(x, config)
-    widths = [weights[first].shape[1] for first in arrangement.first_weights]
+    tiles = sum(ceil_div(weights[first].shape[1], config.block_n) for first in arrangement.first_weights)
     values: dict[str, Any] = {
         "M": x.shape[0],
         "K": K,
@@ -185,7 +193,7 @@ def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Ar
         "PAIR": pair_of(tile),
         **config.options,
     }
-    return Arguments(programs=sum(ceil_div(N, config.block_n) for N in widths), values=values)
+    return Arguments(programs=tiles * ceil_div(x.shape[0], config.block_m), values=values)
 
 
 def tiles_of(x: torch.Tensor, config: Config) -> Tiles:

@@ -51,7 +51,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, SharedOperand
+from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, SharedOperand
 
 aten = torch.ops.aten
 
@@ -127,7 +127,7 @@ def _operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
         if not isinstance(matmul, Matmul):
             return None, None
         rows = product.meta["val"].shape[0]
-        few = isinstance(rows, int) and 0 < rows <= MOST_PROJECTED_ROWS
+        few = isinstance(rows, int) and 0 < rows <= FEW_PROJECTED_ROWS
         return (matmul.weight, matmul.bias) if few else (None, None)
     if product.target is getitem and isinstance(product.args[0], fx.Node):
         call, index = product.args[0], product.args[1]

@@ -19,6 +19,8 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it does not belong to a tensor-parallel model, and is left to
   Inductor;
 * the number of rows is dynamic, or more than `MOST_PROJECTED_ROWS`;
+* it is more than `FEW_PROJECTED_ROWS`, and there are more than `MOST_PRODUCTS` products of a row and a column: the
+  library fills the GPU with each of such matmuls;
 * a weight is not in the layout of `nn.Linear`, with the contracted dimension contiguous;
 * a weight cannot be computed before the first of the products, or is computed from one of them;
 * the dtype is none of bfloat16, float16 and float32.
@@ -36,9 +38,11 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul, with_bias
 from ditron_inductor.passes.graph.launches import takes_local
-from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
+from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, MOST_PROJECTED_ROWS, Projections
 
 PATTERN = Projections.kind
+MOST_PRODUCTS = MOST_PROJECTED_ROWS * 5120
+"""As measured on an H100, see docs/kernels/projections.md."""
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -63,7 +67,13 @@ def find_projections(graph: fx.Graph) -> list[Match]:
     for mm in graph.nodes:
         if mm.target in MATMULS and _is_candidate(mm):
             groups.setdefault(proofs.views_up(_operands(mm)[0])[-1], []).append(mm)
-    return [Match(tuple(group)) for found in groups.values() for group in _together(found) if len(group) > 1]
+    together = [group for found in groups.values() for group in _together(found)]
+    return [Match(tuple(group)) for group in together if len(group) > 1 and _pays(group)]
+
+
+def _pays(group: list[fx.Node]) -> bool:
+    rows, columns = group[0].meta["val"].shape[0], sum(mm.meta["val"].shape[1] for mm in group)
+    return rows <= FEW_PROJECTED_ROWS or proofs.known(rows * columns <= MOST_PRODUCTS)
 
 
 def _operands(mm: fx.Node) -> tuple[fx.Node, fx.Node]:

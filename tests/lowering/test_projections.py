@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
 SWIGLU = "cast(silu(mm0), bf16) * mm1"
+SWIGLU_OF_FP32 = "silu(mm0) * mm1"
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,20 @@ CASES = (
     Case(64, 96, (40, 40)),
     Case(2, 64, (48, 48), epilogue=SWIGLU),
     Case(5, 33, (50, 50, 17), epilogue=f"{SWIGLU}; mm2 + row(x0)"),
+    Case(90, 48, (32, 7), torch.float16),
     # More rows than a tile has: by the library.
-    Case(65, 48, (32, 32), epilogue=SWIGLU),
+    Case(129, 48, (32, 32), epilogue=SWIGLU),
 )
 # As wide as a model's, and odd.
 LARGE_CASES = (
     Case(1, 4096, (2048, 512, 512)),
     Case(16, 8192, (1024, 256, 256)),
     Case(64, 4096, (7168, 7168), epilogue=SWIGLU),
+    # Rows in tiles of 64 and 16, and in one of 128.
+    Case(128, 4096, (2048, 512, 512)),
+    Case(61, 4096, (1024, 256, 256)),
+    Case(99, 8192, (4096, 512, 512)),
+    Case(80, 1000, (1792, 1792), epilogue=SWIGLU),
     Case(7, 1000, (333, 333, 77), epilogue=f"{SWIGLU}; mm2 + row(x0)"),
     Case(33, 2048, (640, 640), torch.float16),
     Case(9, 512, (384, 40), torch.float32),
@@ -109,6 +117,43 @@ def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case
     rank_pools.get("cpu", 2).run(_check_in_rank, case)
 
 
+def _check_in_divided_rows(ctx: RankContext, case: Case) -> None:
+    tile = replace(config.INTERPRETER, block_m=16)
+    with mock.patch.object(lowering, "select_projections_config", lambda **_: tile):
+        check(case, ctx.device)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(40, 70, (33, 17), torch.float16), Case(37, 33, (18, 18), torch.float32, SWIGLU_OF_FP32)], ids=str
+)
+def test_rows_in_several_tiles_in_the_interpreter(rank_pools: RankPools, case: Case) -> None:
+    rank_pools.get("cpu", 2).run(_check_in_divided_rows, case)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "rows_of_tile"),
+    [
+        (1, (2048, 512, 512), 16),
+        (64, (1024, 256, 256), 16),
+        (64, (2048, 512, 512), 32),
+        (64, (4096, 512, 512), 64),
+        (96, (2048, 512, 512), 64),
+        (128, (1024, 256, 256), 32),
+        (128, (2048, 512, 512), 64),
+        (128, (4096, 512, 512), 128),
+        (64, (3584,), 32),
+        (64, (7168,), 64),
+        (64, (14336,), 64),
+    ],
+)
+def test_all_programs_run_at_once_where_they_can(rows: int, columns: tuple[int, ...], rows_of_tile: int) -> None:
+    """By these columns of each group, on a GPU with 132 SMs."""
+    selected = config.select_projections_config(
+        rows=rows, columns=columns, dtype=torch.bfloat16, interpreted=False, num_sms=132
+    )
+    assert selected == config.PROJECTIONS[rows_of_tile]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", (*CASES, *LARGE_CASES), ids=str)
 def test_near_the_reference_on_a_gpu(case: Case) -> None:
@@ -140,13 +185,18 @@ def test_other_layouts_and_many_rows_go_to_the_library() -> None:
 @pytest.mark.parametrize("epilogue", [*rare(""), SWIGLU], ids=["plain", "epilogue"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_compiles_for_gpus(target: str, epilogue: str) -> None:
-    for tile in (config.FEW_ROWS[16], config.FEW_ROWS[64]):
+    for tile in (config.PROJECTIONS[16], config.PROJECTIONS[64], config.PROJECTIONS[128]):
         compiled = compile_case(Compilation("projections", target, tile, "bf16", epilogue=epilogue))
         # Some compilers split a loop.
         assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
         if target == "sm_90":
             # Several steps of K under way at once, and nothing in memory of its own.
-            assert compiled.shared_bytes > 3 * tile.block_k * (tile.block_m + tile.block_n) * 2
+            step = (
+                (tile.block_m + 2 * tile.block_n) * tile.block_k // 2
+                if epilogue
+                else ((tile.block_m + tile.block_n) * tile.block_k)
+            )
+            assert compiled.shared_bytes > 3 * step * 2
             assert resources(compiled.assembly).spilled_bytes == 0
 
 

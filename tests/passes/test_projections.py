@@ -13,8 +13,8 @@ from torch.nn.functional import silu
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.fuse.projections import projections
-from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS
+from ditron_inductor.passes.fuse.projections import MOST_PRODUCTS, projections
+from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, MOST_PROJECTED_ROWS
 from tests.passes.graphs import all_reduce, compiled_graphs, fuse, run_ranks, text, traced, twin
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -193,6 +193,19 @@ def test_a_weight_computed_from_another_groups_product_stays_behind_it() -> None
 @pytest.mark.parametrize("rows", [MOST_PROJECTED_ROWS, MOST_PROJECTED_ROWS + 1])
 def test_rows_are_few(rows: int) -> None:
     same_results(layer, torch.empty(rows, 1, 32), WQ, WK, WV, WO, calls=int(rows <= MOST_PROJECTED_ROWS))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_many_rows_with_wide_weights_are_left(more: int) -> None:
+    """With few rows weights of any width are taken."""
+    width = MOST_PRODUCTS // MOST_PROJECTED_ROWS // 2
+
+    def fn(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
+        return all_reduce((x @ gate.t())[:, :32] @ wo.t() + (x @ up.t())[:, :32] @ wo.t())
+
+    gate, up = torch.empty(width, 32), torch.empty(width + more, 32)
+    same_results(fn, torch.empty(MOST_PROJECTED_ROWS, 32), gate, up, WO, calls=1 - more)
+    same_results(fn, torch.empty(FEW_PROJECTED_ROWS, 32), gate, up, WO, calls=1)
 
 
 def test_dynamic_rows_are_left() -> None:
