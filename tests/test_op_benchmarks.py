@@ -87,9 +87,10 @@ def test_projections(rank_pools: RankPools) -> None:
 
 
 @pytest.mark.all_cases
-def test_gathered_experts(rank_pools: RankPools) -> None:
+@pytest.mark.parametrize("model", ["tiny", "tiny-biased"])
+def test_gathered_experts(rank_pools: RankPools, model: str) -> None:
     module = "benchmarks.ops.gathered_experts"
-    tiny = ["--device", "cpu", "--models", "tiny", "--tokens", "2048", "--batches", "2", "--rounds", "2", "--out", ""]
+    tiny = ["--device", "cpu", "--models", model, "--tokens", "2048", "--batches", "2", "--rounds", "2", "--out", ""]
     options = importlib.import_module(module).parser().parse_args([*tiny, "--commit", "0"])
     rows = _run(rank_pools, module, options)
     wanted = {"gemm", "inductor", "ditron"}

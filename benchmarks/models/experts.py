@@ -23,6 +23,15 @@ LIMIT, ALPHA = 7.0, 1.702
 """Of the clamped activation."""
 
 
+def activated(both: torch.Tensor, biased: bool) -> torch.Tensor:
+    """Returns what gate and up, [.., 2 F] in one tensor, become: [.., F]. biased: see the module."""
+    if biased:
+        gate, up = both[..., ::2].clamp(max=LIMIT), both[..., 1::2].clamp(-LIMIT, LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
 class Experts(nn.Module):
     """The experts of all tokens, on the part of each expert's width that this rank holds.
 
@@ -97,7 +106,7 @@ class Experts(nn.Module):
         else:
             total = self._sorted(rows, weights, chosen)
         if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
-            total = total + self.shared_down_proj(self._activated(self.shared_gate_up_proj(rows)))
+            total = total + self.shared_down_proj(activated(self.shared_gate_up_proj(rows), self.biased))
         total = total.view(whole.shape)
         if self.mesh is None:
             return total
@@ -110,17 +119,11 @@ class Experts(nn.Module):
         given = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()])
         return given.to_local(grad_placements=[Partial()])
 
-    def _activated(self, both: torch.Tensor) -> torch.Tensor:
-        if self.biased:
-            gate, up = both[..., ::2].clamp(max=LIMIT), both[..., 1::2].clamp(-LIMIT, LIMIT)
-            return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
-        gate, up = both.chunk(2, -1)
-        return F.silu(gate) * up
-
     def _with_copies(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         ids = chosen.flatten()
         repeated = rows.unsqueeze(1).expand(-1, self.top_k, -1).reshape(-1, rows.shape[1])
-        found = self._by_copies(self._activated(self._by_copies(repeated, "gate_up_proj", ids)), "down_proj", ids)
+        both = self._by_copies(repeated, "gate_up_proj", ids)
+        found = self._by_copies(activated(both, self.biased), "down_proj", ids)
         scaled = found * weights.reshape(-1, 1)
         return scaled.view(-1, self.top_k, rows.shape[1]).sum(1).to(rows.dtype)
 
@@ -149,7 +152,7 @@ class Experts(nn.Module):
         counted, last = ids.float() if ids.device.type == "cpu" else ids.int(), self.router.out_features - 1
         ends = torch.histc(counted, bins=last + 1, min=0, max=last).cumsum(0, dtype=torch.int32)
         both = self._by_groups(rows[order // self.top_k], "gate_up_proj", ids, ends)
-        found = self._by_groups(self._activated(both), "down_proj", ids, ends)
+        found = self._by_groups(activated(both, self.biased), "down_proj", ids, ends)
         scaled = found * weights.flatten()[order].unsqueeze(-1)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
@@ -160,6 +163,6 @@ class Experts(nn.Module):
         for expert in range(self.router.out_features):
             tokens, place = (chosen == expert).nonzero(as_tuple=True)
             both = self._by_one(rows[tokens], "gate_up_proj", expert)
-            found = self._by_one(self._activated(both), "down_proj", expert)
+            found = self._by_one(activated(both, self.biased), "down_proj", expert)
             total = total.index_add(0, tokens, found * weights[tokens, place].unsqueeze(-1))
         return total

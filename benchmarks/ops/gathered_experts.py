@@ -1,7 +1,7 @@
 """`python -m benchmarks.ops.gathered_experts`: from a rank's own tokens to the first matmul of the experts of a prompt.
 
 With sequence parallelism a rank has [B, S / W, D] of the tokens. They are gathered, routed, sorted by expert, and
-multiplied with gate and up of 1/W of the width of every expert. Contestants, interleaved:
+multiplied with gate and up of 1/W of the width of every expert. Those of GPT-OSS have biases. Contestants, interleaved:
 
     gemm              torch's grouped matmul alone, of rows that have been gathered, routed and copied before
     inductor          NCCL's all-gather, and Inductor's code for the rest
@@ -23,8 +23,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.models.experts import activated
 from benchmarks.ops import command
 from benchmarks.ops.expert_cells import (
+    BIASED_MODELS,
+    BIASED_TINY,
     LIMIT_S,
     MODELS,
     TINY,
@@ -36,8 +39,6 @@ from benchmarks.ops.expert_cells import (
     print_cells,
     texts_of,
 )
-from benchmarks.ops.grouped_projections import Operands as Slots
-from benchmarks.ops.grouped_projections import combined, expected
 from benchmarks.records import MOE, Row
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
@@ -47,24 +48,26 @@ from ditron_inductor.report.timing import GRAPH_CALLS
 
 MODULE = "benchmarks.ops.gathered_experts"
 OP = "gathered_experts"
+CHOICES = MODELS | BIASED_MODELS | TINY | BIASED_TINY
 LOST_SCORE = 1e-3
 """Of the sum of the best scores: so much less may those of the chosen experts be."""
 SHOWN = ("inductor", "overlap", "max_autotune", "ditron")
 functional = torch.ops._c10d_functional
-Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+Layer = Callable[..., tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Operands:
-    """shard [B, S / W, D], router [E, D], gate_up [E, 2 F / W, D]."""
+    """shard [B, S / W, D], router [E, D], gate_up [E, D, 2 F / W] as it is multiplied, bias [E, 2 F / W] or None."""
 
     shard: torch.Tensor
     router: torch.Tensor
     gate_up: torch.Tensor
+    bias: torch.Tensor | None
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.shard, self.router, self.gate_up
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.shard, self.router, self.gate_up, self.bias
 
 
 def drawn(sizes: Experts, B: int, T: int, session: Session) -> Operands:
@@ -78,7 +81,11 @@ def drawn(sizes: Experts, B: int, T: int, session: Session) -> Operands:
 
     shard = normal(B, T // B // W, sizes.D, scale=1.0, generator=own)
     router = normal(sizes.E, sizes.D, scale=sizes.D**-0.5, generator=shared)
-    return Operands(shard, router, normal(sizes.E, 2 * sizes.F // W, sizes.D, scale=sizes.D**-0.5, generator=own))
+    width, scale = 2 * sizes.F // W, sizes.D**-0.5
+    if sizes.biased:
+        gate_up = normal(sizes.E, sizes.D, width, scale=scale, generator=own)
+        return Operands(shard, router, gate_up, normal(sizes.E, width, scale=0.1, generator=own))
+    return Operands(shard, router, normal(sizes.E, width, sizes.D, scale=scale, generator=own).mT, None)
 
 
 def gathered(shard: torch.Tensor, W: int, group_name: str) -> torch.Tensor:
@@ -88,20 +95,33 @@ def gathered(shard: torch.Tensor, W: int, group_name: str) -> torch.Tensor:
 
 
 def written(W: int, group_name: str, top_k: int) -> Layer:
-    """The program that is compiled, as `transformers` writes it. It returns silu(gate) * up of all slots, the slots in
-    the order of their experts, and where the slots of each expert end.
+    """The program that is compiled, as `transformers` writes it. It returns the activated gate and up of all slots, the
+    slots in the order of their experts, and where the slots of each expert end.
     """
 
-    def layer(shard: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def layer(
+        shard: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         x, E = gathered(shard, W, group_name), router.shape[0]
         _, chosen = torch.softmax((x @ router.mT).float(), -1).topk(top_k)
         ids, order = chosen.flatten().sort()
         # A histogram on the CPU takes floating-point numbers only.
         counted = ids.float() if ids.device.type == "cpu" else ids.int()
         ends = torch.histc(counted, bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
-        return combined(torch._grouped_mm(x[order // top_k], gate_up.mT, offs=ends)), order, ends
+        both = torch._grouped_mm(x[order // top_k], gate_up, offs=ends)
+        return activated(both if bias is None else both + bias[ids], bias is not None), order, ends
 
     return layer
+
+
+def expected(given: Operands, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The exact result for these rows of all slots, in fp64."""
+    begins, results = [0, *ends.tolist()[:-1]], []
+    for expert, (begin, end) in enumerate(zip(begins, ends.tolist(), strict=True)):
+        both = rows[begin:end].double() @ given.gate_up[expert].double()
+        both = both if given.bias is None else both + given.bias[expert].double()
+        results.append(activated(both, given.bias is not None).float())
+    return torch.cat(results)
 
 
 def check(name: str, given: Operands, x: torch.Tensor, top_k: int, found: tuple[torch.Tensor, ...]) -> None:
@@ -113,7 +133,7 @@ def check(name: str, given: Operands, x: torch.Tensor, top_k: int, found: tuple[
     scores = x.double() @ given.router.double().mT
     best = scores.topk(top_k)[0].sum()
     lost = (best - scores[order // top_k, experts].sum()).abs() / best.abs()
-    error = relative_error(out, expected(Slots(x, order // top_k, ends, given.gate_up)))
+    error = relative_error(out, expected(given, x[order // top_k], ends))
     if not (lost <= LOST_SCORE and error <= TOLERANCE):
         raise AssertionError(f"{name}: scores {lost:.1e} and products {error:.1e} from fp64")
 
@@ -145,14 +165,15 @@ def contestants(session: Session, given: Operands, top_k: int) -> dict[str, Call
         calls = session.right(ways, checked)
         _, order, ends = layer(*given.tensors)
         rows = x[order // top_k]
-        calls["gemm"] = lambda i: torch._grouped_mm(rows, given.gate_up.mT, offs=ends)
+        calls["gemm"] = lambda i: torch._grouped_mm(rows, given.gate_up, offs=ends)
     return calls
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
-    add_cells(result, models=[*MODELS][1:3], tokens=[8192, 2048])
+    models = [*[*MODELS][1:3], *BIASED_MODELS, [*MODELS][0]]
+    add_cells(result, models=models, tokens=[8192, 2048], choices=CHOICES)
     result.add_argument("--batches", nargs="+", type=int, default=[2, 1], help="sequences that the tokens are of")
     command.add_common(result, world=0, limit_s=LIMIT_S)
     command.add_graph(result, "both")
@@ -169,7 +190,7 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
         if session.seconds() > options.budget:
             session.say(f"no time for {shape}")
             continue
-        sizes = (MODELS | TINY)[model]
+        sizes = CHOICES[model]
         given = drawn(sizes, B, T, session)
         eager = contestants(session, given, sizes.k)
         for graph in modes:
