@@ -123,6 +123,29 @@ def test_layers_by_hand_reduce_what_experts_return_once(rank_pools: RankPools) -
     assert timed == {(f"{model} ar", "eager"), (f"{model} ar", "one_shot_norm")}
 
 
+def _dispatched(ctx: RankContext, model: str) -> tuple[set[Of], dict[Of, str]]:
+    """Those that are right in eager mode."""
+    with mock.patch("torch.compile", lambda module, **_: module):
+        return _models(ctx, model, "sp", names=("eager", "dispatched"))
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-120b", *rare("qwen3-30b-a3b", "deepseek-v3")])
+def test_tokens_that_are_sent_to_their_experts(rank_pools: RankPools, model: str) -> None:
+    timed, reasons = rank_pools.get("cpu", 2).run(_dispatched, model, timeout=200)[0]
+    assert timed == {(f"{model} sp", "eager"), (f"{model} sp", "dispatched")}, reasons
+
+
+@pytest.mark.all_cases
+def test_tokens_are_sent_by_code_of_inductors(rank_pools: RankPools) -> None:
+    model, names = "qwen3-30b-a3b", ("eager", "dispatched")
+    timed, reasons = rank_pools.get("cpu", 2).run(_sp_models, model, names, timeout=200)[0]
+    assert timed == {(f"{model} sp", name) for name in names}, reasons
+
+
+def _sp_models(ctx: RankContext, model: str, names: tuple[str, ...]) -> tuple[set[Of], dict[Of, str]]:
+    return _models(ctx, model, "sp", names=names)
+
+
 @pytest.mark.all_cases
 def test_rivals_of_another_form_say_why_not(rank_pools: RankPools) -> None:
     timed, reasons = rank_pools.get("cpu", 2).run(_models, "llama3-8b", "sp", timeout=200)[0]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.models.architecture import Decoder
 from benchmarks.models.by_hand import ByHand
+from benchmarks.models.dispatched import dispatched
 from benchmarks.models.forms import CachedAttention, ContextAttention
 from benchmarks.models.request import OURS
 from benchmarks.rivals import registered, symmetric
@@ -63,6 +64,12 @@ def _one_shot_norm(model: nn.Module) -> Callable[..., Any]:
     return _inductor(type(model)(ByHand(model.model)))  # type: ignore[arg-type]
 
 
+def _dispatched(model: nn.Module) -> Callable[..., Any]:
+    own = dispatched(model) if isinstance(model, Decoder) else type(model)(dispatched(model.model))  # type: ignore[arg-type]
+    # The sizes of all-to-alls are known to the host alone.
+    return torch.compile(own, dynamic=False)
+
+
 def _async_tp(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, fullgraph=True, dynamic=False, options={"_micro_pipeline_tp": True})
 
@@ -84,6 +91,7 @@ COMPILERS: Mapping[str, Compiler] = {
     "symm_mem": _symm_mem,
     "registered": _registered,
     "one_shot_norm": _one_shot_norm,
+    "dispatched": _dispatched,
     "async_tp": _async_tp,
     "ditron": _ditron,
     "ditron:planned": _ditron_planned,

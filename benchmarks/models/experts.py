@@ -95,8 +95,7 @@ class Experts(nn.Module):
         rows = whole.flatten(0, 1)
         logits = self.router(rows).float()
         if self.scores is not None:
-            drawn = self.scores.repeat(-(-rows.shape[0] // self.scores.shape[0]), 1)[: rows.shape[0]]
-            logits = logits * NEGLIGIBLE + drawn
+            logits = logits * NEGLIGIBLE + self._drawn(whole)
         weights, chosen = torch.softmax(logits, -1).topk(self.top_k)
         weights = (weights / weights.sum(-1, keepdim=True)).to(rows.dtype)
         if self.plain:
@@ -111,6 +110,15 @@ class Experts(nn.Module):
         if self.mesh is None:
             return total
         return DTensor.from_local(total, self.mesh, [Partial()]).redistribute(placements=[self.layout]).to_local()
+
+    def _drawn(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the drawn scores of these tokens [B, S, D]."""
+        return self._drawn_of(whole.shape[0] * whole.shape[1])
+
+    def _drawn_of(self, tokens: int) -> torch.Tensor:
+        """Returns the drawn scores of the first tokens of all sequences."""
+        assert self.scores is not None
+        return self.scores.repeat(-(-tokens // self.scores.shape[0]), 1)[:tokens]
 
     def _entering(self, x: torch.Tensor) -> torch.Tensor:
         """All rows. What a rank's part of the experts makes of the gradient is added up over the ranks."""
@@ -151,12 +159,16 @@ class Experts(nn.Module):
         # A histogram on the CPU takes floating-point numbers only.
         counted, last = ids.float() if ids.device.type == "cpu" else ids.int(), self.router.out_features - 1
         ends = torch.histc(counted, bins=last + 1, min=0, max=last).cumsum(0, dtype=torch.int32)
-        both = self._by_groups(rows[order // self.top_k], "gate_up_proj", ids, ends)
-        found = self._by_groups(activated(both, self.biased), "down_proj", ids, ends)
+        found = self._found(rows[order // self.top_k], ids, ends)
         scaled = found * weights.flatten()[order].unsqueeze(-1)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         return scaled[places].view(-1, self.top_k, rows.shape[1]).sum(1).to(rows.dtype)
+
+    def _found(self, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Returns what the experts make of rows that are sorted by expert."""
+        both = self._by_groups(rows, "gate_up_proj", ids, ends)
+        return self._by_groups(activated(both, self.biased), "down_proj", ids, ends)
 
     def _by_expert(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(rows)

@@ -19,6 +19,7 @@ CONTESTANTS: tuple[str, ...] = (
     "overlap",
     "registered",
     *ALL_REDUCES,
+    "dispatched",
     "async_tp",
     *OURS,
 )
@@ -26,7 +27,7 @@ CONTESTANTS: tuple[str, ...] = (
 `reorder_for_compute_comm_overlap`. registered: Inductor, with all memory in a pool that NCCL has registered.
 auto_select: Inductor with its own choice of symmetric-memory all-reduces. symm_mem: torch's one-shot and two-shot
 all-reduces in the place of every all-reduce. one_shot_norm: layers by hand, with one kernel for each all-reduce and
-its norm.
+its norm. dispatched: experts whole on one rank each, to which tokens are sent (`dispatched.py`).
 """
 LIMIT = "limit"
 """No contestant: a rank's share alone, without communication (`alone.py`), through Inductor."""
@@ -39,6 +40,7 @@ TITLES = {
     "auto_select": "Inductor, auto-select",
     "symm_mem": "Inductor + symm_mem",
     "one_shot_norm": "one-shot + norm",
+    "dispatched": "Inductor, tokens sent to experts",
     "async_tp": "Inductor + async TP",
     "ditron": "Ditron",
     "ditron:planned": "Ditron, no trials",

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from benchmarks.models import by_hand, dispatched
 from benchmarks.models.architecture import Architecture
-from benchmarks.models.by_hand import refusal
 from benchmarks.rivals.registered import IN_GRAPHS
 
 PHASES = ("prefill", "decode", "training")
@@ -234,7 +234,9 @@ class Cell:
         if contestant == "registered" and self.graph:
             return IN_GRAPHS
         if contestant == "one_shot_norm":
-            return refusal(arch, self.form, self.phase, self.batch * self.tokens)
+            return by_hand.refusal(arch, self.form, self.phase, self.batch * self.tokens)
+        if contestant == "dispatched":
+            return dispatched.refusal(arch, self.form, self.phase)
         return ""
 
 
