@@ -26,7 +26,6 @@ ATTENTION = RESULTS / "attention.csv"
 NORM = RESULTS / "norm.csv"
 UNALIGNED = RESULTS / "unaligned.csv"
 MOE = RESULTS / "moe.csv"
-PROJECTIONS = RESULTS / "projections.csv"
 GENERATION = RESULTS / "generation.csv"
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
 from benchmarks.ops.expert_cells import BUDGET_S, LIMIT_S, TOLERANCE, bytes_per_s, end_cell, print_cells, texts_of
-from benchmarks.records import PROJECTIONS, Row
+from benchmarks.records import RESULTS, Row
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
@@ -34,6 +34,7 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import Projections
 
 MODULE = "benchmarks.ops.projections"
+RECORDED = RESULTS / "projections.csv"
 SHOWN = ("inductor", "max_autotune", "concatenated", "ditron")
 TINY = {"tiny": LayerWidths(64, 64, 32, 96, 128)}
 Layer = Callable[..., Sequence[torch.Tensor]]
@@ -160,7 +161,7 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    return command.start_alone(MODULE, parser().parse_args(arguments), PROJECTIONS)
+    return command.start_alone(MODULE, parser().parse_args(arguments), RECORDED)
 
 
 if __name__ == "__main__":
