@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ditron_inductor.core import quick_interpreter
-from ditron_inductor.core.quick_interpreter import looked_up_once, patched_once, patient, patient_load
+from ditron_inductor.core.quick_interpreter import looked_up_once, patched_once, patient, patient_load, rounding
 
 TL = types.ModuleType("tl")
 CORE = types.ModuleType("tl.core")
@@ -65,6 +66,25 @@ def test_a_launch_replaces_each_module_once_and_looks_for_it_in_the_first_launch
         assert TL.load == CORE.load == "interpreted"
         opened.restore()
         assert TL.load == "triton's"
+
+
+def test_floats_are_rounded_as_torch_does() -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    tl, modes = interpreter.tl, interpreter._ir.ROUNDING_MODE
+    convert = rounding(interpreter._convert_float, tl, modes.RTZ)
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    # Numbers that lie between two others, the largest, infinity, and numbers that are none.
+    halfway, largest = [0x3F808000, 0x3F818000, 0x3F808001], [0x7F7FFFFF, 0x7F800000, 0xFF800000]
+    edges = [*halfway, *largest, 0x7F800001, 0xFFFFFFFF, 1, 0, 1 << 31]
+    values = np.concatenate((bits, np.array(edges, dtype=np.uint32))).view(np.float32)
+    exact = torch.from_numpy(values).bfloat16()
+    found = torch.from_numpy(convert(values, tl.float32, tl.bfloat16, None).view(np.int16)).view(torch.bfloat16)
+    torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
+    back = convert(exact.view(torch.int16).numpy().view(np.uint16), tl.bfloat16, tl.float32, None).view(np.float32)
+    torch.testing.assert_close(torch.from_numpy(back), exact.float(), rtol=0, atol=0, equal_nan=True)
+    one = np.array([1.99999], dtype=np.float32)
+    assert convert(one, tl.float32, tl.bfloat16, None) == 0x4000
+    assert convert(one, tl.float32, tl.bfloat16, modes.RTZ) == 0x3FFF
 
 
 @pytest.mark.parametrize("debug", [False, True])

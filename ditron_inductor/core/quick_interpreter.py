@@ -1,11 +1,14 @@
-"""Triton's interpreter without repeated work, which is more than half of what ranks on the CPU device compute.
+"""Triton's interpreter, rounding as a GPU does, without repeated work, which is more than half of what ranks compute.
+
+Results in bf16 are rounded to the nearest number, where the original cuts bits off: errors that no GPU makes, and that
+add up in a model.
 
 A rank that waits polls the same words again and again. Here it sleeps between two polls, so that the rank it waits for
 gets the core. Three kinds of work are repeated in the original. Every launch searches all of `triton.language` for what
 it has to replace, and so does every call of a device function inside a kernel. Every sum and product of integers is
 computed a second time in 64 bits and compared with the limits of its type, for an assertion that is off. The numpy type
-of every value is looked up in a dict that is made for it. Values do not change. This applies only to processes of our
-own: ranks that a command or a test starts for itself.
+of every value is looked up in a dict that is made for it. All this applies only to processes of our own: ranks that a
+command or a test starts for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder")
+import numpy as np
+
+NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "_convert_float", "interpreter_builder")
 PAUSE_S = 1.0e-3
 pause_s = 0.0
 """The time that a wait of this process sleeps between two polls, in seconds."""
@@ -34,12 +39,30 @@ def make_quick() -> None:
         module: Any = interpreter
         module._patch_lang = patched_once(module._patch_lang, module._LangPatchScope, module.tl)
         module._get_np_dtype = looked_up_once(module._get_np_dtype, module.tl.dtype)
+        module._convert_float = rounding(module._convert_float, module.tl, module._ir.ROUNDING_MODE.RTZ)
         module.interpreter_builder.options = without_overflow_checks(module.interpreter_builder.options)
         builder = module.InterpreterBuilder
         builder.create_atomic_rmw = patient(builder.create_atomic_rmw, module._ir.MEM_SEMANTIC.ACQUIRE)
         builder.create_masked_load = patient_load(builder.create_masked_load)
         global pause_s
         pause_s = PAUSE_S
+
+
+def rounding(convert: Callable[..., Any], tl: Any, towards_zero: object) -> Callable[..., Any]:
+    """Wraps `convert`, between types of floating-point numbers. Between fp32 and bf16 it takes few passes over the
+    bits, and rounds to the nearest number, of two equally near ones to the even one, unless `towards_zero` is given.
+    """
+
+    def convert_rounding(given: Any, source: Any, target: Any, mode: object) -> Any:
+        if source == tl.bfloat16 and target == tl.float32:
+            return given.astype(np.uint32) << 16
+        if source != tl.float32 or target != tl.bfloat16 or mode == towards_zero:
+            return convert(given, source, target, mode)
+        bits = given.view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(given), 0x7FFF, nearest).astype(np.uint16)
+
+    return convert_rounding
 
 
 def without_overflow_checks(options: Any) -> Any:

@@ -136,7 +136,8 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
     ],
 )
 def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, name: str, form: str, strategy: str) -> None:
-    setup = Setup(name, form, sizes=NARROW, strategy=strategy, batch=5, seq_len=15)
+    # With 14 or 15 tokens in each sequence two experts of one token are so near that rounding chooses between them.
+    setup = Setup(name, form, sizes=NARROW, strategy=strategy, batch=5, seq_len=16)
     assert rank_pools.get("cpu", 2).run(_reduced, setup, timeout=200) == [setup.num_layers] * 2
 
 
