@@ -15,6 +15,7 @@ from ditron_inductor.lowering.all_reduce.all_reduce_kernel import How, Sizes, al
 from ditron_inductor.lowering.epilogues import arrange
 from ditron_inductor.lowering.expert_sums import combine_kernel as combine
 from ditron_inductor.task.epilogue import parse
+from tests.cases import rare
 from tests.lowering.assembly import Listing, dialect_of
 from tests.lowering.cross_compile import FAMILIES, POINTERS, TARGETS, all_aligned
 
@@ -105,7 +106,7 @@ def test_an_epilogue_moves_wide_pieces_too(name: str, target: str) -> None:
         assert not re.search(r"st\.global\.(b16|b32)\b", text)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", *rare("fp32")])
 @pytest.mark.parametrize(
     "name", ["stage", "stage_two", "reduce_partials", "reduce_and_share", "combine", "one_shot", "two_shots"]
 )

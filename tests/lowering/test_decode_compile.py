@@ -70,11 +70,14 @@ class Case:
 CASES = (
     Case("sm_90", 128, one_each=True),
     Case("sm_90", 128, group=8),
-    Case("sm_90", 128, one_each=True, crowded=True),
     Case("sm_90", 256, group=8, dtype="fp16", page=16, shared_flags=True),
     Case("gfx942", 128, shared_flags=True),
 )
-MORE_CASES = (Case("sm_90", 64, group=1, dtype="fp32"), Case("gfx942", 128, one_each=True))
+MORE_CASES = (
+    Case("sm_90", 64, group=1, dtype="fp32"),
+    Case("sm_90", 128, one_each=True, crowded=True),
+    Case("gfx942", 128, one_each=True),
+)
 ON_NVIDIA = [
     *(case for case in CASES if case.target == "sm_90"),
     *rare(*(case for case in MORE_CASES if case.target == "sm_90")),

@@ -19,8 +19,8 @@ MOST_SPILLED = 1024
 """Bytes of a thread that the epilogue may keep in local memory, once for each tile."""
 CASES = (
     Case("all_gather_matmul", "sm_90", config.LARGE, "bf16", descriptors=True, epilogue=SWIGLU),
-    Case("all_gather_matmul", "sm_90", config.MIDDLE, "bf16", descriptors=True, epilogue=GELU),
-    Case("all_gather_matmul", "gfx942", config.LARGE, "bf16", epilogue=SWIGLU),
+    Case("all_gather_matmul", "sm_90", config.NARROW, "bf16", descriptors=True, epilogue=GELU),
+    Case("all_gather_matmul", "gfx942", config.NARROW, "bf16", epilogue=SWIGLU),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Tiles
-from ditron_inductor.lowering.config import FP32, LARGE, SHORT, Config
+from ditron_inductor.lowering.config import FP32, LARGE, NARROW, SHORT, Config
 from ditron_inductor.lowering.expert_sums.reduced_kernel import (
     BLOCK,
     LOADS,
@@ -20,8 +20,9 @@ from ditron_inductor.lowering.expert_sums.reduced_kernel import (
     reduced_experts_kernel,
     rows_under_way,
 )
+from tests.cases import rare
 from tests.lowering.assembly import Listing, dialect_of, resources
-from tests.lowering.cross_compile import FAMILIES, POINTERS, TARGETS, all_aligned, compile_for
+from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned, compile_for
 
 SIZES = Sizes(*("i32",) * 5, "i32", *("i32",) * 5)
 
@@ -39,6 +40,13 @@ class Form:
     trace: int = 0
     absent: bool = False
     biased: bool = False
+
+    def __str__(self) -> str:
+        size = self.config
+        facts = {"gathers": self.gathers, "descriptors": self.descriptors, "k_major": self.k_major}
+        facts |= {"absent": self.absent, "biased": self.biased}
+        named = "-".join(name for name, held in facts.items() if held)
+        return f"{self.target}-{size.block_m}x{size.block_n}x{size.block_k}-{self.dtype}-{named}"
 
 
 @functools.cache
@@ -77,31 +85,40 @@ def compiled(form: Form) -> str:
     return text
 
 
+def by_descriptors(gathers: bool, k_major: bool, config: Config) -> Form:
+    """A form whose tile has to fit into the registers of Hopper."""
+    return Form("sm_90", gathers, True, k_major, config=config, absent=not k_major, biased=not k_major)
+
+
+FORMS = (by_descriptors(True, False, LARGE), by_descriptors(True, True, SHORT))
+ELSEWHERE = Form("gfx942", True, False, config=NARROW, biased=True)
 # A reduce-scatter has less of the same.
-GATHERS = [pytest.param(False, marks=pytest.mark.all_cases), True]
+MORE_FORMS = (
+    *(by_descriptors(True, k_major, config) for k_major, config in ((True, LARGE), (False, SHORT))),
+    *(by_descriptors(False, k_major, config) for k_major in (False, True) for config in (LARGE, SHORT)),
+)
+MORE_ELSEWHERE = (
+    Form("sm_90", True, False, biased=True),
+    *(Form(target, gathers, False) for target in ("sm_90", "gfx942") for gathers in (False, True)),
+    Form("sm_100", True, True),
+    Form("gfx950", True, False, biased=True),
+)
 
 
-@pytest.mark.parametrize("target", FAMILIES)
-@pytest.mark.parametrize("gathers", GATHERS)
-@pytest.mark.parametrize("descriptors", [False, True])
-@pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.all_cases), True])
-def test_waits_and_releases_are_there(target: str, gathers: bool, descriptors: bool, biased: bool) -> None:
-    if descriptors and not target.startswith("sm_"):
-        pytest.skip("no copy unit")
-    listing, dialect = Listing(compiled(Form(target, gathers, descriptors, biased=biased))), dialect_of(target)
+@pytest.mark.parametrize("form", [*FORMS, ELSEWHERE, *rare(*MORE_FORMS, *MORE_ELSEWHERE)], ids=str)
+def test_waits_and_releases_are_there(form: Form) -> None:
+    listing, dialect = Listing(compiled(form)), dialect_of(form.target)
     # The products, the peers' sums, the credits and, where all want all, the results: each read twice.
-    assert len(listing.places(dialect.acquire)) >= 2 * (4 if gathers else 3)
+    assert len(listing.places(dialect.acquire)) >= 2 * (4 if form.gathers else 3)
     releases = listing.places(dialect.release)
-    assert len(releases) >= (3 if gathers else 2)
+    assert len(releases) >= (3 if form.gathers else 2)
     for place in releases:
         assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
 
 
-@pytest.mark.parametrize("gathers", GATHERS)
-@pytest.mark.parametrize("k_major", [False, True])
-@pytest.mark.parametrize("config", [LARGE, SHORT], ids=["large", "short"])
-def test_a_tile_fits_into_registers(gathers: bool, k_major: bool, config: Config) -> None:
-    text = compiled(Form("sm_90", gathers, True, k_major, config=config, absent=not k_major, biased=not k_major))
+@pytest.mark.parametrize("form", [*FORMS, *rare(*MORE_FORMS)], ids=str)
+def test_a_tile_fits_into_registers(form: Form) -> None:
+    text = compiled(form)
     used = resources(text)
     assert used.spilled_bytes == 0, used
     assert "wgmma" in text and "cp.async.bulk.tensor" in text
