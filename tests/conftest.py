@@ -85,9 +85,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _RanksTogether:
-    """With pytest-xdist the files with pools of ranks are in three groups, each of which one worker has, with pools of
-    its own: commands, models, and the parts that run them. More ranks at once would take the cores from each other. One
-    worker has all tests of a compiled kernel, so that it is compiled once. All else runs beside them, test by test.
+    """With pytest-xdist the files with pools of ranks are in two groups, each of which one worker has, with pools of
+    its own: programs, and the parts that run them. More ranks at once would take the cores from each other. One worker
+    has all tests of a compiled kernel, so that it is compiled once. All else runs beside them, test by test.
     """
 
     @pytest.hookimpl(optionalhook=True)
@@ -101,8 +101,7 @@ class _RanksTogether:
                     return f"{file.stem}[{nodeid.partition('[')[2]}"
                 if not _has_pools(file):
                     return nodeid
-                groups = {HERE: "commands", HERE / "models": "models", HERE / "stacks": "models"}
-                return groups.get(file.parent, "parts")
+                return "programs" if file.parent in (HERE, HERE / "models", HERE / "stacks") else "parts"
 
         return Scheduler(config, log)
 
