@@ -87,8 +87,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 class _RanksTogether:
     """With pytest-xdist the files with pools of ranks are in two groups, each of which one worker has, with pools of
     its own: programs, and the parts that run them. More ranks at once take the cores from each other: with three groups
-    all took 1175 s on two cores, and 1034 s with two. One worker
-    has all tests of a compiled kernel, so that it is compiled once. All else runs beside them, test by test.
+    all took 1175 s on two cores, and 1034 s with two. One worker has all tests of a compiled kernel, so that it is
+    compiled once. All else runs beside them, test by test.
     """
 
     @pytest.hookimpl(optionalhook=True)
