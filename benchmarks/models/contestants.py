@@ -57,17 +57,18 @@ def _registered(model: nn.Module) -> Callable[..., Any]:
     return registered.of_world(next(model.parameters()).device).calling(_inductor(model))
 
 
+def _written(write: Callable[[Decoder], nn.Module], model: nn.Module) -> nn.Module:
+    """The layers of a model as `write` writes them, also where a module around them returns what they pass on."""
+    return write(model) if isinstance(model, Decoder) else type(model)(write(model.model))  # type: ignore[arg-type]
+
+
 def _one_shot_norm(model: nn.Module) -> Callable[..., Any]:
-    if isinstance(model, Decoder):
-        return _inductor(ByHand(model))
-    # The one that returns what its layers pass on.
-    return _inductor(type(model)(ByHand(model.model)))  # type: ignore[arg-type]
+    return _inductor(_written(ByHand, model))
 
 
 def _dispatched(model: nn.Module) -> Callable[..., Any]:
-    own = dispatched(model) if isinstance(model, Decoder) else type(model)(dispatched(model.model))  # type: ignore[arg-type]
     # The sizes of all-to-alls are known to the host alone.
-    return torch.compile(own, dynamic=False)
+    return torch.compile(_written(dispatched, model), dynamic=False)
 
 
 def _async_tp(model: nn.Module) -> Callable[..., Any]:

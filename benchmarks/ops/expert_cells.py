@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from benchmarks.models.experts import activated
 from benchmarks.records import Row, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import Times
@@ -54,6 +55,20 @@ def routed(
         scores += torch.empty(sizes.E, device=device).normal_(generator=generator) * SKEW
     weights, experts = scores.softmax(-1).topk(sizes.k)
     return weights, experts
+
+
+def exactly_activated(
+    rows: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns gate and up of rows [S, D] that are sorted by expert, activated, [S, F], from products in fp64. ends: of
+    each expert's rows. gate_up: [E, D, 2 F]; bias: [E, 2 F], of experts as those of GPT-OSS.
+    """
+    begins, results = [0, *ends.tolist()[:-1]], []
+    for expert, (begin, end) in enumerate(zip(begins, ends.tolist(), strict=True)):
+        both = rows[begin:end].double() @ gate_up[expert].double()
+        both = both if bias is None else both + bias[expert].double()
+        results.append(activated(both, bias is not None).float())
+    return torch.cat(results)
 
 
 def bytes_per_s(device: torch.device) -> float:

@@ -36,6 +36,7 @@ from benchmarks.ops.expert_cells import (
     add_cells,
     bytes_per_s,
     end_cell,
+    exactly_activated,
     print_cells,
     texts_of,
 )
@@ -114,16 +115,6 @@ def written(W: int, group_name: str, top_k: int) -> Layer:
     return layer
 
 
-def expected(given: Operands, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The exact result for these rows of all slots, in fp64."""
-    begins, results = [0, *ends.tolist()[:-1]], []
-    for expert, (begin, end) in enumerate(zip(begins, ends.tolist(), strict=True)):
-        both = rows[begin:end].double() @ given.gate_up[expert].double()
-        both = both if given.bias is None else both + given.bias[expert].double()
-        results.append(activated(both, given.bias is not None).float())
-    return torch.cat(results)
-
-
 def check(name: str, given: Operands, x: torch.Tensor, top_k: int, found: tuple[torch.Tensor, ...]) -> None:
     """AssertionError if the slots are not those of the best experts, or the products are not those of the slots."""
     out, order, ends = found
@@ -133,7 +124,7 @@ def check(name: str, given: Operands, x: torch.Tensor, top_k: int, found: tuple[
     scores = x.double() @ given.router.double().mT
     best = scores.topk(top_k)[0].sum()
     lost = (best - scores[order // top_k, experts].sum()).abs() / best.abs()
-    error = relative_error(out, expected(given, x[order // top_k], ends))
+    error = relative_error(out, exactly_activated(x[order // top_k], ends, given.gate_up, given.bias))
     if not (lost <= LOST_SCORE and error <= TOLERANCE):
         raise AssertionError(f"{name}: scores {lost:.1e} and products {error:.1e} from fp64")
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.models.experts import activated
 from benchmarks.ops import command
 from benchmarks.ops.expert_cells import (
     LIMIT_S,
@@ -31,6 +32,7 @@ from benchmarks.ops.expert_cells import (
     add_cells,
     bytes_per_s,
     end_cell,
+    exactly_activated,
     print_cells,
     routed,
     texts_of,
@@ -76,14 +78,9 @@ def drawn(sizes: Experts, T: int, routing: str, device: torch.device) -> Operand
     return Operands(normal(T, sizes.D), order // sizes.k, ends, gate_up)
 
 
-def combined(both: torch.Tensor) -> torch.Tensor:
-    gate, up = both.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
-
-
 def copied(x: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """A row for each slot."""
-    return combined(torch._grouped_mm(x[rows], gate_up.mT, offs=ends))
+    return activated(torch._grouped_mm(x[rows], gate_up.mT, offs=ends), False)
 
 
 def ours(together: bool) -> Layer:
@@ -97,23 +94,15 @@ def ours(together: bool) -> Layer:
             (out,) = op([x, rows, ends, weight[..., :F], weight[..., F:]], text, None)
             return out
         (both,) = op([x, rows, ends, weight], product, None)
-        return combined(both)
+        return activated(both, False)
 
     return layer
 
 
-def expected(operands: Operands) -> torch.Tensor:
-    """The exact result, in fp64."""
-    begins, results = [0, *operands.ends.tolist()[:-1]], []
-    for expert, (begin, end) in enumerate(zip(begins, operands.ends.tolist(), strict=True)):
-        rows = operands.x[operands.rows[begin:end]].double()
-        results.append(combined(rows @ operands.gate_up[expert].double().mT).float())
-    return torch.cat(results)
-
-
 def contestants(session: Session, given: Operands, graph: bool) -> dict[str, Callable[[int], object]]:
     """The contestants whose results are right, captured if `graph`."""
-    wanted, rows = expected(given), given.x[given.rows]
+    rows = given.x[given.rows]
+    wanted = exactly_activated(rows, given.ends, given.gate_up.mT)
     tuned = {"mode": "max-autotune-no-cudagraphs"} if session.clock.device.type == "cuda" else {}
     layers: dict[str, Layer] = {
         "gemm": lambda x, taken, ends, gate_up: torch._grouped_mm(rows, gate_up.mT, offs=ends),
@@ -125,7 +114,7 @@ def contestants(session: Session, given: Operands, graph: bool) -> dict[str, Cal
 
     def checked(name: str) -> Callable[[int], object]:
         result = layers[name](*given.tensors)
-        error = relative_error(combined(result) if name == "gemm" else result, wanted)
+        error = relative_error(activated(result, False) if name == "gemm" else result, wanted)
         if not error <= TOLERANCE:
             raise AssertionError(f"{name} is {error:.1e} from fp64")
         return lambda i: layers[name](*given.tensors)

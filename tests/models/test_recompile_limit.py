@@ -18,9 +18,9 @@ from tests.models import divergent
 from tests.ranks import RankContext, RankPools
 
 LIMIT_S = 2.0
-TILE = {"ditron.strategy": "tile", "ditron.timeout_s": LIMIT_S}
 # A rank that compiles once more is waited for, on a busy machine too.
-PATIENT = {"ditron.strategy": "tile"}
+PATIENT: dict[str, Any] = {"ditron.strategy": "tile"}
+TILE = PATIENT | {"ditron.timeout_s": LIMIT_S}
 SAME, OTHER, BOTH_OTHER = (8, 8), (8, 12), (12, 12)
 """The number of rows on rank 0 and rank 1. They are contracted, so the ranks need not have equally many."""
 
