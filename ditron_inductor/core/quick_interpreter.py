@@ -30,8 +30,8 @@ pause_s = 0.0
 
 
 def make_quick() -> None:
-    """Makes this process's interpreter quicker, and its rounding a GPU's, once, before the first launch, if its form is a
-    known one.
+    """Makes this process's interpreter quicker, and rounding as a GPU does, once, before the first launch, if its form
+    is a known one.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
