@@ -114,18 +114,18 @@ def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools, 
 def _by_hand(ctx: RankContext, model: str) -> set[Of]:
     """Those that are right in eager mode."""
     with mock.patch("benchmarks.models.contestants._inductor", lambda module: module):
-        return _models(ctx, model, "ar", names=("eager", "one_shot_norm"))[0]
+        return _models(ctx, model, "ar", names=("eager", "one_shot_norm", "grouped"))[0]
 
 
 def test_layers_by_hand_reduce_what_experts_return_once(rank_pools: RankPools) -> None:
     model = "qwen3-30b-a3b"
     timed = rank_pools.get("cpu", 2).run(_by_hand, model, timeout=200)[0]
-    assert timed == {(f"{model} ar", "eager"), (f"{model} ar", "one_shot_norm")}
+    assert timed == {(f"{model} ar", name) for name in ("eager", "one_shot_norm", "grouped")}
 
 
 def _dispatched(ctx: RankContext, model: str) -> tuple[set[Of], dict[Of, str]]:
     """Those that are right in eager mode."""
-    with mock.patch("torch.compile", lambda module, **_: module):
+    with mock.patch("benchmarks.models.contestants.Layer.compile"):
         return _models(ctx, model, "sp", names=("eager", "dispatched"))
 
 
@@ -137,7 +137,8 @@ def test_tokens_that_are_sent_to_their_experts(rank_pools: RankPools, model: str
 
 @pytest.mark.all_cases
 def test_tokens_are_sent_by_code_of_inductors(rank_pools: RankPools) -> None:
-    model, names = "qwen3-30b-a3b", ("eager", "dispatched")
+    # A compilation must not change those before and behind it.
+    model, names = "qwen3-30b-a3b", ("eager", "inductor", "dispatched", "overlap")
     timed, reasons = rank_pools.get("cpu", 2).run(_sp_models, model, names, timeout=200)[0]
     assert timed == {(f"{model} sp", name) for name in names}, reasons
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.models.architecture import Architecture, Decoder, Seen, chained
-from benchmarks.models.experts import Experts
+from benchmarks.models.experts import FEW_TOKENS, Experts
 from benchmarks.rivals.one_shot_norm import OneShotNorm, of_world
 
 
@@ -41,10 +41,22 @@ def refusal(arch: Architecture, form: str, phase: str, tokens: int) -> str:
     return OneShotNorm.refusal(tokens, arch.hidden, torch.bfloat16.itemsize)
 
 
-class ByHand(nn.Module):
-    """The layers of a `Decoder` in the form `ar`, whose weights it shares."""
+def grouped_refusal(arch: Architecture, form: str, phase: str, tokens: int) -> str:
+    """Why a cell is not for this form with grouped matmuls for few tokens too, empty where it is."""
+    if not arch.experts:
+        return "it multiplies tokens with the weights of their experts, and this model has none"
+    if tokens > FEW_TOKENS:
+        return "so many tokens are multiplied in groups by all contestants"
+    return refusal(arch, form, phase, tokens)
 
-    def __init__(self, model: Decoder) -> None:
+
+class ByHand(nn.Module):
+    """The layers of a `Decoder` in the form `ar`, whose weights it shares.
+
+    copies: few tokens are multiplied with copies of their experts' weights, as in the model itself.
+    """
+
+    def __init__(self, model: Decoder, copies: bool = True) -> None:
         super().__init__()
         shared: dict[int, Any] = {id(one): nn.Parameter(_local(one)) for one in model.parameters()}
         own = copy.deepcopy(model, shared)
@@ -55,6 +67,7 @@ class ByHand(nn.Module):
             if isinstance(part, Experts):
                 # The kernel adds up what the ranks return.
                 part.mesh = None
+                part.few = part.few if copies else 0
         self.layers, self.norm = own.layers, own.norm
 
     def forward(

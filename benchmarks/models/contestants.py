@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.models.architecture import Decoder
+from benchmarks.models.architecture import Decoder, Layer
 from benchmarks.models.by_hand import ByHand
 from benchmarks.models.dispatched import dispatched
 from benchmarks.models.forms import CachedAttention, ContextAttention
@@ -66,9 +67,18 @@ def _one_shot_norm(model: nn.Module) -> Callable[..., Any]:
     return _inductor(_written(ByHand, model))
 
 
+def _grouped(model: nn.Module) -> Callable[..., Any]:
+    return _inductor(_written(functools.partial(ByHand, copies=False), model))
+
+
 def _dispatched(model: nn.Module) -> Callable[..., Any]:
-    # The sizes of all-to-alls are known to the host alone.
-    return torch.compile(_written(dispatched, model), dynamic=False)
+    own = _written(dispatched, model)
+    # The sizes of all-to-alls are known to the host alone, so each layer is several graphs. One compilation of all
+    # layers would break inside their loop: then torch does not compile this loop again, for no contestant.
+    for part in own.modules():
+        if isinstance(part, Layer):
+            part.compile(dynamic=False)
+    return own
 
 
 def _async_tp(model: nn.Module) -> Callable[..., Any]:
@@ -92,6 +102,7 @@ COMPILERS: Mapping[str, Compiler] = {
     "symm_mem": _symm_mem,
     "registered": _registered,
     "one_shot_norm": _one_shot_norm,
+    "grouped": _grouped,
     "dispatched": _dispatched,
     "async_tp": _async_tp,
     "ditron": _ditron,

@@ -52,7 +52,7 @@ class DispatchedExperts(Experts):
 
     def __init__(self, cut: Experts) -> None:
         nn.Module.__init__(self)
-        self.top_k, self.biased, self.plain, self.mesh = cut.top_k, cut.biased, False, None
+        self.top_k, self.biased, self.few, self.plain, self.mesh = cut.top_k, cut.biased, cut.few, False, None
         self.router = cut.router
         self.register_buffer("scores", cut.scores, persistent=False)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -79,11 +79,6 @@ class DispatchedExperts(Experts):
 
     def _with_copies(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         return self._sorted(rows, weights, chosen)
-
-    def _by_groups(self, rows: torch.Tensor, name: str, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        if rows.dtype != torch.bfloat16:
-            return self._by_copies(rows, name, ids)
-        return super()._by_groups(rows, name, ids, ends)
 
     def _found(self, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         taken, own_ids, own_ends, sizes = self._sent(rows, torch.diff(ends, prepend=ends.new_zeros(1)))

@@ -39,9 +39,10 @@ class Experts(nn.Module):
     wider dtype chooses the same experts. The router is multiplied all the same. None: the router chooses. mesh: the
     ranks over which results are added up, None if there are no others. layout: of the results, which are whole, or of
     which a rank gets its own part of the sequence. plain: every expert in a plain matmul, as in the model that all
-    results are compared with. biased: experts as GPT-OSS has them, see the module; each rank adds its part of the
-    biases of down, as DTensor divides them. shared: the width of an expert that all tokens take; 0 without. The
-    gradient of the router's weight is that of this rank's part of the results.
+    results are compared with. few: the most tokens that copies of weights are made for. biased: experts as GPT-OSS
+    has them, see the module; each rank adds its part of the biases of down, as DTensor divides them. shared: the width
+    of an expert that all tokens take; 0 without. The gradient of the router's weight is that of this rank's part of the
+    results.
     """
 
     scores: torch.Tensor | None
@@ -67,6 +68,7 @@ class Experts(nn.Module):
         self.mesh: DeviceMesh | None = None
         self.layout: Placement = Replicate()
         self.plain = False
+        self.few = FEW_TOKENS
 
     def cut(self, mesh: DeviceMesh, scatters: bool) -> None:
         """Keeps this rank's part of the width of each expert."""
@@ -100,7 +102,7 @@ class Experts(nn.Module):
         weights = (weights / weights.sum(-1, keepdim=True)).to(rows.dtype)
         if self.plain:
             total = self._by_expert(rows, weights, chosen)
-        elif rows.shape[0] <= FEW_TOKENS or rows.dtype != torch.bfloat16:
+        elif rows.shape[0] <= self.few:
             total = self._with_copies(rows, weights, chosen)
         else:
             total = self._sorted(rows, weights, chosen)
@@ -144,6 +146,8 @@ class Experts(nn.Module):
 
     def _by_groups(self, rows: torch.Tensor, name: str, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Returns the products of rows that are sorted by expert."""
+        if rows.dtype != torch.bfloat16:
+            return self._by_copies(rows, name, ids)
         weight = getattr(self, name)
         if not self.biased:
             return torch._grouped_mm(rows, weight.mT, offs=ends)

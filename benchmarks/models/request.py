@@ -10,7 +10,7 @@ from benchmarks.models.zoo import Cell
 
 OURS: tuple[str, ...] = ("ditron", "ditron:planned")
 """Ditron by default, and without the option `ditron.trials`."""
-ALL_REDUCES: tuple[str, ...] = ("auto_select", "symm_mem", "one_shot_norm")
+ALL_REDUCES: tuple[str, ...] = ("auto_select", "symm_mem", "one_shot_norm", "grouped")
 """Contestants that differ from Inductor in their all-reduces alone."""
 CONTESTANTS: tuple[str, ...] = (
     "eager",
@@ -27,7 +27,8 @@ CONTESTANTS: tuple[str, ...] = (
 `reorder_for_compute_comm_overlap`. registered: Inductor, with all memory in a pool that NCCL has registered.
 auto_select: Inductor with its own choice of symmetric-memory all-reduces. symm_mem: torch's one-shot and two-shot
 all-reduces in the place of every all-reduce. one_shot_norm: layers by hand, with one kernel for each all-reduce and
-its norm. dispatched: experts whole on one rank each, to which tokens are sent (`dispatched.py`).
+its norm. grouped: the same, with torch's grouped matmul for the experts of few tokens too. dispatched: experts whole on
+one rank each, to which tokens are sent (`dispatched.py`).
 """
 LIMIT = "limit"
 """No contestant: a rank's share alone, without communication (`alone.py`), through Inductor."""
@@ -40,6 +41,7 @@ TITLES = {
     "auto_select": "Inductor, auto-select",
     "symm_mem": "Inductor + symm_mem",
     "one_shot_norm": "one-shot + norm",
+    "grouped": "one-shot + norm, grouped experts",
     "dispatched": "Inductor, tokens sent to experts",
     "async_tp": "Inductor + async TP",
     "ditron": "Ditron",

@@ -235,6 +235,8 @@ class Cell:
             return IN_GRAPHS
         if contestant == "one_shot_norm":
             return by_hand.refusal(arch, self.form, self.phase, self.batch * self.tokens)
+        if contestant == "grouped":
+            return by_hand.grouped_refusal(arch, self.form, self.phase, self.batch * self.tokens)
         if contestant == "dispatched":
             return dispatched.refusal(arch, self.form, self.phase)
         return ""
