@@ -49,10 +49,10 @@ IN_BAND_SITES = tl.constexpr(2 * 16 * 1025)
 IN_BAND_DATA = tl.constexpr(266240)
 """Bytes of the heap before the first area: what comes before it, rounded up to 4096."""
 
-IN_BAND_BYTES = tl.constexpr(1 << 20)
+IN_BAND_BYTES = tl.constexpr(2 << 20)
 """The bytes of an area."""
 
-HEADER_BYTES = tl.constexpr(266240 + 4 * (1 << 20))
+HEADER_BYTES = tl.constexpr(266240 + 4 * (2 << 20))
 """Bytes of the heap before the first data slot."""
 
 EPOCH_BITS = tl.constexpr(40)

@@ -8,7 +8,7 @@ equal bits. Signal protocol. Each program has one task, given by its number, so 
 else is requested. Program 0 gives the credits that are due, and signs. Every other program has one ticket (see
 split_attention.py) and sets zeros back. A program waits for a head after it has sent this head, so heads are sent in
 the order of the programs' numbers, in which they start. The first head that some rank has not sent is computed by
-programs that wait for no head. Limits. A head has at most MOST_ELEMENTS, the parts of all ranks fit in one area, and
+programs that wait for no head. Limits. A head has at most MOST_ELEMENTS, the parts of all ranks at most MOST_BYTES, and
 there are at most MOST_RANKS. All devices of the group have to be able to send in band (device/capabilities.py).
 """
 
@@ -34,7 +34,6 @@ from ditron_inductor.core.in_band import (
     heaps_of_peers,
     wait_in_band,
 )
-from ditron_inductor.core.layout import IN_BAND_BYTES
 from ditron_inductor.core.signals import granted, leave, with_epoch, words_of
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape
@@ -52,8 +51,10 @@ from ditron_inductor.task.nodes import FlashDecode
 MOST_ELEMENTS = 2048
 """The most elements of a head's part. A program holds those of all ranks, with logarithms, in registers."""
 WORDS_PER_ELEMENT = 2
+MOST_BYTES = 1 << 20
+"""The most bytes that all ranks use of an area. More was not measured."""
 INTERPRETED_MOST_BYTES = 4096
-"""The most bytes of an area in the interpreter, so that some small problems are not sent in band."""
+"""The same in the interpreter, so that some small problems are not sent in band."""
 
 
 class InBandSending(NamedTuple):
@@ -152,8 +153,8 @@ def flash_decode_in_band_kernel(
 
 
 def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
-    """Returns whether all ranks' parts fit in an area, and a head's in a program. It is equal on all ranks."""
-    most_bytes = INTERPRETED_MOST_BYTES if launch.interpreted else IN_BAND_BYTES.value
+    """Returns whether all ranks' parts are few bytes, and a head's in a program. It is equal on all ranks."""
+    most_bytes = INTERPRETED_MOST_BYTES if launch.interpreted else MOST_BYTES
     words = WORDS_PER_ELEMENT * shape.rows * shape.head_dim
     return (
         launch.workspace.capabilities.in_band

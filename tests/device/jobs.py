@@ -137,7 +137,7 @@ def keeps_within_the_limit(ctx: RankContext) -> tuple[list[int], list[int], tupl
     """A ring that rank 0's graph holds stays on all ranks; the most bytes that were there at each growth, what is held
     after each, and the error of one that would exceed the limit.
     """
-    limit = slot_layout.HEADER_BYTES * 3 + 20_000_000
+    limit = slot_layout.HEADER_BYTES * 3 + 19_000_000
     _, workspace = opened(ctx, AgreedOptions("tile", limit, LIMIT_S))
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     shared, most, held, make_heap = workspace.shared, [], [], ring.make_heap

@@ -46,10 +46,19 @@ ODD = {"cpu": Size(35, 41, 37), "cuda": Size(333, 555, 777)}
 
 
 class Problem:
-    """Operands of one op, its call, and the result that it must have."""
+    """Operands of one op, its call, and the result that it must have. few: the rows of a kind of few rows; 0: from 1 to
+    5, by the size.
+    """
 
     def __init__(
-        self, ctx: RankContext, kind: str, size: Size, *, site: Site | None = None, dtype: torch.dtype = torch.bfloat16
+        self,
+        ctx: RankContext,
+        kind: str,
+        size: Size,
+        *,
+        site: Site | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        few: int = 0,
     ) -> None:
         self.ctx = ctx
         self.kind = kind.removesuffix(" of few rows")
@@ -57,7 +66,7 @@ class Problem:
         world_size = self.site.world_size or ctx.world_size
         rows = size.rows if kind.startswith("all_gather") or kind == "matmul_all_to_all" else size.rows * world_size
         if kind in (FEW_ROWS, FEW_ROWS_GATHERED, *NORM_KINDS):
-            rows = 1 + size.rows % 5
+            rows = few or 1 + size.rows % 5
         if kind in NORM_KINDS:
             # The same on all ranks: what is added to a sum of all.
             given = {"residual": torch.ones(rows, size.n), "weight": torch.full([size.n], 0.5)}

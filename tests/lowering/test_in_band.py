@@ -15,8 +15,9 @@ from benchmarks.tolerances import assert_near
 from ditron_inductor.core.layout import IN_BAND_AREAS, IN_BAND_BYTES, IN_BAND_DATA, IN_BAND_LINES, IN_BAND_USES
 from ditron_inductor.device import workspaces
 from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import (
-    LEAST_CHUNK,
+    FEW_BYTES,
     MOST_BYTES,
+    MOST_ELEMENTS,
     MOST_RANKS,
     Shares,
     shares,
@@ -34,9 +35,11 @@ from tests.ranks import RankPool, RankPools
 FP16 = torch.float16
 # A wait in band may take 2.4 times as long on a GPU.
 TIMEOUT_S = {"cpu": 3.0, "cuda": 2.0}
-# One row, and five; those of a GPU are decode's.
-SIZES = {"cpu": (Size(0, 1, 34), Size(4, 1, 50)), "cuda": (Size(0, 1, 8192), Size(4, 1, 5120), Size(3, 1, 256))}
-H200 = {"programs": 132, "most_bytes": MOST_BYTES, "least_chunk": LEAST_CHUNK}
+# One row, and five; those of a GPU are decode's, up to the most bytes.
+SIZES = {
+    "cpu": (Size(1, 1, 34), Size(5, 1, 50)),
+    "cuda": (Size(1, 1, 8192), Size(5, 1, 5120), Size(4, 1, 256), Size(128, 1, 4096), Size(60, 1, 8192)),
+}
 
 
 @pytest.mark.parametrize(
@@ -49,27 +52,40 @@ H200 = {"programs": 132, "most_bytes": MOST_BYTES, "least_chunk": LEAST_CHUNK}
         (5, 26, 4, 2, Shares(1, 5, 256, 1, 160)),
         # More rows than programs, half of which add up at most.
         (500, 128, 2, 2, Shares(8, 63, 512, 63, 32000)),
-        # Rows in half words; too many bytes; too many for an area; too many ranks.
+        # Two programs for each SM, and a reader for fewer than all SMs.
+        (17, 8192, 2, 4, Shares(1, 17, 512, 136, 69632)),
+        (128, 4096, 2, 2, Shares(1, 128, 2048, 128, 262144)),
+        (132, 2048, 2, 2, Shares(2, 66, 1024, 132, 135168)),
+        (1000, 500, 2, 2, Shares(8, 125, 2048, 123, 250016)),
+        # Rows in half words; too many bytes; too many for an area; too many ranks; too wide a tile.
         (1, 4095, 2, 4, None),
-        (17, 8192, 2, 4, None),
-        (9, 8192, 2, 8, None),
+        (65, 8192, 2, 2, None),
+        (17, 8192, 2, 8, None),
         (1, 1024, 2, 16, None),
+        (132, 3900, 2, 2, Shares(2, 66, 2048, 126, 257408)),
     ],
 )
 def test_shares(m: int, n: int, itemsize: int, world: int, expected: Shares | None) -> None:
-    assert shares(m, n, itemsize, world, **H200) == expected
+    assert shares(m, n, itemsize, world, num_sms=132) == expected
 
 
 @pytest.mark.parametrize("num_sms", [4, 7, 132, 304])
 def test_all_is_dealt_out(num_sms: int) -> None:
     for world in range(2, MOST_RANKS + 1):
-        for m, n in ((1, 2), (3, 16384), (64, 1024), (1000, 34), (127, 130)):
-            found = shares(m, n, 2, world, **{**H200, "programs": num_sms})
-            assert found is not None or m > num_sms // 2 or m * n * 2 * world > IN_BAND_BYTES.value
-            if found is not None:
-                assert found.programs <= num_sms and found.rows * found.readers >= m
-                assert found.senders * found.chunk >= m * n // 2 and found.stride * 2 >= m * n
-                assert world * found.stride * 4 <= IN_BAND_BYTES.value and found.rows * block_of(n) <= 16384
+        for m, n in ((1, 2), (3, 16384), (64, 1024), (1000, 34), (127, 130), (128, 4096), (64, 8192), (263, 1900)):
+            found = shares(m, n, 2, world, num_sms=num_sms)
+            nbytes = m * n * 2
+            if found is None:
+                most = min(num_sms - 1, num_sms // 2 if nbytes <= FEW_BYTES else num_sms)
+                too_wide = m > most and block_of(n) * 2 ** (-(-m // most) - 1).bit_length() > MOST_ELEMENTS
+                assert too_wide or nbytes > MOST_BYTES or nbytes * world > IN_BAND_BYTES.value - 128 * world
+            else:
+                assert found.programs <= num_sms * (1 if nbytes <= FEW_BYTES else 2)
+                # Whatever starts first, a program that sends finds an SM.
+                assert found.readers < num_sms
+                assert found.rows * found.readers >= m and found.senders * found.chunk >= m * n // 2
+                assert found.stride * 2 >= m * n and world * found.stride * 4 <= IN_BAND_BYTES.value
+                assert found.rows * block_of(n) <= 16384
 
 
 def _ring(ctx: RankContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +100,7 @@ def _ring(ctx: RankContext) -> tuple[torch.Tensor, torch.Tensor]:
 def _problems(ctx: RankContext, label: str, timeout_s: float = calls.TIMEOUT_S) -> list[Problem]:
     sizes = enumerate(SIZES[ctx.device.type])
     sites = {Site(f"{label}/{place}:in_band", "tile", timeout_s): size for place, size in sizes}
-    return [Problem(ctx, NORM_KINDS[0], size, site=site, dtype=FP16) for site, size in sites.items()]
+    return [Problem(ctx, NORM_KINDS[0], size, site=site, dtype=FP16, few=size.rows) for site, size in sites.items()]
 
 
 def _call(ctx: RankContext, x: torch.Tensor, label: str) -> torch.Tensor:
@@ -137,7 +153,9 @@ def test_misaligned_rows_on_gpus(gpu_pool: RankPool) -> None:
 
 def _zeros_are_left(ctx: RankContext) -> None:
     """Large uses and small ones: of what they wrote, only that of the last one is there."""
-    small, large, *_ = _problems(ctx, "zeros")
+    small, large, *larger = _problems(ctx, "zeros")
+    # More ranks share an area.
+    large = larger[-1] if larger and ctx.world_size == 2 else large
     before = 0
     for turn, problem in enumerate((large, small, small, large, small, large, small)):
         problem.check(problem())
@@ -193,6 +211,7 @@ def _replayed(ctx: RankContext) -> None:
     # Two problems use each slot once, one problem the same slot at each replay.
     problems = _problems(ctx, "replayed")
     replay_with_new_operands(ctx, problems[:2] * 3)
+    replay_with_new_operands(ctx, problems[-2:] * 3)
     replay_with_new_operands(ctx, problems[:1])
 
 
