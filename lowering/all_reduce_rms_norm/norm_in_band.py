@@ -9,9 +9,9 @@ protocol. Each program has one task, given by its number, so that it can load x 
 Program 0 gives the credits that are due, and signs. The next programs send and set zeros back, and the last ones wait.
 No program waits for another program of its launch, or for credits. Programs start in the order of their numbers; and in
 any order, there are fewer programs that wait than SMs, so that others always find one. The programs that read this
-rank's x are not those that store the outputs, so no output may share memory with x. If x is what the experts of each token
-return, senders and readers add up its rows when they load them: that takes less time than a launch in front of this
-one. Limits. Each of at most MOST_RANKS ranks sends at most MOST_BYTES, and a row has whole words of 32 bits. All
+rank's x are not those that store the outputs, so no output may share memory with x. If x is what the experts of each
+token return, senders and readers add up its rows when they load them: that takes less time than a launch in front of
+this one. Limits. Each of at most MOST_RANKS ranks sends at most MOST_BYTES, and a row has whole words of 32 bits. All
 devices of the group have to be able to send in band (device/capabilities.py).
 """
 
