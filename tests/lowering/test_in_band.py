@@ -154,8 +154,9 @@ def test_misaligned_rows_on_gpus(gpu_pool: RankPool) -> None:
 def _zeros_are_left(ctx: RankContext) -> None:
     """Large uses and small ones: of what they wrote, only that of the last one is there."""
     small, large, *larger = _problems(ctx, "zeros")
-    # More ranks share an area.
-    large = larger[-1] if larger and ctx.world_size == 2 else large
+    if larger and ctx.world_size == 2 and torch.cuda.get_device_properties(ctx.device).multi_processor_count > 60:
+        # More ranks share an area, and a program on fewer SMs has more rows than it can hold.
+        large = larger[-1]
     before = 0
     for turn, problem in enumerate((large, small, small, large, small, large, small)):
         problem.check(problem())
