@@ -136,7 +136,8 @@ def read(text: str) -> Module:
     for node in tree.body:
         first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
         lines = [kept[line] for line in range(first, (node.end_lineno or first) + 1) if line in kept]
-        if lines and not isinstance(node, ast.Import | ast.ImportFrom):
+        # A check of the host, when it imports a module, is no part of a kernel.
+        if lines and not isinstance(node, ast.Import | ast.ImportFrom | ast.Assert):
             statements.append(Statement(tuple(defined(node)), "\n".join(lines), used_by(node)))
     names = frozenset(name for one in statements for name in one.defines)
     return Module(tuple(statements), names, dict(imported(tree)))

@@ -143,6 +143,7 @@ def get(x):
         ("ditron_inductor/core/signals.py", "SIGNAL = 1", "SIGNAL = 2", "one"),
         ("ditron_inductor/core/signals.py", "OTHER = 2", "OTHER = 1", "other"),
         ("ditron_inductor/core/signals.py", "UNUSED = 3", "UNUSED = 4", ""),
+        ("ditron_inductor/core/signals.py", "UNUSED = 3", "assert UNUSED", ""),
         ("ditron_inductor/core/signals.py", "UNUSED = 3", "if SIGNAL:\n    OTHER = 4", "one other"),
     ],
 )
