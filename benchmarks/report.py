@@ -4,7 +4,7 @@
     docs/when_it_pays.md                     the part between its two markers
     docs/models.md, README.md                likewise, from models.csv
     docs/index.md                            its number
-    docs/deleted.md                          likewise, from all of them
+    docs/deleted.md, docs/four_gpus.md       likewise, from all of them
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import deleted, prose, sources
+from benchmarks import deleted, floors, prose, sources
 from benchmarks.comparison import (
     COMMIT,
     MEASURED_OPS,
@@ -50,6 +50,7 @@ COMMAND = "python -m benchmarks.report"
 ROOT = Path(__file__).parents[1]
 DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
+FOUR_PAGE = ROOT / "docs" / "four_gpus.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 HOME = ROOT / "docs" / "index.md"
@@ -208,6 +209,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
         DELETED_PAGE: with_part(DELETED_PAGE.read_text(), deleted.part()),
+        FOUR_PAGE: with_part(FOUR_PAGE.read_text(), floors.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
         model_pages.page_path(MODELS): model_pages.page(models, facts),
         HOME: HOME.read_text(),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, report, sources
+from benchmarks import figures, floors, report, sources
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.ops import targets
@@ -308,3 +308,24 @@ def test_the_readme_names_every_set_and_contestant() -> None:
     text = (report.ROOT / "benchmarks" / "README.md").read_text()
     for name in (*SETS, *(name for name in CONTESTANTS if name != "gloo")):
         assert f"`{name}`" in text, name
+
+
+def _timed(op: str, gpu: str, date: str, **us: float) -> list[Row]:
+    cell = dataclasses.replace(ROW, op=op, gpu=gpu, date=date)
+    return [dataclasses.replace(cell, contestant=name, p50_us=each) for name, each in us.items()]
+
+
+def test_floors_are_those_of_the_newest_runs_of_each_gpu() -> None:
+    rows = [
+        *_timed("one", "NVIDIA H100", "2026-01-01", nccl=10.0, ditron=10.0),
+        *_timed("one", "NVIDIA H100", "2026-01-02", nccl=12.0, async_tp=30.0, ditron=10.0),
+        *_timed("one", "NVIDIA H200", "2026-01-01", async_tp=8.0, ditron=10.0),
+        *_timed("other", "NVIDIA H200", "2026-01-01", nccl=1.0, ditron=10.0),
+        *_timed("one", "cpu", "2026-01-01", nccl=1.0, ditron=10.0),
+    ]
+    found = floors.Floor("what", "the best", 1.1, ("nccl", "async_tp"), lambda row: row.op == "one", every=True)
+    assert found.lines(rows) == [
+        ["what", "the best", "H100", "1.10, each", "1.20", "1.20", "1", "yes", "2026-01-02"],
+        ["what", "the best", "H200", "1.10, each", "0.80", "0.80", "1", "no", "2026-01-01"],
+    ]
+    assert dataclasses.replace(found, rivals=("registered",)).lines(rows) == []
