@@ -75,7 +75,7 @@ PRODUCT_HOST_US = 12.0
 """The host's time for one more matmul of the library in a call."""
 IN_BAND_US = 2.5
 """`chunked` takes this much less time if a norm's kernel that sends in band replaces the kernel of a small all-reduce.
-It was 2.1 to 3.1 (M = 1 to 16, N = 4096 and 8192, benchmarks/results/norm.csv).
+It was 2.1 to 3.1 (M = 1 to 16, N = 4096 and 8192, benchmarks/results/norm.csv), and up to 1 MB 2.2 to 4.0.
 """
 SMALL_HOST_US = 55.0
 """The host's time for a small all-reduce by `chunked`. A large one runs in parts, with many launches each."""

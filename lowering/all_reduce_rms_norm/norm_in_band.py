@@ -11,8 +11,9 @@ No program waits for another program of its launch, or for credits. Programs sta
 any order, there are fewer programs that wait than SMs, so that others always find one. The programs that read this
 rank's x are not those that store the outputs, so no output may share memory with x. If x is what the experts of each
 token return, senders and readers add up its rows when they load them: that takes less time than a launch in front of
-this one. Limits. Each of at most MOST_RANKS ranks sends at most MOST_BYTES, and a row has whole words of 32 bits. All
-devices of the group have to be able to send in band (device/capabilities.py).
+this one. Limits. Each of at most MOST_RANKS ranks sends at most MOST_BYTES, all of them together fill at most an area,
+and a row has whole words of 32 bits. There is one shot only (see norm_kernel.cut). All devices of the group have to be
+able to send in band (device/capabilities.py).
 """
 
 from __future__ import annotations
