@@ -121,6 +121,44 @@ def test_a_fault_in_one_part_fails_the_row(rank_pools: RankPools) -> None:
     assert "attention of layer 0 by" in why and "output" not in why and ";" not in why and not timed
 
 
+def _only_in_replays(ctx: RankContext) -> tuple[str, bool]:
+    """What is wrong with a contestant one part of which is not written when it is replayed, and whether it is timed."""
+    from benchmarks.models.run import Run
+
+    cell, replays = _cells()["decode ar"], [False]
+
+    def compiler(model: Any) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            found = model(*given)
+            if not (replays[0] and isinstance(model, Parts)):
+                return found
+            out, attention, *rest = found
+            return out, attention * 0, *rest
+
+        return call
+
+    def capture(call: Callable[[int], Any]) -> tuple[Any, Any, str]:
+        replays[0] = True
+        found = call(0)
+        replays[0] = False
+        return call, found, ""
+
+    request = Request((cell,), "cpu", {"llama3-8b": MODELS["llama3-8b"].like(TINY)})
+    run = Run(request, ctx.device, time.monotonic(), {"eager": lambda model: model})
+    run.dtype = torch.bfloat16
+    model, given = run.model(cell), run.inputs(cell)
+    gate = run.gate(cell, model, given)
+    run.compilers = {"eager": lambda model: model, "inductor": compiler}
+    ready: dict[str, Any] = {}
+    with mock.patch.object(run, "captures", lambda cell: True), mock.patch.object(run, "capture", capture):
+        return run.prepare(cell, "inductor", model, given, gate, ready), "inductor" in ready
+
+
+def test_a_fault_in_a_part_of_a_replay_fails_the_row(rank_pools: RankPools) -> None:
+    why, timed = rank_pools.get("cpu", 2).run(_only_in_replays, timeout=200)[0]
+    assert why.startswith("in a replay: ") and "attention of layer 0 by" in why and not timed
+
+
 def _fused(ctx: RankContext, cell: Cell) -> list[str]:
     """What Ditron fuses in the program that is timed, and in the one that returns the parts."""
     from benchmarks.models.contestants import in_form

@@ -380,14 +380,23 @@ class Run(Session):
                 problem = self.first_problem(gate.problem(got))
         del got
         if not problem and cell.phase != "training":
-            parts, problem = self.attempt("checks", self.checked(cell, name, self.compilers[name], model, given))
-            problem = problem or self.first_problem(gate.problem(parts))
+            problem = self.problem_of_parts(cell, gate, self.checked(cell, name, self.compilers[name], model, given))
         if not problem:
             ready[name] = call
         workspace = self.workspace_mib() if name in OURS else None
         compile_s = seconds if name != "eager" else None
         facts = {"compile_s": compile_s, "peak_mib": peak, "workspace_mib": workspace}
         self.facts.append(self.fact(cell, name, **facts, fused=text, why=problem))
+        return problem
+
+    def problem_of_parts(self, cell: Cell, gate: Gate, checked: Step) -> str:
+        """What is wrong with a step that returns all parts; where the cell is timed in a graph, also in its replay."""
+        parts, problem = self.attempt("checks", checked)
+        problem = problem or self.first_problem(gate.problem(parts))
+        if self.captures(cell) and not problem:
+            _, parts, problem = self.capture(lambda index: checked())
+            problem = problem or self.first_problem(gate.problem(parts))
+            problem = problem and f"in a replay: {problem}"
         return problem
 
     def prepare_limit(self, cell: Cell, given: tuple[Any, ...], ready: dict[str, Call]) -> None:
