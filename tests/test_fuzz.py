@@ -169,3 +169,11 @@ def test_the_command_line_shows_programs(capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     assert str(make_program(3, 7, CPU)) in text and "# program 8 of seed 3" in text
     assert arguments([]).divergent == CPU.divergent
+
+
+def test_ranks_differ_only_where_they_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments([]).divergent == 0.2 and arguments(["--interpreted"]).divergent == 0.0
+    assert arguments(["--interpreted", "--divergent", "0"]).divergent == 0.0
+    with pytest.raises(SystemExit):
+        arguments(["--interpreted", "--divergent", "0.2"])
+    assert "runs no meeting" in capsys.readouterr().err

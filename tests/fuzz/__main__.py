@@ -38,13 +38,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--world", type=int, default=2, help="ranks of a pool; they share GPUs where there are fewer")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--jobs", type=int, default=1, help="pools of ranks beside each other")
-    add("--divergent", type=float, default=0.2, help="how often the ranks of a program differ")
+    add("--divergent", type=float, help="how often the ranks of a program differ (default: 0.2, if interpreted 0)")
     add("--limit", type=float, help="seconds for one program (default: 120, on the CPU device 180)")
     add("--backend", choices=("ditron", "inductor"), default="ditron", help="what compiles them")
     add("--interpreted", action="store_true", help="run graphs op by op, without Inductor's code")
     add("--no-compare", action="store_true", help="do not repeat failures by Inductor alone")
     add("--show", action="store_true", help="print the programs, run nothing")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.divergent is None:
+        given.divergent = 0.0 if given.interpreted else 0.2
+    elif given.divergent and given.interpreted:
+        # The call of the meeting is a part of Inductor's code.
+        parser.error("--interpreted runs no meeting, so ranks may not differ: leave out --divergent, or --interpreted")
+    return given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
