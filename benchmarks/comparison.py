@@ -54,6 +54,20 @@ def overlap(one: Row, other: Row) -> bool:
     return bool(low <= other_high and other_low <= high)  # type: ignore[operator]
 
 
+def fastest_ratio(run: Iterable[Row], above: Sequence[str], below: Sequence[str]) -> float | None:
+    """Time of the fastest of the contestants `above` / that of the fastest of `below`, in one run of a cell; None where
+    one side has no time. A name that ends in a colon stands for all that begin with it.
+    """
+    us = {row.contestant: row.p50_us for row in run if row.p50_us}
+
+    def times(names: Sequence[str]) -> list[float]:
+        groups = tuple(name for name in names if name[-1] == ":")
+        return [us[one] for one in us if one in names or one.startswith(groups)]
+
+    top, bottom = times(above), times(below)
+    return min(top) / min(bottom) if top and bottom else None
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The rows of one cell, by contestant: an op on [M, K] x [K, N]."""

@@ -6,20 +6,17 @@ The rows that say so stay in the results.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.comparison import fastest_ratio
 from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MOE, NORM, Row, grouped, read_csv, runs
 
 ROUTED = "580d7af6"
 """The commit at which `ditron` had the pass `route_shards`, and `ditron:gathered` had not."""
-
-
-def _of_names(us: Mapping[str, float], names: Sequence[str]) -> list[float]:
-    return [us[one] for one in us if any(one == name or (name[-1] == ":" and one.startswith(name)) for name in names)]
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,9 @@ class Verdict:
         rows = [row for row in read_csv(self.results) if row.op == self.op and self.of_cell(row)]
         found = []
         for of_cell in grouped(rows).values():
-            both = [ratio for run in runs(of_cell) if (ratio := self._ratio(run)) is not None]
+            both = [ratio for run in runs(of_cell) if (ratio := fastest_ratio(run, self.above, self.below)) is not None]
             found += both[-1:]
         return found
-
-    def _ratio(self, run: Sequence[Row]) -> float | None:
-        us = {row.contestant: row.p50_us for row in run if row.p50_us}
-        above, below = (_of_names(us, names) for names in (self.above, self.below))
-        return min(above) / min(below) if above and below else None
 
     def mean(self) -> float:
         """Returns the geometric mean of the ratios."""

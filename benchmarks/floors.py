@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.comparison import comparisons
-from benchmarks.models.request import CONTESTANTS
-from benchmarks.models.request import OURS as OUR_MODELS
+from benchmarks.comparison import comparisons, fastest_ratio
+from benchmarks.models.request import CONTESTANTS, OURS
 from benchmarks.ops import targets
 from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, MODELS, Row, by_cell, read_csv
 from ditron_inductor.task.exchange import GATHERED_OPERAND, SCATTERED_PRODUCT
@@ -21,7 +20,7 @@ WORLD = 4
 FASTEST = "the best rival"
 CAUSAL = "causal_offset"
 REDUCE = "matmul_all_reduce"
-OF_MODELS = tuple(name for name in CONTESTANTS if name not in (*OUR_MODELS, "eager"))
+OF_MODELS = tuple(name for name in CONTESTANTS if name not in OURS)
 OF_ATTENTION = ("inductor", "ring", "sdpa", "sdpa:blocks", "nccl", "nccl:flash", "nccl:cudnn")
 
 
@@ -39,18 +38,12 @@ class Floor:
     results: Path = GEMM_COLLECTIVES
     every: bool = False
 
-    def gain(self, cell: Sequence[Row]) -> float | None:
-        """How many times as fast Ditron is in one run of a cell; None where one of both has no time."""
-        us = {row.contestant: row.p50_us for row in cell if row.p50_us}
-        theirs = [us[name] for name in self.rivals if name in us]
-        return min(theirs) / us["ditron"] if theirs and "ditron" in us else None
-
     def lines(self, rows: Iterable[Row]) -> list[list[str]]:
         """A line of the table for each GPU that it was measured on."""
         gains: dict[str, list[float]] = {}
         dates: dict[str, set[str]] = {}
         for cell in by_cell(row for row in rows if row.world == WORLD and row.gpu != "cpu" and self.of_cell(row)):
-            gain = self.gain(cell)
+            gain = fastest_ratio(cell, self.rivals, ("ditron",))
             if gain is not None:
                 gains.setdefault(cell[0].gpu, []).append(gain)
                 dates.setdefault(cell[0].gpu, set()).add(cell[0].date)

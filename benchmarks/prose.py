@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.comparison import Comparison, comparisons
+from benchmarks.comparison import Comparison, comparisons, fastest_ratio
 from benchmarks.models.facts import Fact
 from benchmarks.models.tables import Contest, compile_ratios, contests, mean
 from benchmarks.ops import targets
@@ -164,12 +164,8 @@ def _plain(row: Row) -> bool:
 
 def _gains(rows: Iterable[Row], over: str) -> list[float]:
     """In every cell, how many times as fast as a rival Ditron's own choice is."""
-    found = []
-    for lines in grouped(rows).values():
-        us = {row.contestant: row.p50_us for row in lines if row.p50_us}
-        if over in us and "ditron" in us:
-            found.append(us[over] / us["ditron"])
-    return found
+    found = [fastest_ratio(lines, (over,), ("ditron",)) for lines in grouped(rows).values()]
+    return [gain for gain in found if gain is not None]
 
 
 def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:

@@ -67,7 +67,8 @@ class ByHand(nn.Module):
             if isinstance(part, Experts):
                 # The kernel adds up what the ranks return.
                 part.mesh = None
-                part.few = part.few if copies else 0
+                if not copies:
+                    part.few = 0
         self.layers, self.norm = own.layers, own.norm
 
     def forward(

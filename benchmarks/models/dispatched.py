@@ -52,7 +52,8 @@ class DispatchedExperts(Experts):
 
     def __init__(self, cut: Experts) -> None:
         nn.Module.__init__(self)
-        self.top_k, self.biased, self.few, self.plain, self.mesh = cut.top_k, cut.biased, cut.few, False, None
+        # Few slots are sorted too: all are sent in the order of their experts.
+        self.top_k, self.biased, self.few, self.plain, self.mesh = cut.top_k, cut.biased, 0, False, None
         self.router = cut.router
         self.register_buffer("scores", cut.scores, persistent=False)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -76,9 +77,6 @@ class DispatchedExperts(Experts):
         batch, tokens, _ = whole.shape
         drawn = self._drawn_of(batch * tokens * self.world_size)
         return drawn.view(batch, self.world_size, tokens, -1)[:, self.rank].flatten(0, 1)
-
-    def _with_copies(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        return self._sorted(rows, weights, chosen)
 
     def _found(self, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         taken, own_ids, own_ends, sizes = self._sent(rows, torch.diff(ends, prepend=ends.new_zeros(1)))

@@ -10,15 +10,16 @@ from benchmarks.models.zoo import Cell
 
 OURS: tuple[str, ...] = ("ditron", "ditron:planned")
 """Ditron by default, and without the option `ditron.trials`."""
-ALL_REDUCES: tuple[str, ...] = ("auto_select", "symm_mem", "one_shot_norm", "grouped")
-"""Contestants that differ from Inductor in their all-reduces alone."""
 CONTESTANTS: tuple[str, ...] = (
     "eager",
     "inductor",
     "max_autotune",
     "overlap",
     "registered",
-    *ALL_REDUCES,
+    "auto_select",
+    "symm_mem",
+    "one_shot_norm",
+    "grouped",
     "dispatched",
     "async_tp",
     *OURS,
