@@ -159,6 +159,40 @@ def test_a_fault_in_a_part_of_a_replay_fails_the_row(rank_pools: RankPools) -> N
     assert why.startswith("in a replay: ") and "attention of layer 0 by" in why and not timed
 
 
+def _only_when_timed(ctx: RankContext) -> tuple[list[tuple[str, float | None]], dict[str, str]]:
+    """The times of contestants, of which one is wrong from its second step on, and the reasons for those without."""
+    from benchmarks.models.run import Run
+
+    cell, steps = _cells()["prefill ar"], [0]
+
+    def compiler(model: Any) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            if isinstance(model, Parts):
+                return model(*given)
+            steps[0] += 1
+            # A first call, and one that shows that nothing compiles any more, come before the timing.
+            return model(*given) * (1.0 if steps[0] <= 2 else 0.5)
+
+        return call
+
+    request = Request((cell,), "cpu", {"llama3-8b": MODELS["llama3-8b"].like(TINY)}, ("eager", "inductor"), rounds=2)
+    run = Run(request, ctx.device, time.monotonic(), {"eager": lambda model: model, "inductor": compiler})
+    with mock.patch("benchmarks.models.run.STEPS", 1):
+        run.run()
+    assert steps[0] > 3, "it was timed"
+    return [(row.contestant, row.p50_us) for row in run.rows], {
+        fact.contestant: fact.why for fact in run.facts if fact.why
+    }
+
+
+def test_a_fault_that_comes_with_the_timing_fails_the_row(rank_pools: RankPools) -> None:
+    rows, reasons = rank_pools.get("cpu", 2).run(_only_when_timed, timeout=200)[0]
+    us = dict(rows)
+    assert us["eager"] and us["inductor"] is None, rows
+    assert list(reasons) == ["inductor"]
+    assert reasons["inductor"].startswith("after the timing: rank 0: differs from fp64: output by"), reasons
+
+
 def _fused(ctx: RankContext, cell: Cell) -> list[str]:
     """What Ditron fuses in the program that is timed, and in the one that returns the parts."""
     from benchmarks.models.contestants import in_form

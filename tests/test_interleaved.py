@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.timing import MIN_ROUNDS, Times, interleaved
+from ditron_inductor.report.timing import captured
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -98,3 +99,22 @@ def test_rounds_end_when_all_ranks_have_settled(rank_pools: RankPools) -> None:
     assert rounds(-1) == {MIN_ROUNDS}
     assert rounds(1) == {timing.ROUNDS} and rounds(1, rounds=9) == {9}
     assert rounds(1, most_s=0.0) == {2}
+
+
+class _Scaled:
+    """A call that reads a tensor that nothing else holds."""
+
+    def __init__(self) -> None:
+        self.factor = torch.full((1 << 20,), 3.0, device="cuda")
+        self.x = torch.ones(1 << 20, device="cuda")
+
+    def __call__(self, index: int) -> torch.Tensor:
+        return self.x * self.factor
+
+
+@pytest.mark.gpu
+def test_a_replay_keeps_what_its_graph_reads() -> None:
+    replay = captured(_Scaled(), 2)
+    # If the memory of the call were free, these would get it.
+    others = [torch.zeros(1 << 20, device="cuda") for _ in range(4)]
+    assert torch.equal(replay(0), torch.full_like(others[0], 3.0))

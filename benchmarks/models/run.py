@@ -13,7 +13,7 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -254,12 +254,16 @@ class Run(Session):
                 del ready[name]
         self.note_journal(number, TIMING)
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
-        self.time(cell, ready, failed, self.captures(cell), most_s)
+        self.time(cell, gate, ready, failed, self.captures(cell), most_s)
         if len(self.modes(cell)) > 1:
-            self.time(cell, *self.replays(number, cell, ready, gate), True, most_s)
+            self.time(cell, gate, *self.replays(number, cell, ready, gate), True, most_s)
 
-    def time(self, cell: Cell, ready: Mapping[str, Call], failed: Sequence[str], graph: bool, most_s: float) -> None:
-        """Record the times of what is `ready`, and that others have `failed`. graph: each call is GRAPH_CALLS steps."""
+    def time(
+        self, cell: Cell, gate: Gate, ready: Mapping[str, Call], failed: list[str], graph: bool, most_s: float
+    ) -> None:
+        """Record the times of what is `ready` and still right after the timing, and that others have `failed`. graph:
+        each call is GRAPH_CALLS steps.
+        """
         runs = []
         for _ in range(self.request.repeats if ready else 0):
             with self.phases.phase(TIMING):
@@ -267,6 +271,13 @@ class Run(Session):
                 ordered, rounds = self.ordered(ready), self.request.rounds
                 runs.append(interleaved(self.clock, ordered, per_call, rounds, most_s, least_calls))
         times = median_of_runs(runs) if runs else {}
+        for name in [name for name in times if name != LIMIT]:
+            problem = self.problem_afterwards(gate, ready[name])
+            if problem:
+                self.say(f"    {name}: {problem}")
+                self.facts.append(self.fact(cell, name, graph=graph, why=problem))
+                failed.append(name)
+                del times[name]
         self.rows += self.rows_of(
             {name: times.get(name) for name in CONTESTANTS if name in times or name in failed},
             bench="models",
@@ -279,6 +290,12 @@ class Run(Session):
         )
         where = "    in graphs: " if graph != self.captures(cell) else "    "
         self.say(where + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
+
+    def problem_afterwards(self, gate: Gate, call: Call) -> str:
+        """What is wrong with a call after it was timed among the others: what it reads may have been freed meanwhile."""
+        got, problem = self.attempt("checks", lambda: call(0))
+        problem = problem or self.first_problem(gate.problem(got))
+        return problem and f"after the timing: {problem}"
 
     def replays(
         self, number: int, cell: Cell, ready: Mapping[str, Call], gate: Gate
@@ -450,9 +467,7 @@ class Run(Session):
         eager = self.checked(cell, "eager", self.compilers["eager"], model, given)()
         return Gate(wanted, eager, self.dtype, self.agree)
 
-    def checked(
-        self, cell: Cell, name: str, compiler: Compiler, model: Decoder, given: tuple[Any, ...]
-    ) -> Step:
+    def checked(self, cell: Cell, name: str, compiler: Compiler, model: Decoder, given: tuple[Any, ...]) -> Step:
         """A step that computes all that is compared: of a forward every part of every layer."""
         if cell.phase == "training":
             return step_of(cell.phase, name, compiler, model, given)

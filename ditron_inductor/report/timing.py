@@ -64,8 +64,23 @@ class Clock:
         return values
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A call that replays a CUDA graph of calls of `call`. result: of the 0-th operands."""
+
+    graph: torch.cuda.CUDAGraph
+    result: object
+    call: Call
+
+    def __call__(self, index: int) -> object:
+        self.graph.replay()
+        return self.result
+
+
 def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
-    """Captures `calls` calls in one CUDA graph. Returns a call that replays it, with the 0-th operands' result."""
+    """Captures `calls` calls in one CUDA graph. Returns a call that replays it, with the 0-th operands' result. While
+    that exists, `call` does too, because the graph reads the memory of tensors that perhaps nothing else holds.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -80,11 +95,7 @@ def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
         for index in reversed(range(calls)):
             result = call(index)
 
-    def replay(index: int) -> object:
-        graph.replay()
-        return result
-
-    return replay
+    return Replay(graph, result, call)
 
 
 def interleaved(clock: Clock, calls: Mapping[str, Call], rounds: int = ROUNDS) -> dict[str, float]:
