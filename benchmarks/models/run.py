@@ -292,7 +292,7 @@ class Run(Session):
         self.say(where + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
 
     def problem_afterwards(self, gate: Gate, call: Call) -> str:
-        """What is wrong with a call after it was timed among the others: what it reads may have been freed meanwhile."""
+        """What is wrong with a call after it was timed among the others: it may have lost memory that it reads."""
         got, problem = self.attempt("checks", lambda: call(0))
         problem = problem or self.first_problem(gate.problem(got))
         return problem and f"after the timing: {problem}"
