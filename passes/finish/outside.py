@@ -68,8 +68,10 @@ def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Outsi
     for rsqrt in all_reduce_rms_norm.rsqrts(graph):
         launch, why = all_reduce_rms_norm.find_norm_behind(rsqrt) or (None, None)
         if launch is not None and is_task(launch):
-            # A match that the pass did not take is one that the option excludes.
-            add(launch, NORM_BEHIND, why if isinstance(why, ReasonCode) else ReasonCode.DISABLED, rsqrt)
+            # A match that the pass did not take is one that the option excludes, or it had a reader that is gone.
+            excluded = all_reduce_rms_norm.PATTERN not in options.fusions
+            missed = ReasonCode.DISABLED if excluded else ReasonCode.NORM_CONSUMER
+            add(launch, NORM_BEHIND, why if isinstance(why, ReasonCode) else missed, rsqrt)
     for call, task in task_calls(graph):
         if isinstance(task, WithPrologue):
             prologue = absorb_norms.find_prologue(call, task, options)

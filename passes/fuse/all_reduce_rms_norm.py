@@ -328,7 +328,17 @@ def _is_final(user: fx.Node) -> bool:
         return True
     if user.target in proofs.TRANSPOSES:
         return all(_is_final(behind) for behind in user.users)
-    return proofs.keeps_order(user) or is_collective(user) or user.target in PICKS
+    return proofs.keeps_order(user) or is_collective(user) or user.target in PICKS or _repeats_rows(user)
+
+
+def _repeats_rows(user: fx.Node) -> bool:
+    """Returns whether an op repeats whole rows, as for each expert of a token: what follows has another number of rows,
+    and so a kernel of its own.
+    """
+    if user.target is not aten.expand.default or not isinstance(user.args[0], fx.Node):
+        return False
+    rows, repeated = proofs.fake(user.args[0]), proofs.fake(user)
+    return proofs.known_equal(rows.shape[-1], repeated.shape[-1]) and proofs.known(rows.numel() < repeated.numel())
 
 
 def _task(match: Match, options: Options) -> tuple[ReductionWithNorm, dict[str, Any]]:

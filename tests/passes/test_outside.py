@@ -53,6 +53,16 @@ def test_a_norm_behind_the_node() -> None:
     assert found == [("norm behind", "disabled", "aten.rsqrt.default")]
 
 
+def test_a_norm_whose_reader_became_an_epilogue_later() -> None:
+    def gated(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = norm(all_reduce(a @ b))
+        return all_reduce(h @ w) * h
+
+    first, second = records(gated, A, B, torch.empty(32, 32))
+    assert [(one.what, one.code) for one in first.outside] == [("norm behind", "norm_consumer")]
+    assert second.outside == ()
+
+
 def test_a_norm_in_front_of_the_node() -> None:
     few = [("norm in front", "few_rows", "aten.rsqrt.default")]
     assert outside(lambda x, w: all_gather(norm(x)) @ w, X, W) == few
