@@ -565,29 +565,6 @@ def test_the_option_leaves_it_out() -> None:
     assert not reasons(module)
 
 
-def test_rows_that_are_picked_behind_the_norm() -> None:
-    """As for experts: these are another kernel's, whatever follows."""
-    norm = frozen(LlamaNorm, BF16)
-    module = graph_of(
-        lambda x, places: norm(all_reduce(x)).flatten(0, -2)[places].relu(), tensors()[2], torch.arange(3)
-    )
-    assert fused(module) == 1
-
-
-def test_rows_that_are_repeated_behind_the_norm() -> None:
-    """As for each expert of a token; an op on as many elements is computed with the norm."""
-    norm = frozen(LlamaNorm, BF16)
-
-    def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-        rows = norm(all_reduce(x)).flatten(0, -2)
-        return rows.unsqueeze(1).expand(-1, times, -1).relu()
-
-    for times, count in ((3, 1), (1, 0)):
-        assert fused(graph_of(repeated, tensors()[2], times)) == count
-    wider = graph_of(lambda x: norm(all_reduce(x))[..., :1].expand(-1, -1, 9).relu(), tensors()[2])
-    assert fused(wider) == 0, "columns are repeated, not rows"
-
-
 def test_a_reduction_without_a_matmul_gets_a_reason() -> None:
     norm = frozen(LlamaNorm, BF16)
     module = graph_of(lambda x: norm(all_reduce(x)).relu(), tensors()[2])
