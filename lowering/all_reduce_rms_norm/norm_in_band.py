@@ -11,9 +11,9 @@ No program waits for another program of its launch, or for credits. Programs sta
 any order, there are fewer programs that wait than SMs, so that others always find one. The programs that read this
 rank's x are not those that store the outputs, so no output may share memory with x. If x is what the experts of each
 token return, senders and readers add up its rows when they load them: that takes less time than a launch in front of
-this one. Limits. Each of at most MOST_RANKS ranks sends at most MOST_BYTES, all of them together fill at most an area,
-and a row has whole words of 32 bits. There is one shot only (see norm_kernel.cut). All devices of the group have to be
-able to send in band (device/capabilities.py).
+this one. So they do with the parts of a product of few rows, in fp32. Limits. Each of at most MOST_RANKS ranks sends at
+most MOST_BYTES, all of them together fill at most an area, and a row has whole words of 32 bits. There is one shot only
+(see norm_kernel.cut). All devices of the group have to be able to send in band (device/capabilities.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ INTERPRETED_SMS = 8
 class How(NamedTuple):
     """Values that are known at compile time: the number of ranks, whether to take the mean, the rows of a reader, the
     places of a row in elements and in words, the words that a sender sends, the threads of a program, the number of
-    rows of x that are added up for each row that is sent, 0 if x itself is sent, and whether a tensor is added to them.
+    rows of x that are added up for each row that is sent, 0 if x itself is sent, whether a tensor is added to them, and
+    the number of parts that are added up instead of x, 0 if x is read.
     """
 
     WORLD: Any
@@ -91,6 +92,7 @@ class How(NamedTuple):
     THREADS: Any
     TOP_K: Any
     HAS_ADDED: Any
+    PARTS: Any
 
 
 class SentColumns(NamedTuple):
@@ -121,14 +123,25 @@ def words_at(pointer, places, inside):
 @triton.jit
 def reduced_words(sources, row, lane, places, inside, sizes, HOW: tl.constexpr):
     """Returns the words at `places` of what this rank reduces, those `lane` of the rows `row`; 0 where `inside` is
-    false. sources: pointers to x, and, if HOW.TOP_K is not 0, to the factors of its rows and to what is added. Senders
-    and readers call this for the same words and have to get equal bits, so no product may be rounded in one and not in
-    the other.
+    false. sources: pointers to x, and, if HOW.TOP_K is not 0, to the factors of its rows and to what is added, and, if
+    HOW.PARTS is not 0, to parts of x in fp32, one behind the other, whose sum is sent instead. Senders and readers call
+    this for the same words and have to get equal bits, so no product may be rounded in one and not in the other.
     """
     TOP_K: tl.constexpr = HOW.TOP_K
+    PARTS: tl.constexpr = HOW.PARTS
     x = sources[0]
     dtype: tl.constexpr = x.dtype.element_ty
-    if TOP_K == 0:
+    if PARTS > 0:
+        lower = tl.zeros(inside.shape, dtype=tl.float32)
+        upper = lower
+        for part in tl.static_range(PARTS):
+            # The two elements of each word, in one access.
+            pairs = sources[3].to(tl.pointer_type(tl.uint64), bitcast=True)
+            both = tl.load(pairs + (part * sizes.words + places), mask=inside, other=0)
+            lower += both.to(tl.uint32).to(tl.float32, bitcast=True)
+            upper += (both >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+        result = joined(lower, upper, dtype)
+    elif TOP_K == 0:
         result = words_at(x, places, inside)
     else:
         lower = tl.zeros(inside.shape, dtype=tl.float32)
@@ -316,12 +329,15 @@ def all_reduce_rms_norm(
     given: tuple[torch.Tensor | None, ...],
     factors: torch.Tensor | None = None,
     added: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
 ) -> Outputs:
     """Returns the Outputs for x [.., N], contiguous, with M rows; see the module. factors: if it is there, the factors
-    [M * top_k] of the rows of x [M * top_k, N], whose sums, with `added` [M, N], are reduced.
+    [M * top_k] of the rows of x [M * top_k, N], whose sums, with `added` [M, N], are reduced. parts: if it is there,
+    fp32 [parts, M, N], whose sum is reduced; x, of 16-bit elements, is then memory for the total.
     """
     x = in_words(x)
-    outputs = allocate(node, x if factors is None else x[:M], {})
+    # Nobody reads x then.
+    outputs = allocate(node, x if factors is None else x[:M], {} if parts is None else {"total": x})
 
     def arguments() -> Arguments:
         block = block_of(N)
@@ -344,6 +360,7 @@ def all_reduce_rms_norm(
                     THREADS=launch.threads(num_warps),
                     TOP_K=0 if factors is None else len(factors) // M,
                     HAS_ADDED=added is not None,
+                    PARTS=0 if parts is None else len(parts),
                 ),
                 **constants_of(node, stores_reduced=True),
                 num_warps=num_warps,
@@ -351,7 +368,8 @@ def all_reduce_rms_norm(
         )
 
     slots = x if factors is None else factors.contiguous(), x if added is None else in_words(added.contiguous())
-    tensors = {"sources": (x, *slots), "given": pointers(given, x), "outputs": all_outputs(node, outputs)}
+    sources = x, *slots, x if parts is None else parts
+    tensors = {"sources": sources, "given": pointers(given, x), "outputs": all_outputs(node, outputs)}
     launch.run(in_band_kernel, 0, arguments, tensors)
     return outputs
 

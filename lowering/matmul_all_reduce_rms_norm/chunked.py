@@ -1,7 +1,8 @@
 """matmul_all_reduce_rms_norm, strategy `chunked`: a library product and one kernel, or an all-reduce in parts and one
 kernel.
 
-The kernel of all_reduce_rms_norm reduces and normalises small products. Larger products are reduced in parts, as by
+The kernel of all_reduce_rms_norm reduces and normalises small products; of few rows it adds up parts of the product
+too (see divided_product.py). Larger products are reduced in parts, as by
 matmul_all_reduce, and then one launch computes the sums and the norm.
 """
 
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from ditron_inductor.lowering.all_reduce import all_reduce_kernel, chunked
-from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm import norm_in_band, norm_kernel
 from ditron_inductor.lowering.chunked_exchange import Operands
 from ditron_inductor.lowering.epilogues import Preparer, preparer_of
 from ditron_inductor.lowering.host.launch import Launch, rows_of
+from ditron_inductor.lowering.matmul_all_reduce_rms_norm.divided_product import DividedProduct, divided_product
 from ditron_inductor.lowering.norms.add_norm import AddNorm, Outputs, make_add_norm
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
@@ -36,10 +38,13 @@ class InParts:
 
 @dataclass(frozen=True, eq=False)
 class Small:
-    """The layout of a call with one kernel behind the product. preparer: the epilogue's part before it, or None."""
+    """The layout of a call with one kernel behind the product. preparer: the epilogue's part before it, or None.
+    divided: what computes the product in parts, which that kernel adds up, or None.
+    """
 
     rows: norm_kernel.Geometry
     preparer: Preparer | None
+    divided: DividedProduct | None
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +62,9 @@ def in_band(sizes: Geometry | None) -> bool:
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
     """Returns the Geometry for a [.., K]. columns: N. k: the largest K on any rank."""
     if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
-        return Small(norm_kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device))
+        rows, preparer = norm_kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device)
+        alone = rows.in_band is not None and preparer is None
+        return Small(rows, preparer, divided_product(launch, a, rows.M, columns) if alone else None)
     parts = chunked.parts_geometry(node.reduction, launch, a, columns, k)
     return InParts(parts, make_add_norm(node, [*a.shape[:-1], columns], a.device))
 
@@ -80,6 +87,13 @@ def matmul_all_reduce_rms_norm(
         return sizes.add_norm(reduced, given)
     rows = sizes.rows
     product = a[0].new_empty([*a[0].shape[:-1], rows.N])
+    if sizes.divided is not None and rows.in_band is not None and len(a) == 1 and bias is None:
+        left = rows_of(a[0])
+        if sizes.divided.takes(left, b[0]):
+            parts = sizes.divided.multiply(left, b[0])
+            return norm_in_band.all_reduce_rms_norm(
+                node, launch, rows.M, rows.N, rows.in_band, product, given, parts=parts
+            )
     Operands([[rows_of(left)] for left in a], b, bias).multiply(0, product.view(rows.M, rows.N))
     if sizes.preparer is not None:
         sizes.preparer.prepare(product, extras)

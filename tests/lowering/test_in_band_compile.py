@@ -37,7 +37,7 @@ WIDE = VOLATILE + r"\.v4\.b32"
 @dataclass(frozen=True)
 class Case:
     """Rows of n elements, `rows` in a tile, of `world` ranks. top_k: of how many rows, and of another, each of them is
-    the sum, if any. trace: the clock of its time stamps, if any.
+    the sum, if any. parts: of how many tensors in fp32 it is the sum, if any. trace: the clock of time stamps, if any.
     """
 
     target: str
@@ -49,9 +49,11 @@ class Case:
     spilled: int = 32
     trace: int = 0
     top_k: int = 0
+    parts: int = 0
 
     def __str__(self) -> str:
-        return f"{self.target}-{self.rows}x{self.n}-{self.dtype}-w{self.world}-{self.form:x}-k{self.top_k}"
+        slots = f"k{self.top_k}-p{self.parts}"
+        return f"{self.target}-{self.rows}x{self.n}-{self.dtype}-w{self.world}-{self.form:x}-{slots}"
 
     @property
     def words(self) -> int:
@@ -71,6 +73,8 @@ CASES = (
     Case("sm_90", 8192, world=8, spilled=512),
     # What the experts of a token return is added up.
     Case("sm_90", 2048, world=2, top_k=8),
+    # A product of few rows in parts.
+    Case("sm_90", 4096, world=2, parts=2),
 )
 MORE_CASES = (
     Case("sm_90", 4096, "fp32", world=2),
@@ -94,6 +98,7 @@ def compiled(case: Case) -> Any:
             THREADS=TARGETS[case.target].warp_size * case.num_warps,
             TOP_K=case.top_k,
             HAS_ADDED=case.top_k > 0,
+            PARTS=case.parts,
         ),
         "NORMS": Norms(case.form, 1e-6, 1e-6),
         "TRACE": case.trace,
@@ -110,8 +115,10 @@ def compiled(case: Case) -> Any:
             signature[name] = POINTERS if name == "pointers" else SentColumns("i32", "i32", "i32")
             attributes |= all_aligned(place, signature[name])
         elif name in ("sources", "given", "outputs"):
-            count = {"sources": 3, "given": len(EXTRAS), "outputs": 2 + len(SAVED)}[name]
+            count = {"sources": 4, "given": len(EXTRAS), "outputs": 2 + len(SAVED)}[name]
             signature[name] = (f"*{case.dtype}",) * count
+            if name == "sources" and case.parts:
+                signature[name] = (*signature[name][:-1], "*fp32")
             attributes |= {(place, i): aligned for i in range(count)}
         else:
             signature[name] = "i32"

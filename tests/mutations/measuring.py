@@ -102,4 +102,11 @@ MEASURING: tuple[Mutation, ...] = (
         """number = f"{len(here)} row{'s' * (len(here) > 1)}\"""",
         "tests/test_results.py::test_a_mean_says_how_many_rows_it_has",
     ),
+    Mutation(
+        "what a timing has spoilt keeps its time",
+        "benchmarks/models/run.py",
+        "                failed.append(name)\n                del times[name]\n",
+        "",
+        "tests/test_gate.py::test_a_fault_that_comes_with_the_timing_fails_the_row",
+    ),
 )

@@ -12,6 +12,8 @@ FOREIGN = "passes/graph/foreign_norms.py"
 UNROUNDED = "tests/passes/test_unrounded_norms.py"
 SCALED = "tests/passes/test_scaled_norms.py"
 OPS = "tests/passes/test_foreign_norms.py"
+DIVIDED = "lowering/matmul_all_reduce_rms_norm/divided_product.py"
+IN_PARTS = "tests/lowering/test_divided_product.py"
 
 NORMING: tuple[Mutation, ...] = (
     Mutation(
@@ -139,5 +141,26 @@ NORMING: tuple[Mutation, ...] = (
         "def __reduce__(self)",
         "def reduced(self)",
         "tests/test_pipeline.py::test_a_stack_may_pickle_the_passes",
+    ),
+    Mutation(
+        "the first part of a product counts for all",
+        "lowering/all_reduce_rms_norm/norm_in_band.py",
+        "pairs + (part * sizes.words + places)",
+        "pairs + places",
+        f"{IN_PARTS}::test_near_the_reference",
+    ),
+    Mutation(
+        "the last part of a product goes beyond K",
+        DIVIDED,
+        "depth = tl.minimum(depths.part, depths.K - first)",
+        "depth = depths.part",
+        f"{IN_PARTS}::test_parts_are_those_of_the_product",
+    ),
+    Mutation(
+        "columns are repeated as rows are",
+        "passes/fuse/all_reduce_rms_norm.py",
+        "return proofs.known_equal(proofs.fake(user.args[0]).shape[-1], proofs.fake(user).shape[-1])",
+        "return True",
+        "tests/passes/test_norm_readers.py::test_rows_that_are_repeated_behind_the_norm",
     ),
 )

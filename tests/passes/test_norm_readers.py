@@ -30,5 +30,5 @@ def test_rows_that_are_repeated_behind_the_norm() -> None:
 
     for times, count in ((3, 1), (1, 0)):
         assert fused(graph_of(repeated, tensors()[2], times)) == count
-    wider = graph_of(lambda x: norm(all_reduce(x))[..., :1].expand(-1, -1, 9).relu(), tensors()[2])
-    assert fused(wider) == 0, "columns are repeated, not rows"
+    wider = graph_of(lambda x: norm(all_reduce(x)).unsqueeze(-1).expand(-1, -1, -1, 9).relu(), tensors()[2])
+    assert fused(wider) == 0, "elements are repeated, not rows"
