@@ -15,8 +15,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from benchmarks import timing
 from benchmarks.models import forms
 from benchmarks.models.architecture import plain_attention
+from benchmarks.models.facts import Fact
 from benchmarks.models.gate import LEAST, LEEWAY, MOST, Gate, Parts, distance, named
 from benchmarks.models.request import Request
 from benchmarks.models.zoo import MODELS, TINY, Cell, Selection, tiny
@@ -159,38 +161,57 @@ def test_a_fault_in_a_part_of_a_replay_fails_the_row(rank_pools: RankPools) -> N
     assert why.startswith("in a replay: ") and "attention of layer 0 by" in why and not timed
 
 
-def _only_when_timed(ctx: RankContext) -> tuple[list[tuple[str, float | None]], dict[str, str]]:
-    """The times of contestants, of which one is wrong from its second step on, and the reasons for those without."""
+def _only_when_timed(ctx: RankContext, raises: bool) -> tuple[list[tuple[str, float | None]], list[Fact]]:
+    """The times of contestants and what is known of them. One is wrong from its second step on, or it raises once it
+    was timed, and so does every contestant until the first one's failure has been cleared up.
+    """
+    from benchmarks.models import run as benchmark
     from benchmarks.models.run import Run
 
-    cell, steps = _cells()["prefill ar"], [0]
+    cell, steps, timed, broken = _cells()["prefill ar"], [0], [False], [True]
 
-    def compiler(model: Any) -> Callable[..., Any]:
+    def compiler(name: str, model: Any) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             if isinstance(model, Parts):
                 return model(*given)
-            steps[0] += 1
+            if raises and timed[0] and broken[0] and name != "eager":
+                raise RuntimeError("the device has failed")
             # A first call, and one that shows that nothing compiles any more, come before the timing.
-            return model(*given) * (1.0 if steps[0] <= 2 else 0.5)
+            steps[0] += name == "inductor"
+            return model(*given) * (0.5 if name == "inductor" and not raises and steps[0] > 2 else 1.0)
 
         return call
 
-    request = Request((cell,), "cpu", {"llama3-8b": MODELS["llama3-8b"].like(TINY)}, ("eager", "inductor"), rounds=2)
-    run = Run(request, ctx.device, time.monotonic(), {"eager": lambda model: model, "inductor": compiler})
-    with mock.patch("benchmarks.models.run.STEPS", 1):
+    def interleaved(*given: Any) -> Any:
+        found = timing.interleaved(*given)
+        timed[0] = True
+        return found
+
+    def clear_up(name: str) -> None:
+        broken[0] = False
+
+    names = ("eager", "inductor", "overlap")
+    request = Request((cell,), "cpu", {"llama3-8b": MODELS["llama3-8b"].like(TINY)}, names, rounds=2)
+    run = Run(request, ctx.device, time.monotonic(), {name: functools.partial(compiler, name) for name in names})
+    with (
+        mock.patch.object(benchmark, "STEPS", 1),
+        mock.patch.object(benchmark, "interleaved", interleaved),
+        mock.patch.object(run, "after_failure", clear_up),
+    ):
         run.run()
-    assert steps[0] > 3, "it was timed"
-    return [(row.contestant, row.p50_us) for row in run.rows], {
-        fact.contestant: fact.why for fact in run.facts if fact.why
-    }
+    assert timed[0]
+    return [(row.contestant, row.p50_us) for row in run.rows], run.facts
 
 
-def test_a_fault_that_comes_with_the_timing_fails_the_row(rank_pools: RankPools) -> None:
-    rows, reasons = rank_pools.get("cpu", 2).run(_only_when_timed, timeout=200)[0]
+@pytest.mark.parametrize("raises", [False, True], ids=["wrong", "raises"])
+def test_a_fault_that_comes_with_the_timing_fails_the_row(raises: bool, rank_pools: RankPools) -> None:
+    rows, facts = rank_pools.get("cpu", 2).run(_only_when_timed, raises, timeout=200)[0]
     us = dict(rows)
-    assert us["eager"] and us["inductor"] is None, rows
-    assert list(reasons) == ["inductor"]
-    assert reasons["inductor"].startswith("after the timing: rank 0: differs from fp64: output by"), reasons
+    assert us["eager"] and us["overlap"] and us["inductor"] is None, rows
+    assert [fact.contestant for fact in facts] == ["eager", "inductor", "overlap"], "one of each, as tables take them"
+    why = "RuntimeError: the device has failed" if raises else "differs from fp64: output by"
+    assert facts[1].why.startswith(f"after the timing: rank 0: {why}") and facts[1].compile_s, facts[1]
+    assert not facts[0].why and not facts[2].why
 
 
 def _fused(ctx: RankContext, cell: Cell) -> list[str]:

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +250,10 @@ class Run(Session):
         for name in list(ready):
             problem = self.settled(ready[name])
             if problem:
-                self.facts.append(self.fact(cell, name, why=problem))
+                self.refuse(self.fact(cell, name, why=problem))
                 failed.append(name)
                 del ready[name]
+                self.after_failure(name)
         self.note_journal(number, TIMING)
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
         self.time(cell, gate, ready, failed, self.captures(cell), most_s)
@@ -275,9 +277,10 @@ class Run(Session):
             problem = self.problem_afterwards(gate, ready[name])
             if problem:
                 self.say(f"    {name}: {problem}")
-                self.facts.append(self.fact(cell, name, graph=graph, why=problem))
+                self.refuse(self.fact(cell, name, graph=graph, why=problem))
                 failed.append(name)
                 del times[name]
+                self.after_failure(name)
         self.rows += self.rows_of(
             {name: times.get(name) for name in CONTESTANTS if name in times or name in failed},
             bench="models",
@@ -290,6 +293,14 @@ class Run(Session):
         )
         where = "    in graphs: " if graph != self.captures(cell) else "    "
         self.say(where + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
+
+    def refuse(self, why: Fact) -> None:
+        """Notes why a contestant has no time after all, beside what is known of it already."""
+        for place, known in reversed(list(enumerate(self.facts))):
+            if (known.cell, known.contestant) == (why.cell, why.contestant):
+                self.facts[place] = replace(known, why=why.why)
+                return
+        self.facts.append(why)
 
     def problem_afterwards(self, gate: Gate, call: Call) -> str:
         """What is wrong with a call after it was timed among the others: it may have lost memory that it reads."""

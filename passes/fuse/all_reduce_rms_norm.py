@@ -328,16 +328,17 @@ def _is_final(user: fx.Node) -> bool:
         return True
     if user.target in proofs.TRANSPOSES:
         return all(_is_final(behind) for behind in user.users)
-    return proofs.keeps_order(user) or is_collective(user) or user.target in PICKS or _repeats_rows(user)
+    return proofs.keeps_order(user) or is_collective(user) or user.target in PICKS or _is_repeated_for_matmuls(user)
 
 
-def _repeats_rows(user: fx.Node) -> bool:
-    """Returns whether an op repeats whole rows, as for each expert of a token: what follows has another number of rows,
-    and so a kernel of its own.
+def _is_repeated_for_matmuls(user: fx.Node) -> bool:
+    """Returns whether an op repeats rows, as for each expert of a token, and matmuls alone read them: these get a copy.
+    Other readers may take the repetition back, and the compiler then computes them with the norm.
     """
-    if user.target is not aten.expand.default or not isinstance(user.args[0], fx.Node):
+    if user.target is not aten.expand.default:
         return False
-    return proofs.known_equal(proofs.fake(user.args[0]).shape[-1], proofs.fake(user).shape[-1])
+    onward = proofs.reached([user], lambda node: [reader for reader in node.users if not proofs.is_matmul(reader)])
+    return all(node is user or node.target is aten.clone.default or proofs.keeps_order(node) for node in onward)
 
 
 def _task(match: Match, options: Options) -> tuple[ReductionWithNorm, dict[str, Any]]:

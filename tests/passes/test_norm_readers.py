@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -20,15 +22,37 @@ def test_rows_that_are_picked_behind_the_norm() -> None:
     assert fused(module) == 1
 
 
-def test_rows_that_are_repeated_behind_the_norm() -> None:
-    """As for each expert of a token; an op on as many elements is computed with the norm."""
+Repeated = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _for_experts(rows: torch.Tensor) -> torch.Tensor:
+    """Each row three times, multiplied with a weight of its own."""
+    repeated = rows.unsqueeze(1).expand(-1, 3, -1).reshape(-1, rows.shape[-1])
+    return torch.bmm(repeated.new_ones(len(repeated), 8, rows.shape[-1]), repeated.unsqueeze(-1))
+
+
+@pytest.mark.parametrize(
+    ("behind", "count"),
+    [
+        (_for_experts, 1),
+        (lambda rows: rows.unsqueeze(1).expand(-1, 3, -1).relu(), 0),
+        # The compiler computes these with the norm.
+        (lambda rows: rows.unsqueeze(1).expand(-1, 4, -1).amax(1), 0),
+        (lambda rows: rows.unsqueeze(0).expand(3, -1, -1)[0].relu(), 0),
+        (lambda rows: rows.unsqueeze(1).expand(-1, 1, -1).relu(), 0),
+        (lambda rows: rows.unsqueeze(-1).expand(-1, -1, 9).relu(), 0),
+    ],
+    ids=["experts", "elements", "largest", "one_of_them", "once", "columns"],
+)
+def test_rows_that_are_repeated_behind_the_norm(behind: Repeated, count: int) -> None:
     norm = frozen(LlamaNorm, BF16)
+    assert fused(graph_of(lambda x: behind(norm(all_reduce(x)).flatten(0, -2)), tensors()[2])) == count
 
-    def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-        rows = norm(all_reduce(x)).flatten(0, -2)
-        return rows.unsqueeze(1).expand(-1, times, -1).relu()
 
-    for times, count in ((3, 1), (1, 0)):
-        assert fused(graph_of(repeated, tensors()[2], times)) == count
-    wider = graph_of(lambda x: norm(all_reduce(x)).unsqueeze(-1).expand(-1, -1, -1, 9).relu(), tensors()[2])
-    assert fused(wider) == 0, "elements are repeated, not rows"
+def test_a_row_of_one_element_is_repeated() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        reduced = all_reduce(x)
+        normed = reduced * torch.rsqrt(reduced.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return normed.reshape(()).expand(3).relu()
+
+    assert fused(graph_of(fn, torch.randn(1, 1))) == 0
