@@ -250,10 +250,8 @@ class Run(Session):
         for name in list(ready):
             problem = self.settled(ready[name])
             if problem:
-                self.refuse(self.fact(cell, name, why=problem))
-                failed.append(name)
                 del ready[name]
-                self.after_failure(name)
+                self.fail(cell, name, problem, failed)
         self.note_journal(number, TIMING)
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
         self.time(cell, gate, ready, failed, self.captures(cell), most_s)
@@ -277,10 +275,8 @@ class Run(Session):
             problem = self.problem_afterwards(gate, ready[name])
             if problem:
                 self.say(f"    {name}: {problem}")
-                self.refuse(self.fact(cell, name, graph=graph, why=problem))
-                failed.append(name)
                 del times[name]
-                self.after_failure(name)
+                self.fail(cell, name, problem, failed, graph)
         self.rows += self.rows_of(
             {name: times.get(name) for name in CONTESTANTS if name in times or name in failed},
             bench="models",
@@ -294,13 +290,17 @@ class Run(Session):
         where = "    in graphs: " if graph != self.captures(cell) else "    "
         self.say(where + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
 
-    def refuse(self, why: Fact) -> None:
-        """Notes why a contestant has no time after all, beside what is known of it already."""
-        for place, known in reversed(list(enumerate(self.facts))):
-            if (known.cell, known.contestant) == (why.cell, why.contestant):
-                self.facts[place] = replace(known, why=why.why)
-                return
-        self.facts.append(why)
+    def fail(self, cell: Cell, name: str, problem: str, failed: list[str], graph: bool = False) -> None:
+        """Notes that a contestant has no time, and why, beside what is known of it. Raises as `after_failure` does."""
+        why = self.fact(cell, name, graph=graph, why=problem)
+        for place, known in enumerate(self.facts):
+            if (known.cell, known.contestant) == (why.cell, name):
+                self.facts[place] = replace(known, why=problem)
+                break
+        else:
+            self.facts.append(why)
+        failed.append(name)
+        self.after_failure(name)
 
     def problem_afterwards(self, gate: Gate, call: Call) -> str:
         """What is wrong with a call after it was timed among the others: it may have lost memory that it reads."""
@@ -323,9 +323,7 @@ class Run(Session):
             if not problem and name != LIMIT:
                 problem = self.first_problem(gate.problem(got))
             if problem:
-                self.facts.append(self.fact(cell, name, graph=True, why=problem))
-                failed.append(name)
-                self.after_failure(name)
+                self.fail(cell, name, problem, failed, graph=True)
             else:
                 found[name] = replay
         self.note_journal(number, TIMING)
