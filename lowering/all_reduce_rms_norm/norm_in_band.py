@@ -134,9 +134,9 @@ def reduced_words(sources, row, lane, places, inside, sizes, HOW: tl.constexpr):
     if PARTS > 0:
         lower = tl.zeros(inside.shape, dtype=tl.float32)
         upper = lower
+        # The two elements of each word, in one access.
+        pairs = sources[3].to(tl.pointer_type(tl.uint64), bitcast=True)
         for part in tl.static_range(PARTS):
-            # The two elements of each word, in one access.
-            pairs = sources[3].to(tl.pointer_type(tl.uint64), bitcast=True)
             both = tl.load(pairs + (part * sizes.words + places), mask=inside, other=0)
             lower += both.to(tl.uint32).to(tl.float32, bitcast=True)
             upper += (both >> 32).to(tl.uint32).to(tl.float32, bitcast=True)

@@ -2,8 +2,8 @@
 kernel.
 
 The kernel of all_reduce_rms_norm reduces and normalises small products; of few rows it adds up parts of the product
-too (see divided_product.py). Larger products are reduced in parts, as by
-matmul_all_reduce, and then one launch computes the sums and the norm.
+too (see divided_product.py). Larger products are reduced in parts, as by matmul_all_reduce, and then one launch
+computes the sums and the norm.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, colu
     """Returns the Geometry for a [.., K]. columns: N. k: the largest K on any rank."""
     if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
         rows, preparer = norm_kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device)
-        alone = rows.in_band is not None and preparer is None
-        return Small(rows, preparer, divided_product(launch, a, rows.M, columns) if alone else None)
+        alone = preparer is None and node.num_products == 1 and not node.has_bias
+        divides = alone and rows.in_band is not None
+        return Small(rows, preparer, divided_product(launch, a, rows.M, columns) if divides else None)
     parts = chunked.parts_geometry(node.reduction, launch, a, columns, k)
     return InParts(parts, make_add_norm(node, [*a.shape[:-1], columns], a.device))
 
@@ -87,14 +88,11 @@ def matmul_all_reduce_rms_norm(
         return sizes.add_norm(reduced, given)
     rows = sizes.rows
     product = a[0].new_empty([*a[0].shape[:-1], rows.N])
-    if sizes.divided is not None and rows.in_band is not None and len(a) == 1 and bias is None:
-        left = rows_of(a[0])
-        if sizes.divided.takes(left, b[0]):
-            parts = sizes.divided.multiply(left, b[0])
-            return norm_in_band.all_reduce_rms_norm(
-                node, launch, rows.M, rows.N, rows.in_band, product, given, parts=parts
-            )
-    Operands([[rows_of(left)] for left in a], b, bias).multiply(0, product.view(rows.M, rows.N))
+    lefts = [rows_of(left) for left in a]
+    if sizes.divided is not None and rows.in_band is not None and sizes.divided.takes(lefts[0], b[0]):
+        parts = sizes.divided.multiply(lefts[0], b[0])
+        return norm_in_band.all_reduce_rms_norm(node, launch, rows.M, rows.N, rows.in_band, product, given, parts=parts)
+    Operands([[left] for left in lefts], b, bias).multiply(0, product.view(rows.M, rows.N))
     if sizes.preparer is not None:
         sizes.preparer.prepare(product, extras)
     return norm_kernel.all_reduce_rms_norm(node, launch, rows, product, given, in_place=True)

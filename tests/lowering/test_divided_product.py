@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -41,21 +42,17 @@ def _tiles(config: Config, even: bool, interpreted: bool) -> Tiles:
     return Tiles(*sizes, 1, False, 0, even, "ieee", interpreted, 0, 0)
 
 
-@dataclass
-class Counted:
-    """What `DividedProduct.multiply` was asked for."""
-
-    parts: list[int]
-
-
-def _counting(counted: Counted) -> mock._patch:  # type: ignore[type-arg]
-    multiply = DividedProduct.multiply
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Yields the numbers of parts of all products that are made in parts meanwhile."""
+    multiply, parts = DividedProduct.multiply, list[int]()
 
     def counting(self: DividedProduct, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        counted.parts.append(self.parts)
+        parts.append(self.parts)
         return multiply(self, x, weight)
 
-    return mock.patch.object(DividedProduct, "multiply", counting)
+    with mock.patch.object(DividedProduct, "multiply", counting):
+        yield parts
 
 
 def _problems(ctx: RankContext, label: str, dtype: torch.dtype = torch.bfloat16) -> list[Problem]:
@@ -66,13 +63,12 @@ def _problems(ctx: RankContext, label: str, dtype: torch.dtype = torch.bfloat16)
 
 
 def _near_the_reference(ctx: RankContext) -> list[int]:
-    counted = Counted([])
-    with _counting(counted):
+    with _counted() as parts:
         for dtype in lowering.DTYPES:
             for problem in _problems(ctx, f"near {dtype}", dtype):
                 for _ in range(2):
                     problem.check(problem())
-    return counted.parts
+    return parts
 
 
 def test_near_the_reference(rank_pools: RankPools) -> None:
@@ -82,14 +78,13 @@ def test_near_the_reference(rank_pools: RankPools) -> None:
 
 def _by_the_library(ctx: RankContext) -> list[int]:
     """Of fp32, and by a weight whose columns are contiguous."""
-    counted = Counted([])
-    with _counting(counted):
+    with _counted() as parts:
         exact = Problem(ctx, KIND, Size(2, 20, 16), site=Site("library/1", "chunked"), dtype=torch.float32, few=2)
         across = Problem(ctx, KIND, Size(2, 20, 16), site=Site("library/2", "chunked"), few=2)
         across.weights = [weight.contiguous() for weight in across.weights]
         for problem in (exact, across):
             problem.check(problem())
-    return counted.parts
+    return parts
 
 
 def test_other_products_are_the_library_s(rank_pools: RankPools) -> None:
@@ -110,11 +105,10 @@ def test_products_that_are_not_divided(rows: int, columns: int, k: int) -> None:
 
 def _uneven(ctx: RankContext) -> list[int]:
     """K of the ranks differs, so they have other numbers of parts."""
-    counted = Counted([])
     problem = Problem(ctx, KIND, Size(2, 40 + 100 * ctx.rank, 30), site=Site("uneven/0", "chunked"), few=2)
-    with _counting(counted):
+    with _counted() as parts:
         problem.check(problem())
-    return counted.parts
+    return parts
 
 
 def test_ranks_divide_their_own_k(rank_pools: RankPools) -> None:
@@ -128,8 +122,8 @@ def _check_parts(ctx: RankContext, rows: int, k: int, n: int) -> None:
     interpreted = ctx.device.type == "cpu"
     config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted)
     tiles = _tiles(config, k % config.block_k == 0, interpreted)
-    launcher = local_launcher(lowering.divided_product_kernel, x.device)
     for wanted in (1, 3, 5):
+        launcher = local_launcher(lowering.divided_product_kernel, x.device)
         part = round_up(ceil_div(k, wanted), config.block_k)
         parts = ceil_div(k, part)
         product = DividedProduct(rows, n, lowering.Depths(k, part), parts, config, tiles, launcher)
@@ -137,8 +131,6 @@ def _check_parts(ctx: RankContext, rows: int, k: int, n: int) -> None:
         for number, got in enumerate(product.multiply(x, weight)):
             columns = slice(number * part, (number + 1) * part)
             assert_near(got, x[:, columns].double() @ weight[columns].double(), what=f"part {number} of {parts}")
-        # Another number of parts is another launch.
-        launcher = local_launcher(lowering.divided_product_kernel, x.device)
 
 
 def _check_all_parts(ctx: RankContext, sizes: list[tuple[int, int, int]]) -> None:
