@@ -99,8 +99,7 @@ def divided_product(launch: Launch, a: torch.Tensor, rows: int, columns: int) ->
     library is to compute the product. The ranks need not agree on it.
     """
     K = a.shape[-1]
-    # On GPUs only its product has been measured (docs/kernels/all_reduce_rms_norm.md), not yet what adds up the parts.
-    if not launch.interpreted or a.dtype not in DTYPES or not 0 < rows <= MOST_ROWS or 0 in (columns, K):
+    if a.dtype not in DTYPES or not 0 < rows <= MOST_ROWS or 0 in (columns, K):
         return None
     config = select_few_rows_config(rows=rows, dtype=a.dtype, interpreted=launch.interpreted)
     config = config.for_arch(launch.workspace.capabilities.arch)
