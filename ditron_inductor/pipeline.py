@@ -49,6 +49,7 @@ from ditron_inductor.passes.finish.pad_products import pad_products
 from ditron_inductor.passes.finish.record_sites import count_left_alone, record_graph
 from ditron_inductor.passes.finish.require_fusions import require_fusions
 from ditron_inductor.passes.finish.review_left_alone import review_left_alone
+from ditron_inductor.passes.finish.unroll_topk import unroll_topk
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.finish.wire_facts import Before, before_passes, facts_of, graph_facts
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
@@ -132,6 +133,8 @@ PASSES: tuple[Pass, ...] = (
     absorb_norms,
     # Products that remain torch's are padded once the fused products are gone.
     pad_products,
+    # A topk becomes what Inductor fuses, once no pass looks for it any more.
+    unroll_topk,
     # Launches are ordered once no launch changes any more.
     order_collectives,
     # Sites are named by their places in that order.

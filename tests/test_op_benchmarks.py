@@ -86,6 +86,14 @@ def test_projections(rank_pools: RankPools) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
+def test_routing(rank_pools: RankPools) -> None:
+    module = "benchmarks.ops.routing"
+    few = ["--device", "cpu", "--models", "mixtral-8x7b", "deepseek-v3", "--tokens", "3", "--rounds", "2", "--out", ""]
+    rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args([*few, "--commit", "0"]))
+    assert {row.shape.split(";")[1] for row in rows} == {"E=8", "E=256"}
+    assert {row.contestant for row in rows} == {"inductor", "ditron"} and all(row.p50_us for row in rows)
+
+
 @pytest.mark.all_cases
 @pytest.mark.parametrize("model", ["tiny", "tiny-biased"])
 def test_gathered_experts(rank_pools: RankPools, model: str) -> None:

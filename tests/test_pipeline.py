@@ -91,6 +91,7 @@ def test_the_order_of_the_passes() -> None:
         "absorb_epilogues",
         "absorb_norms",
         "pad_products",
+        "unroll_topk",
         "order_collectives",
         "name_sites",
         "verify_tasks",

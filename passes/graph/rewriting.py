@@ -144,6 +144,14 @@ def full(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any], value: float, d
     return node
 
 
+def integers(graph: fx.Graph, origin: fx.Node, count: int) -> fx.Node:
+    """Inserts the integers from 0 to count - 1, int64, with the device and metadata of `origin`."""
+    node = call(graph, torch.ops.prims.iota.default, (count,), origin, (count,), dtype=torch.int64)
+    device = origin.meta["val"].device
+    node.kwargs = {"start": 0, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
+    return node
+
+
 def row_major_copy(graph: fx.Graph, node: fx.Node, origin: fx.Node, name: str | None = None) -> fx.Node:
     """Inserts a row-major copy of a tensor with the metadata of `origin`."""
     copy = call(graph, aten.clone.default, (node,), origin, node.meta["val"].shape, name=name)

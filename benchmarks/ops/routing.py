@@ -1,0 +1,154 @@
+"""`python -m benchmarks.ops.routing`: how the experts of each token are chosen, from the router's logits.
+
+It needs one GPU: nothing is communicated. Contestants, interleaved, inside CUDA graphs:
+
+    inductor            torch's topk, and Inductor's kernels around it
+    ditron              the same with `unroll_topk`, by which Inductor has one kernel for the choice and the softmax
+
+Routers: `softmax` of all logits, the largest k, whose weights are divided by their sum (Qwen3, Mixtral); `chosen`, the
+largest k logits, and their softmax (GPT-OSS); `groups`, experts in groups, the best half of the groups, and in these
+the largest k (DeepSeek V3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tabulate import tabulate
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+
+from benchmarks.ops import command
+from benchmarks.ops.expert_cells import BUDGET_S, LIMIT_S, end_cell
+from benchmarks.records import RESULTS, Row
+from benchmarks.session import Session
+from benchmarks.timing import interleaved
+from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.unroll_topk import unroll_topk
+from ditron_inductor.pipeline import DitronPipeline
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.timing import GRAPH_CALLS
+
+MODULE = "benchmarks.ops.routing"
+RECORDED = RESULTS / "moe.csv"
+SHOWN = ("inductor", "ditron")
+GROUPS = 8
+Chosen = tuple[torch.Tensor, torch.Tensor]
+
+
+class Router(NamedTuple):
+    """form: a key of `FORMS`. Of E experts each token takes k."""
+
+    form: str
+    E: int
+    k: int
+
+
+ROUTERS = {
+    "mixtral-8x7b": Router("softmax", 8, 2),
+    "qwen3-30b-a3b": Router("softmax", 128, 8),
+    "gpt-oss-120b": Router("chosen", 128, 4),
+    "deepseek-v3": Router("groups", 256, 8),
+    "qwen3-next": Router("softmax", 512, 10),
+}
+
+
+def softmax(logits: torch.Tensor, k: int) -> Chosen:
+    weights, experts = torch.topk(logits.float().softmax(-1), k)
+    return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), experts
+
+
+def chosen(logits: torch.Tensor, k: int) -> Chosen:
+    values, experts = torch.topk(logits, k)
+    return values.softmax(-1), experts
+
+
+def groups(logits: torch.Tensor, k: int) -> Chosen:
+    scores = logits.float().sigmoid()
+    parts = scores.unflatten(-1, (GROUPS, -1))
+    best = parts.topk(2)[0].sum(-1)
+    taken = torch.zeros_like(best).scatter_(1, best.topk(GROUPS // 2, sorted=False)[1], 1).bool()
+    inside = parts.masked_fill(~taken.unsqueeze(-1), 0.0).flatten(1)
+    experts = inside.topk(k, sorted=False)[1]
+    weights = scores.gather(1, experts)
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-20)).to(logits.dtype), experts
+
+
+FORMS: dict[str, Callable[[torch.Tensor, int], Chosen]] = {"softmax": softmax, "chosen": chosen, "groups": groups}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    result.add_argument("--models", nargs="+", choices=sorted(ROUTERS), default=list(ROUTERS))
+    result.add_argument("--tokens", nargs="+", type=int, default=[1, 32, 1024, 8192])
+    result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")
+    command.add_common(result, world=1, limit_s=LIMIT_S)
+    return result
+
+
+def contestants(session: Session, router: Router, logits: torch.Tensor) -> dict[str, Callable[[int], Chosen]]:
+    """The contestants that choose the same experts, captured where there is a GPU."""
+    patches = {"inductor": None, "ditron": DitronPipeline(Options(), passes=(unroll_topk,))}
+    wanted = FORMS[router.form](logits, router.k)
+
+    def checked(name: str) -> Callable[[int], Chosen]:
+        def route(logits: torch.Tensor) -> Chosen:
+            return FORMS[router.form](logits, router.k)
+
+        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+            return compile_fx(gm, inputs, config_patches={"post_grad_custom_pre_pass": patches[name]})
+
+        compiled = torch.compile(route, backend=backend, dynamic=False)
+        weights, experts = compiled(logits)
+        if not torch.equal(experts.sort(-1)[0], wanted[1].sort(-1)[0]):
+            raise AssertionError(f"{name} chooses other experts")
+        torch.testing.assert_close(weights.float().sum(-1), wanted[0].float().sum(-1), rtol=2e-2, atol=2e-2)
+        return lambda _: compiled(logits)
+
+    with without_caches():
+        calls = session.right(patches, checked)
+    return session.replays(calls, GRAPH_CALLS) if logits.is_cuda else calls
+
+
+def measure(session: Session, options: argparse.Namespace) -> list[Row]:
+    """All cells for which there is time; rank 0 writes and prints."""
+    rows: list[Row] = []
+    lines = []
+    device = session.clock.device
+    per_call = GRAPH_CALLS if device.type == "cuda" else 1
+    for model, T in itertools.product(options.models, options.tokens):
+        router = ROUTERS[model]
+        shape = f"T={T};E={router.E};k={router.k};router={router.form}"
+        if session.seconds() > options.budget:
+            session.say(f"no time for {shape}")
+            continue
+        generator = torch.Generator(device=device).manual_seed(0)
+        logits = torch.empty(T, router.E, device=device, dtype=torch.bfloat16).normal_(generator=generator)
+        times = interleaved(session.clock, contestants(session, router, logits), per_call, options.rounds)
+        rows += session.rows_of(
+            times, bench="routing", op="topk", shape=shape, graph=device.type == "cuda", limit_us=None,
+            commit=options.commit,
+        )  # fmt: skip
+        us = {name: each.p50_us for name, each in times.items()}
+        ratio = us["inductor"] / us["ditron"] if set(us) == set(SHOWN) else float("nan")
+        lines.append([model, shape, *(f"{us[name]:.1f}" if name in us else "-" for name in SHOWN), f"{ratio:.2f}"])
+        session.say("  ".join(lines[-1]))
+        end_cell(session, options, rows)
+    if session.rank == 0 and lines:
+        print(tabulate(lines, ["model", "cell", *SHOWN, "inductor/ditron"], disable_numparse=True), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    return command.start_alone(MODULE, parser().parse_args(arguments), RECORDED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
