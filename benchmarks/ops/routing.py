@@ -7,7 +7,7 @@ It needs one GPU: nothing is communicated. Contestants, interleaved, inside CUDA
 
 Routers: `softmax` of all logits, the largest k, whose weights are divided by their sum (Qwen3, Mixtral); `chosen`, the
 largest k logits, and their softmax (GPT-OSS); `groups`, experts in groups, the best half of the groups, and in these
-the largest k (DeepSeek V3).
+the largest k (DeepSeek V3, whose logits are fp32; those of the others are bf16).
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
             session.say(f"no time for {shape}")
             continue
         generator = torch.Generator(device=device).manual_seed(0)
-        logits = torch.empty(T, router.E, device=device, dtype=torch.bfloat16).normal_(generator=generator)
+        dtype = torch.float32 if router.form == "groups" else torch.bfloat16
+        logits = torch.empty(T, router.E, device=device, dtype=dtype).normal_(generator=generator)
         times = interleaved(session.clock, contestants(session, router, logits), per_call, options.rounds)
         rows += session.rows_of(
             times, bench="routing", op="topk", shape=shape, graph=device.type == "cuda", limit_us=None,

@@ -13,10 +13,10 @@ one chosen value two, around which nothing can be fused. Algorithm. A key is the
 that integers are ordered as the values are. In each step the largest key that is left is chosen, and then replaced by
 an integer below all keys. Inductor computes all steps in one kernel, with the softmax in front of them.
 
-The result is that of `topk`: a NaN is the largest value, equal values are chosen from the left, as torch's kernels do,
-and the chosen values are returned bit for bit, but that each NaN has the same bits. The keys are read from a value as
-it would be stored, so ranks that fuse differently choose alike. Equal values are returned in the order of their places,
-which `topk` leaves open.
+The result is that of `topk`: a NaN is the largest value, -0.0 is less than 0.0, and equal values are chosen from the
+left, as by torch's kernels. The chosen values are returned bit for bit, but that each NaN has the same bits. The keys
+are read from a value as it would be stored, so ranks that fuse differently choose alike. Equal values are returned in
+the order of their places, which `topk` leaves open.
 
 It must not fire when
 * the values are not on a GPU: elsewhere torch's `topk` chooses among equal values in another order;
@@ -95,7 +95,7 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
         return rewriting.full(graph, origin, (), given, dtype)
 
     def ordered(bits: fx.Node) -> fx.Node:
-        """Inserts integers that are ordered as the values with these bits are; of those integers, it inserts the bits."""
+        """Inserts integers ordered as the values that have these bits; of such integers, the bits."""
         sign = build(aten.__rshift__.Scalar, bits, info.bits - 1)
         return build(aten.bitwise_xor.Tensor, bits, build(aten.bitwise_and.Scalar, sign, info.max))
 

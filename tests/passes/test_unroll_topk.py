@@ -1,4 +1,7 @@
-"""unroll_topk: which topk is unrolled, what stands in its place, and that it chooses what topk chooses."""
+"""unroll_topk: which topk is unrolled, what stands in its place, and that it chooses what topk chooses.
+
+tests/test_routing.py has it compiled by Inductor.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import expecttest
 import pytest
 import torch
 from torch import fx
-from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,30 +20,12 @@ from ditron_inductor.passes.finish.unroll_topk import (
     INTEGERS,
     MOST_CHOSEN,
     MOST_VALUES,
-    find_topk,
-    rewrite,
     unroll_topk,
 )
-from ditron_inductor.pipeline import DitronPipeline
-from ditron_inductor.report.explain import without_caches
+from tests.passes.choices import check, specials, unroll_anywhere
 from tests.passes.graphs import assert_no_new_guards, compiled_graphs, text, traced
 
 aten = torch.ops.aten
-ANYWHERE = ("cpu", "cuda")
-
-
-def chosen(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest values and their places; of equal values the left ones, as torch chooses them on GPUs."""
-    values, places = torch.sort(x, dim=-1, descending=True, stable=True)
-    return values[..., :k], places[..., :k]
-
-
-def unroll_anywhere(graph: fx.Graph, *, options: Options) -> int:
-    """The pass, on the CPU device too."""
-    found = [match for node in graph.nodes if (match := find_topk(node, ANYWHERE)) is not None]
-    for match in found:
-        rewrite(graph, match)
-    return len(found)
 
 
 def on_a_gpu(fn: Callable[..., Any], x: Any, dtype: torch.dtype = torch.float32) -> fx.GraphModule:
@@ -101,20 +85,6 @@ def test_places_alone() -> None:
     assert not module.graph.find_nodes(op="call_function", target=aten.amax.default)
 
 
-def specials(dtype: torch.dtype) -> torch.Tensor:
-    """Rows with many equal values, with NaNs of both signs, with infinities, and with nothing else than -inf."""
-    torch.manual_seed(0)
-    x = torch.randn(64, 24)
-    x[:16] = torch.randint(0, 3, (16, 24)).float()
-    x[1] = -torch.inf
-    x[2, 1:] = -torch.inf
-    x[3, 4], x[3, 9], x[4] = torch.nan, -torch.nan, torch.nan
-    x[5, 3], x[5, 7], x[5, 8] = torch.inf, torch.nan, torch.inf
-    x[6] = x[6].round() * 1e-42
-    x[7] = -x[7]
-    return x.to(dtype)
-
-
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("k", [1, 2, 8, 16])
 def test_chooses_what_topk_chooses(dtype: torch.dtype, k: int) -> None:
@@ -122,41 +92,7 @@ def test_chooses_what_topk_chooses(dtype: torch.dtype, k: int) -> None:
     module = traced(lambda x: torch.topk(x, k), x)
     assert unroll_anywhere(module.graph, options=Options()) == 1
     module.recompile()
-    _check(module(x), x, k)
-
-
-def _check(found: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, k: int) -> None:
-    """The places are those of a stable sort, and the values those at the places, bit for bit."""
-    values, places = found
-    assert values.dtype == x.dtype and values.is_contiguous() and places.is_contiguous()
-    torch.testing.assert_close(places, chosen(x, k)[1], rtol=0, atol=0)
-    wanted = x.gather(-1, places)
-    torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(values.signbit() | values.isnan(), wanted.signbit() | wanted.isnan())
-    torch.testing.assert_close(values, torch.topk(x, k)[0], rtol=0, atol=0, equal_nan=True)
-
-
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` by Inductor with this pass alone, on the CPU device too."""
-    ours = DitronPipeline(Options(), passes=(unroll_anywhere,))
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compile_fx(gm, inputs, config_patches={"post_grad_custom_pre_pass": ours})
-
-    return torch.compile(fn, backend=backend, dynamic=False)
-
-
-def _sums_are_read_as_stored(device: str) -> None:
-    """A sum of bf16 is rounded before it is compared, although Inductor has more digits of it in a register."""
-    torch.manual_seed(1)
-    x, y = (torch.randn(64, 40, device=device).to(torch.bfloat16) for _ in range(2))
-    with without_caches():
-        found = compiled(lambda x, y: torch.topk(x + y * 0.01, 4))(x, y)
-    _check(found, x + y * 0.01, 4)
-
-
-def test_sums_are_read_as_stored() -> None:
-    _sums_are_read_as_stored("cpu")
+    check(module(x), x, k)
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[int, ...], torch.dtype]] = {
@@ -200,49 +136,10 @@ def test_dynamic_sizes() -> None:
         assert unroll_anywhere(module.graph, options=Options()) == 0
 
 
-def router(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in Qwen3 with 24 experts, of which 4 are chosen."""
-    weights, places = torch.topk(logits.float().softmax(-1), 4)
-    return weights / weights.sum(-1, keepdim=True), places
-
-
-def groups(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in DeepSeek V3 with 24 experts in 4 groups, of which 2 are chosen, and in these 4 experts."""
-    scores = logits.float().sigmoid()
-    best = torch.topk(scores.view(-1, 4, 6), 2)[0].sum(-1)
-    taken = torch.zeros_like(best).scatter_(1, torch.topk(best, 2, sorted=False)[1], 1)
-    inside = taken.bool().repeat_interleave(6, dim=-1)
-    places = torch.topk(scores.masked_fill(~inside, -torch.inf), 4, sorted=False)[1]
-    return scores.gather(1, places), places
-
-
-def _by_inductor(device: str) -> None:
-    torch.manual_seed(2)
-    for fn in (router, groups):
-        for rows in (1, 5, 300):
-            logits = torch.randn(rows, 24, device=device).to(torch.bfloat16)
-            with without_caches():
-                weights, places = compiled(fn)(logits)
-            wanted, wanted_places = fn(logits)
-            # torch leaves the order of equal values open, and on the CPU device also which of them are chosen.
-            torch.testing.assert_close(weights.sort(-1)[0], wanted.sort(-1)[0])
-            if device == "cuda":
-                assert torch.equal(places.sort(-1)[0], wanted_places.sort(-1)[0])
-
-
-def test_by_inductor() -> None:
-    _by_inductor("cpu")
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    """Compiled by Inductor: as topk itself, which chooses equal values from the left too."""
-    _sums_are_read_as_stored("cuda")
-    _by_inductor("cuda")
-    for dtype in INTEGERS:
-        x = specials(dtype).cuda()
-        for k in (1, 2, 8, 16):
-            with without_caches():
-                found = compiled(lambda x, k=k: torch.topk(x, k))(x)
-            _check(found, x, k)
-            assert torch.equal(found[1].sort(-1)[0], torch.topk(x, k)[1].sort(-1)[0]), (dtype, k)
+def test_zeros_of_both_signs() -> None:
+    x = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0]])
+    module = traced(lambda x: torch.topk(x, 3), x)
+    assert unroll_anywhere(module.graph, options=Options()) == 1
+    module.recompile()
+    values, places = module(x)
+    assert places.tolist() == [[2, 4, 1]] and values.signbit().tolist() == [[False, False, True]]

@@ -1,0 +1,50 @@
+"""Values to choose from, and how a choice is checked."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.unroll_topk import find_topk, rewrite
+
+ANYWHERE = ("cpu", "cuda")
+
+
+def chosen(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest values and their places; of equal values the left ones, as torch chooses them on GPUs."""
+    values, places = torch.sort(x, dim=-1, descending=True, stable=True)
+    return values[..., :k], places[..., :k]
+
+
+def unroll_anywhere(graph: fx.Graph, *, options: Options) -> int:
+    """The pass, on the CPU device too."""
+    found = [match for node in graph.nodes if (match := find_topk(node, ANYWHERE)) is not None]
+    for match in found:
+        rewrite(graph, match)
+    return len(found)
+
+
+def specials(dtype: torch.dtype) -> torch.Tensor:
+    """Rows with many equal values, with NaNs of both signs, with infinities, and with nothing else than -inf."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 24)
+    x[:16] = torch.randint(0, 3, (16, 24)).float()
+    x[1] = -torch.inf
+    x[2, 1:] = -torch.inf
+    x[3, 4], x[3, 9], x[4] = torch.nan, -torch.nan, torch.nan
+    x[5, 3], x[5, 7], x[5, 8] = torch.inf, torch.nan, torch.inf
+    x[6] = x[6].round() * 1e-42
+    x[7] = -x[7]
+    return x.to(dtype)
+
+
+def check(found: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, k: int) -> None:
+    """The places are those of a stable sort, and the values those at the places, bit for bit."""
+    values, places = found
+    assert values.dtype == x.dtype and values.is_contiguous() and places.is_contiguous()
+    torch.testing.assert_close(places, chosen(x, k)[1], rtol=0, atol=0)
+    wanted = x.gather(-1, places)
+    torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(values.signbit() | values.isnan(), wanted.signbit() | wanted.isnan())
+    torch.testing.assert_close(values, torch.topk(x, k)[0], rtol=0, atol=0, equal_nan=True)
