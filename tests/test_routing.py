@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.utils import run_and_get_code
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.unroll_topk import INTEGERS
 from ditron_inductor.pipeline import DitronPipeline
 from ditron_inductor.report.explain import without_caches
-from tests.passes.choices import check, specials, unroll_anywhere
+from tests.passes.choices import check, specials, unroll_anywhere, unroll_parts
 
 
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` by Inductor with this pass alone, on the CPU device too."""
-    ours = DitronPipeline(Options(), passes=(unroll_anywhere,))
+def compiled(fn: Callable[..., Any], unroll: Callable[..., int] = unroll_anywhere) -> Callable[..., Any]:
+    """`fn` by Inductor with this pass alone."""
+    ours = DitronPipeline(Options(), passes=(unroll,))
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         return compile_fx(gm, inputs, config_patches={"post_grad_custom_pre_pass": ours})
@@ -61,16 +62,17 @@ def groups(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _by_inductor(device: str) -> None:
     torch.manual_seed(2)
     for fn in (router, groups):
-        for rows in (1, 5, 300):
+        for rows, unroll in ((1, unroll_anywhere), (5, unroll_parts), (300, unroll_anywhere)):
             logits = torch.randn(rows, 24, device=device)
             logits = logits if fn is groups else logits.to(torch.bfloat16)
             with without_caches():
-                weights, places = compiled(fn)(logits)
+                (weights, places), code = run_and_get_code(compiled(fn, unroll), logits)
             wanted, wanted_places = fn(logits)
             # torch leaves the order of equal values open, and on the CPU device also which of them are chosen.
             torch.testing.assert_close(weights.sort(-1)[0], wanted.sort(-1)[0])
             if device == "cuda":
                 assert torch.equal(places.sort(-1)[0], wanted_places.sort(-1)[0])
+                assert "triton_per_" in code[0] and "triton_red_" not in code[0]
 
 
 def test_by_inductor() -> None:
@@ -79,13 +81,12 @@ def test_by_inductor() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    """Compiled by Inductor: as topk itself, which chooses equal values from the left too."""
+    """Compiled by Inductor, without loops: as topk itself, which chooses equal values from the left too."""
     _sums_are_read_as_stored("cuda")
     _by_inductor("cuda")
-    for dtype in INTEGERS:
+    for dtype, unroll, k in zip(INTEGERS, (unroll_anywhere, unroll_parts, unroll_anywhere), (8, 4, 16), strict=True):
         x = specials(dtype).cuda()
-        for k in (1, 2, 8, 16):
-            with without_caches():
-                found = compiled(lambda x, k=k: torch.topk(x, k))(x)
-            check(found, x, k)
-            assert torch.equal(found[1].sort(-1)[0], torch.topk(x, k)[1].sort(-1)[0]), (dtype, k)
+        with without_caches():
+            found = compiled(lambda x, k=k: torch.topk(x, k), unroll)(x)
+        check(found, x, k)
+        assert torch.equal(found[1].sort(-1)[0], torch.topk(x, k)[1].sort(-1)[0]), (dtype, k)

@@ -2,16 +2,23 @@
 
     x [T, E] -> topk(k=2) -> getitem 0 [T, 2], getitem 1 [T, 2]
 
-becomes
+becomes, for fp32,
 
-    x -> view(int32), .. -> keys [T, E] (int32) -> amax, argmax [T, 1]
-      -> where(column == argmax, least, keys) [T, E] -> amax, argmax [T, 1]
-    cat(the maxima) -> .., view(float32) [T, 2];  cat(the places) [T, 2]
+    x -> view(int32), .., or the place -> keys [T, E] (int64) -> amax [T, 1]
+      -> where(keys < amax, keys, least) [T, E] -> amax [T, 1]
+    cat(the maxima) -> .., view(float32) [T, 2];  cat(the maxima) -> .. [T, 2]
 
 Problem. A router chooses k of its E experts for each token. torch's `topk` is a launch of its own, and with more than
 one chosen value two, around which nothing can be fused. Algorithm. A key is the value's bits as an integer, changed so
-that integers are ordered as the values are. In each step the largest key that is left is chosen, and then replaced by
-an integer below all keys. Inductor computes all steps in one kernel, with the softmax in front of them.
+that integers are ordered as the values are, and behind them the place, counted from the right. So no two keys are
+equal, and the key that is chosen next is the largest one below the last. Inductor computes all steps in one kernel. If
+there are more than `WIDTH` values, they are cut into equal parts, which lie on top of each other: the largest key of
+each column is found first.
+
+`WIDTH` is what Inductor reduces without a loop, whatever else is in the kernel. In a loop over more values it may store
+what it computes once, and load it in the next loop without a barrier in between, by other threads
+(pytorch/pytorch#190519). When the keys that are left were computed once, of 1,024 tokens of a router as in DeepSeek V3
+one got a wrong expert.
 
 The result is that of `topk`: a NaN is the largest value, -0.0 is less than 0.0, and equal values are chosen from the
 left, as by torch's kernels. The chosen values are returned bit for bit, but that each NaN has the same bits. The keys
@@ -22,17 +29,21 @@ It must not fire when
 * the values are not on a GPU: elsewhere torch's `topk` chooses among equal values in another order;
 * the values are not of bf16, fp16 or fp32, they do not lie along the last dimension, or the smallest are chosen;
 * there are more than `MOST_VALUES`, or more than `MOST_CHOSEN` are chosen, which has not been measured to pay;
-* the number of values or of chosen ones is dynamic, or no value is chosen.
+* there are more than `WIDTH` values, and no more than `MOST_PARTS` equal parts of them are as narrow;
+* the number of values or of chosen ones is dynamic, or no value is chosen;
+* Inductor is told to reduce few values in loops too.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._inductor import config
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
@@ -41,87 +52,157 @@ aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
 
 GPUS = ("cuda",)
-MOST_VALUES = 512
+WIDTH = 64
+MOST_VALUES = 64
+"""More than `WIDTH` have not run on a GPU yet: 512 would be of use."""
 MOST_CHOSEN = 16
-INTEGERS: dict[torch.dtype, torch.dtype] = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float32: torch.int32,
+MOST_PARTS = 8
+INTEGERS: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = {
+    torch.bfloat16: (torch.int16, torch.int32),
+    torch.float16: (torch.int16, torch.int32),
+    torch.float32: (torch.int32, torch.int64),
 }
-"""The integers that are as wide as a value."""
-LEAST = torch.iinfo(torch.int32).min
-"""Below every key, because no value has the bits of which this would be the key, but for a NaN."""
+"""The integers that are as wide as a value, and as its key."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A topk of values [.., E]. chosen: k, how many are chosen. outputs: the nodes that read an output, and which."""
+    """A topk of values [.., E]. chosen: k, how many are chosen. parts: into how many parts the E values are cut.
+    outputs: the nodes that read an output, and which.
+    """
 
     node: fx.Node
     values: fx.Node
     chosen: int
+    parts: int
     outputs: tuple[tuple[fx.Node, int], ...]
 
 
-def find_topk(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | None:
+@dataclass(frozen=True)
+class Bounds:
+    """devices: on which a topk is unrolled; of how many values; and how many lie beside each other in a part."""
+
+    devices: tuple[str, ...] = GPUS
+    most_values: int = MOST_VALUES
+    width: int = WIDTH
+
+
+def find_topk(node: fx.Node, bounds: Bounds) -> Match | None:
     """Proves that a node is a topk of few values whose result is read; None if it is not."""
-    if node.target is not aten.topk.default:
+    if node.target is not aten.topk.default or not _without_loops():
         return None
     bound = proofs.arguments(node)
     values, k, dim = bound["self"], bound["k"], bound["dim"]
     value = proofs.tensor(values)
-    if value is None or value.ndim == 0 or value.dtype not in INTEGERS or value.device.type not in devices:
+    if value is None or value.ndim == 0 or value.dtype not in INTEGERS or value.device.type not in bounds.devices:
         return None
     size = value.shape[-1]
     known = isinstance(size, int) and isinstance(k, int) and dim in (-1, value.ndim - 1)
-    if not known or not bound["largest"] or not 0 < k <= min(size, MOST_CHOSEN) or size > MOST_VALUES:
+    if not known or not bound["largest"] or not 0 < k <= min(size, MOST_CHOSEN) or size > bounds.most_values:
         return None
-    outputs = tuple((user, user.args[1]) for user in node.users if user.target is getitem)
-    return Match(node, values, k, outputs) if outputs and len(outputs) == len(node.users) else None
+    parts = next((parts for parts in range(1, MOST_PARTS + 1) if size <= parts * bounds.width and not size % parts), 0)
+    outputs = tuple((user, cast(int, user.args[1])) for user in node.users if user.target is getitem)
+    if not parts or not outputs or len(outputs) < len(node.users):
+        return None
+    return Match(node, values, k, parts, outputs)
+
+
+def _without_loops() -> bool:
+    """Returns whether Inductor reduces up to `WIDTH` values in registers, as it does by default."""
+    triton = config.triton
+    others = triton.multi_kernel, triton.cooperative_reductions, triton.force_cooperative_reductions
+    return bool(triton.persistent_reductions) and not any(others)
+
+
+class _Chain:
+    """Inserts the ops that choose k of `size` values of this dtype, with the metadata of `origin`."""
+
+    def __init__(self, graph: fx.Graph, origin: fx.Node, dtype: torch.dtype, size: int) -> None:
+        self.graph, self.origin, self.dtype, self.size = graph, origin, dtype, size
+        self.narrow, self.wide = INTEGERS[dtype]
+        self.bits = torch.iinfo(self.narrow).bits
+        self.built: list[fx.Node] = []
+
+    def op(self, target: Any, *args: Any) -> fx.Node:
+        return self._kept(rewriting.computed(self.graph, target, args, self.origin))
+
+    def _kept(self, node: fx.Node) -> fx.Node:
+        """Notes what was inserted, so that it can be erased if nothing needs it."""
+        self.built.append(node)
+        return node
+
+    def _number(self, given: int, dtype: torch.dtype) -> fx.Node:
+        """Inserts a number as a tensor without dimensions."""
+        return self._kept(rewriting.full(self.graph, self.origin, (), given, dtype))
+
+    def _ordered(self, bits: fx.Node) -> fx.Node:
+        """Inserts integers ordered as the values that have these bits; of such integers, the bits."""
+        sign = self.op(aten.__rshift__.Scalar, bits, self.bits - 1)
+        return self.op(aten.bitwise_xor.Tensor, bits, self.op(aten.bitwise_and.Scalar, sign, self._most))
+
+    @property
+    def _most(self) -> int:
+        return torch.iinfo(self.narrow).max
+
+    def keys(self, values: fx.Node) -> fx.Node:
+        """Inserts the keys of values."""
+        nan = self.op(aten.ne.Tensor, values, values)
+        ordered = self._ordered(self.op(aten.view.dtype, values, self.narrow))
+        ordered = self.op(aten.where.self, nan, self._number(self._most, self.narrow), ordered)
+        places = self._kept(rewriting.integers(self.graph, self.origin, self.size, self.wide, descending=True))
+        above = self.op(aten.__lshift__.Scalar, self.op(CONVERT, ordered, self.wide), self.bits)
+        return self.op(aten.bitwise_or.Tensor, above, places)
+
+    def largest(self, keys: fx.Node, k: int, parts: int) -> fx.Node:
+        """Inserts the k largest of keys [.., E] in their order, [.., k]."""
+        least = self._number(torch.iinfo(self.wide).min, self.wide)
+        width = self.size // parts
+        begins = range(0, self.size, width) if parts > 1 else ()
+        cut = [self.op(aten.slice.Tensor, keys, -1, begin, begin + width) for begin in begins] or [keys]
+        maxima: list[fx.Node] = []
+        for step in range(k):
+            left = cut
+            if step:
+                left = [
+                    self.op(aten.where.self, self.op(aten.lt.Tensor, part, maxima[-1]), part, least) for part in cut
+                ]
+            columns = functools.reduce(functools.partial(self.op, aten.maximum.default), left)
+            maxima.append(self.op(aten.amax.default, columns, [-1], True))
+        return self.op(aten.cat.default, maxima, -1)
+
+    def values(self, keys: fx.Node) -> fx.Node:
+        """Inserts the values that have these keys."""
+        ordered = self.op(CONVERT, self.op(aten.__rshift__.Scalar, keys, self.bits), self.narrow)
+        return self.op(aten.view.dtype, self._ordered(ordered), self.dtype)
+
+    def places(self, keys: fx.Node) -> fx.Node:
+        """Inserts the places of the values that have these keys."""
+        from_right = self.op(CONVERT, self.op(aten.bitwise_and.Scalar, keys, (1 << self.bits) - 1), torch.int64)
+        return self.op(aten.sub.Tensor, self._number(self.size - 1, torch.int64), from_right)
 
 
 def rewrite(graph: fx.Graph, match: Match) -> None:
     """Puts the chain of maxima in the place of the topk."""
-    origin, value = match.outputs[0][0], match.values.meta["val"]
-    integer = INTEGERS[value.dtype]
-    info = torch.iinfo(integer)
-    built: list[fx.Node] = []
-
-    def build(target: Any, *args: Any) -> fx.Node:
-        built.append(rewriting.computed(graph, target, args, origin))
-        return built[-1]
-
-    def number(given: int, dtype: torch.dtype) -> fx.Node:
-        return rewriting.full(graph, origin, (), given, dtype)
-
-    def ordered(bits: fx.Node) -> fx.Node:
-        """Inserts integers ordered as the values that have these bits; of such integers, the bits."""
-        sign = build(aten.__rshift__.Scalar, bits, info.bits - 1)
-        return build(aten.bitwise_xor.Tensor, bits, build(aten.bitwise_and.Scalar, sign, info.max))
-
+    value = match.values.meta["val"]
+    chain = _Chain(graph, match.outputs[0][0], value.dtype, value.shape[-1])
     with graph.inserting_before(match.node):
-        nan = build(aten.ne.Tensor, match.values, match.values)
-        keys = ordered(build(aten.view.dtype, match.values, integer))
-        left = build(CONVERT, build(aten.where.self, nan, number(info.max, integer), keys), torch.int32)
-        columns, least = rewriting.integers(graph, origin, value.shape[-1]), number(LEAST, torch.int32)
-        maxima, places = [], []
-        for step in range(match.chosen):
-            if step:
-                left = build(aten.where.self, build(aten.eq.Tensor, columns, places[-1]), least, left)
-            maxima.append(build(aten.amax.default, left, [-1], True))
-            places.append(build(aten.argmax.default, left, -1, True))
-        bits = ordered(build(CONVERT, build(aten.cat.default, maxima, -1), integer))
-        results = build(aten.view.dtype, bits, value.dtype), build(aten.cat.default, places, -1)
+        keys = chain.largest(chain.keys(match.values), match.chosen, match.parts)
+        results = chain.values(keys), chain.places(keys)
     for user, index in match.outputs:
         user.replace_all_uses_with(results[index])
         graph.erase_node(user)
     graph.erase_node(match.node)
-    rewriting.erase_unused(graph, built)
+    rewriting.erase_unused(graph, chain.built)
+
+
+def unroll_within(graph: fx.Graph, bounds: Bounds) -> int:
+    """Unrolls every topk within these bounds; returns how many."""
+    found = [match for node in graph.nodes if (match := find_topk(node, bounds)) is not None]
+    for match in found:
+        rewrite(graph, match)
+    return len(found)
 
 
 def unroll_topk(graph: fx.Graph, *, options: Options) -> int:
     """Unrolls every topk of few values on a GPU; returns how many."""
-    found = [match for node in graph.nodes if (match := find_topk(node)) is not None]
-    for match in found:
-        rewrite(graph, match)
-    return len(found)
+    return unroll_within(graph, Bounds())

@@ -144,11 +144,12 @@ def full(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any], value: float, d
     return node
 
 
-def integers(graph: fx.Graph, origin: fx.Node, count: int) -> fx.Node:
-    """Inserts the integers from 0 to count - 1, int64, with the device and metadata of `origin`."""
-    node = call(graph, torch.ops.prims.iota.default, (count,), origin, (count,), dtype=torch.int64)
+def integers(graph: fx.Graph, origin: fx.Node, count: int, dtype: torch.dtype, *, descending: bool = False) -> fx.Node:
+    """Inserts the integers from 0 to count - 1, or down to 0, with the device and metadata of `origin`."""
+    node = call(graph, torch.ops.prims.iota.default, (count,), origin, (count,), dtype=dtype)
+    begin, step = (count - 1, -1) if descending else (0, 1)
     device = origin.meta["val"].device
-    node.kwargs = {"start": 0, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
+    node.kwargs = {"start": begin, "step": step, "dtype": dtype, "device": device, "requires_grad": False}
     return node
 
 

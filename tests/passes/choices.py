@@ -6,9 +6,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.unroll_topk import find_topk, rewrite
-
-ANYWHERE = ("cpu", "cuda")
+from ditron_inductor.passes.finish.unroll_topk import Bounds, unroll_within
 
 
 def chosen(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -18,10 +16,12 @@ def chosen(x: torch.Tensor, k: int) -> torch.Tensor:
 
 def unroll_anywhere(graph: fx.Graph, *, options: Options) -> int:
     """The pass, on the CPU device too."""
-    found = [match for node in graph.nodes if (match := find_topk(node, ANYWHERE)) is not None]
-    for match in found:
-        rewrite(graph, match)
-    return len(found)
+    return unroll_within(graph, Bounds(("cpu", "cuda")))
+
+
+def unroll_parts(graph: fx.Graph, *, options: Options) -> int:
+    """The same, and more values than 8 are cut into parts."""
+    return unroll_within(graph, Bounds(("cpu", "cuda"), 512, 8))
 
 
 def specials(dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,7 @@ import expecttest
 import pytest
 import torch
 from torch import fx
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,9 +21,11 @@ from ditron_inductor.passes.finish.unroll_topk import (
     INTEGERS,
     MOST_CHOSEN,
     MOST_VALUES,
+    Bounds,
+    find_topk,
     unroll_topk,
 )
-from tests.passes.choices import check, specials, unroll_anywhere
+from tests.passes.choices import check, specials, unroll_anywhere, unroll_parts
 from tests.passes.graphs import assert_no_new_guards, compiled_graphs, text, traced
 
 aten = torch.ops.aten
@@ -57,23 +60,27 @@ bitwise_and_scalar [3, 8] = aten.bitwise_and.Scalar(__rshift___scalar, 32767)
 bitwise_xor_tensor [3, 8] = aten.bitwise_xor.Tensor(view_dtype, bitwise_and_scalar)
 full_default [] = aten.full([], 32767, dtype=torch.int16, layout=torch.strided, device=device(type='cuda', index=0), pin_memory=False)
 where_self [3, 8] = aten.where.self(ne_tensor, full_default, bitwise_xor_tensor)
+iota_default [8] = prims.iota(8, start=7, step=-1, dtype=torch.int32, device=device(type='cuda', index=0), requires_grad=False)
 convert_element_type_default [3, 8] = prims.convert_element_type(where_self, torch.int32)
-iota_default [8] = prims.iota(8, start=0, step=1, dtype=torch.int64, device=device(type='cuda', index=0), requires_grad=False)
+__lshift___scalar [3, 8] = aten.__lshift__.Scalar(convert_element_type_default, 16)
+bitwise_or_tensor [3, 8] = aten.bitwise_or.Tensor(__lshift___scalar, iota_default)
 full_default_1 [] = aten.full([], -2147483648, dtype=torch.int32, layout=torch.strided, device=device(type='cuda', index=0), pin_memory=False)
-amax_default [3, 1] = aten.amax(convert_element_type_default, [-1], True)
-argmax_default [3, 1] = aten.argmax(convert_element_type_default, -1, True)
-eq_tensor [3, 8] = aten.eq.Tensor(iota_default, argmax_default)
-where_self_1 [3, 8] = aten.where.self(eq_tensor, full_default_1, convert_element_type_default)
+amax_default [3, 1] = aten.amax(bitwise_or_tensor, [-1], True)
+lt_tensor [3, 8] = aten.lt.Tensor(bitwise_or_tensor, amax_default)
+where_self_1 [3, 8] = aten.where.self(lt_tensor, bitwise_or_tensor, full_default_1)
 amax_default_1 [3, 1] = aten.amax(where_self_1, [-1], True)
-argmax_default_1 [3, 1] = aten.argmax(where_self_1, -1, True)
 cat_default [3, 2] = aten.cat([amax_default, amax_default_1], -1)
-convert_element_type_default_1 [3, 2] = prims.convert_element_type(cat_default, torch.int16)
-__rshift___scalar_1 [3, 2] = aten.__rshift__.Scalar(convert_element_type_default_1, 15)
-bitwise_and_scalar_1 [3, 2] = aten.bitwise_and.Scalar(__rshift___scalar_1, 32767)
+__rshift___scalar_1 [3, 2] = aten.__rshift__.Scalar(cat_default, 16)
+convert_element_type_default_1 [3, 2] = prims.convert_element_type(__rshift___scalar_1, torch.int16)
+__rshift___scalar_2 [3, 2] = aten.__rshift__.Scalar(convert_element_type_default_1, 15)
+bitwise_and_scalar_1 [3, 2] = aten.bitwise_and.Scalar(__rshift___scalar_2, 32767)
 bitwise_xor_tensor_1 [3, 2] = aten.bitwise_xor.Tensor(convert_element_type_default_1, bitwise_and_scalar_1)
 view_dtype_1 [3, 2] = aten.view.dtype(bitwise_xor_tensor_1, torch.bfloat16)
-cat_default_1 [3, 2] = aten.cat([argmax_default, argmax_default_1], -1)
-return (view_dtype_1, cat_default_1)
+bitwise_and_scalar_2 [3, 2] = aten.bitwise_and.Scalar(cat_default, 65535)
+convert_element_type_default_2 [3, 2] = prims.convert_element_type(bitwise_and_scalar_2, torch.int64)
+full_default_2 [] = aten.full([], 7, dtype=torch.int64, layout=torch.strided, device=device(type='cuda', index=0), pin_memory=False)
+sub_tensor [3, 2] = aten.sub.Tensor(full_default_2, convert_element_type_default_2)
+return (view_dtype_1, sub_tensor)
 """,
     )
 
@@ -82,17 +89,45 @@ def test_places_alone() -> None:
     """What only values need is not computed."""
     module = on_a_gpu(lambda x: torch.topk(x, 2)[1], (3, 8))
     assert unroll_topk(module.graph, options=Options()) == 1
-    assert not module.graph.find_nodes(op="call_function", target=aten.amax.default)
+    assert len(module.graph.find_nodes(op="call_function", target=aten.view.dtype)) == 1
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("k", [1, 2, 8, 16])
 def test_chooses_what_topk_chooses(dtype: torch.dtype, k: int) -> None:
-    x = specials(dtype)
+    _check_choice(unroll_anywhere, specials(dtype), k)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_chooses_the_same_in_parts(dtype: torch.dtype, k: int) -> None:
+    """Of 24 values in 3 parts."""
+    _check_choice(unroll_parts, specials(dtype), k)
+
+
+def _check_choice(unroll: Callable[..., int], x: torch.Tensor, k: int) -> None:
     module = traced(lambda x: torch.topk(x, k), x)
-    assert unroll_anywhere(module.graph, options=Options()) == 1
+    assert unroll(module.graph, options=Options()) == 1
+    module.graph.lint()
     module.recompile()
     check(module(x), x, k)
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"), [(64, 1), (65, 5), (128, 2), (160, 4), (256, 4), (384, 6), (512, 8), (67, 0)]
+)
+def test_parts(size: int, parts: int) -> None:
+    """As few as possible, and none of a prime number."""
+    module = on_a_gpu(lambda x: torch.topk(x, 16), (3, size))
+    (node,) = module.graph.find_nodes(op="call_function", target=aten.topk.default)
+    match = find_topk(node, Bounds(most_values=512))
+    assert (match.parts if match is not None else 0) == parts
+
+
+@pytest.mark.parametrize("entry", ["persistent_reductions", "multi_kernel", "force_cooperative_reductions"])
+def test_inductor_may_be_told_to_loop(entry: str) -> None:
+    with config.patch({f"triton.{entry}": entry != "persistent_reductions"}):
+        assert unrolled(lambda x: torch.topk(x, 2), (3, 8)) == 0
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[int, ...], torch.dtype]] = {
@@ -128,9 +163,10 @@ def test_dynamic_sizes() -> None:
     """The number of rows may be dynamic, and gets no guard; the number of values must be known."""
     x = torch.randn(3, 8)
     torch._dynamo.mark_dynamic(x, 0)
-    (module,) = compiled_graphs(lambda x: torch.topk(x.softmax(-1), 2)[0] * 2, x)
-    with assert_no_new_guards(module):
-        assert unroll_anywhere(module.graph, options=Options()) == 1
+    for unroll, more in ((unroll_anywhere, 1), (unroll_parts, 3)):
+        (module,) = compiled_graphs(lambda x, more=more: torch.topk(x.repeat(1, more).softmax(-1), 2)[0] * 2, x)
+        with assert_no_new_guards(module):
+            assert unroll(module.graph, options=Options()) == 1
     module = traced(lambda x: torch.topk(x, 2), torch.randn(3, 8), dynamic=True)
     with assert_no_new_guards(module):
         assert unroll_anywhere(module.graph, options=Options()) == 0
