@@ -26,6 +26,8 @@ ABSORB = "passes/absorb/absorb_sums.py"
 ABSORBED = "tests/passes/test_absorb_sums.py"
 IN_BAND = "lowering/all_reduce_rms_norm/norm_in_band.py"
 ADDED_UP = "tests/lowering/test_summed_experts.py::test_near_the_reference"
+UNROLLED = "passes/finish/unroll_topk.py"
+UNROLL_TESTS = "tests/passes/test_unroll_topk.py"
 BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
 ROUTING: tuple[Mutation, ...] = (
@@ -455,5 +457,47 @@ ROUTING: tuple[Mutation, ...] = (
         "if is_beside_matmul(node) or _routed_matmul(node) is not None else",
         "if is_beside_matmul(node) else",
         "tests/passes/test_review_left_alone.py::test_the_reason_and_its_node[to experts]",
+    ),
+    Mutation(
+        "equal values are chosen from the right",
+        UNROLLED,
+        "self.size, self.wide, descending=True)",
+        "self.size, self.wide, descending=False)",
+        f"{UNROLL_TESTS}::test_chooses_what_topk_chooses",
+    ),
+    Mutation(
+        "a NaN is as large as its bits are",
+        UNROLLED,
+        "ordered = self.op(aten.where.self, nan, self._number(self._most, self.narrow), ordered)",
+        "ordered = self.op(aten.where.self, nan, ordered, ordered)",
+        f"{UNROLL_TESTS}::test_chooses_what_topk_chooses",
+    ),
+    Mutation(
+        "negative values are in the order of their bits",
+        UNROLLED,
+        "self.op(aten.bitwise_and.Scalar, sign, self._most))",
+        "self.op(aten.bitwise_and.Scalar, sign, 0))",
+        f"{UNROLL_TESTS}::test_chooses_what_topk_chooses",
+    ),
+    Mutation(
+        "a topk is unrolled on the CPU device",
+        UNROLLED,
+        'GPUS = ("cuda",)',
+        'GPUS = ("cuda", "cpu")',
+        f"{UNROLL_TESTS}::test_not_on_the_cpu_device",
+    ),
+    Mutation(
+        "a topk is unrolled though Inductor would reduce in loops",
+        UNROLLED,
+        "or not _without_loops():",
+        "or not isinstance(_without_loops(), bool):",
+        f"{UNROLL_TESTS}::test_inductor_may_be_told_to_loop",
+    ),
+    Mutation(
+        "a part may be wider than what is reduced without a loop",
+        UNROLLED,
+        "if size <= parts * bounds.width and not size % parts",
+        "if not size % parts",
+        f"{UNROLL_TESTS}::test_parts",
     ),
 )
