@@ -70,6 +70,10 @@ def _by_inductor(device: str) -> None:
             wanted, wanted_places = fn(logits)
             # torch leaves the order of equal values open, and on the CPU device also which of them are chosen.
             torch.testing.assert_close(weights.sort(-1)[0], wanted.sort(-1)[0])
+            scores = logits.float().softmax(-1) if fn is router else logits.sigmoid()
+            found = scores.gather(-1, places)
+            torch.testing.assert_close(weights, found / found.sum(-1, keepdim=True) if fn is router else found)
+            assert (places.sort(-1)[0].diff(dim=-1) > 0).all()
             if device == "cuda":
                 assert torch.equal(places.sort(-1)[0], wanted_places.sort(-1)[0])
                 assert "triton_per_" in code[0] and "triton_red_" not in code[0]

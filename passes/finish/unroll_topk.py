@@ -6,24 +6,25 @@ becomes, for fp32,
 
     x -> view(int32), .., or the place -> keys [T, E] (int64) -> amax [T, 1]
       -> where(keys < amax, keys, least) [T, E] -> amax [T, 1]
-    cat(the maxima) -> .., view(float32) [T, 2];  cat(the maxima) -> .. [T, 2]
+    cat(the maxima) -> .., view(float32) [T, 2];  cat(the maxima) -> .. the places [T, 2]
 
-Problem. A router chooses k of its E experts for each token. torch's `topk` is a launch of its own, and with more than
-one chosen value two, around which nothing can be fused. Algorithm. A key is the value's bits as an integer, changed so
-that integers are ordered as the values are, and behind them the place, counted from the right. So no two keys are
-equal, and the key that is chosen next is the largest one below the last. Inductor computes all steps in one kernel. If
-there are more than `WIDTH` values, they are cut into equal parts, which lie on top of each other: the largest key of
-each column is found first.
+Problem. A router chooses k of its E experts for each token. torch's `topk` is a launch of its own, and another one
+where more than one value is chosen and sorted, around which nothing can be fused. Algorithm. A key is the value's bits
+as an integer, changed so that integers are ordered as the values are, and behind them the place, counted from the
+right. So no two keys are equal, and the key that is chosen next is the largest one below the last. Inductor computes
+all steps in one kernel, if it can with the softmax in front of them. If there are more than `WIDTH` values, they are
+cut into equal parts, which lie on top of each other: the largest key of each column is found first.
 
-`WIDTH` is what Inductor reduces without a loop, whatever else is in the kernel. In a loop over more values it may store
-what it computes once, and load it in the next loop without a barrier in between, by other threads
-(pytorch/pytorch#190519). When the keys that are left were computed once, of 1,024 tokens of a router as in DeepSeek V3
-one got a wrong expert.
+All steps have to see the same keys, and they do in one kernel. Inductor loops over the values in a kernel if there are
+many. Then it may store what it computes once, and load it in its next loop without a barrier in between, by other
+threads (pytorch/pytorch#190519). In an earlier form of this pass, which stored the keys that were left, 1 of 1,024
+tokens of a router as in DeepSeek V3 got a wrong expert. Up to `WIDTH` values are never reduced in a loop, whatever else
+is in the kernel.
 
 The result is that of `topk`: a NaN is the largest value, -0.0 is less than 0.0, and equal values are chosen from the
-left, as by torch's kernels. The chosen values are returned bit for bit, but that each NaN has the same bits. The keys
-are read from a value as it would be stored, so ranks that fuse differently choose alike. Equal values are returned in
-the order of their places, which `topk` leaves open.
+left, as by torch's kernels. The chosen values are returned bit for bit, but that each NaN has the same bits. A value is
+rounded to its own dtype before it is compared. Equal values are returned in the order of their places, which `topk`
+leaves open.
 
 It must not fire when
 * the values are not on a GPU: elsewhere torch's `topk` chooses among equal values in another order;
@@ -31,7 +32,7 @@ It must not fire when
 * there are more than `MOST_VALUES`, or more than `MOST_CHOSEN` are chosen, which has not been measured to pay;
 * there are more than `WIDTH` values, and no more than `MOST_PARTS` equal parts of them are as narrow;
 * the number of values or of chosen ones is dynamic, or no value is chosen;
-* Inductor is told to reduce few values in loops too.
+* Inductor is told to reduce few values in loops too, or to make smaller kernels than by default.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ MOST_VALUES = 64
 """More than `WIDTH` have not run on a GPU yet: 512 would be of use."""
 MOST_CHOSEN = 16
 MOST_PARTS = 8
+FUSED_NODES = 64
+"""As many of its nodes Inductor puts into one kernel by default."""
 INTEGERS: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = {
     torch.bfloat16: (torch.int16, torch.int32),
     torch.float16: (torch.int16, torch.int32),
@@ -89,7 +92,7 @@ class Bounds:
 
 def find_topk(node: fx.Node, bounds: Bounds) -> Match | None:
     """Proves that a node is a topk of few values whose result is read; None if it is not."""
-    if node.target is not aten.topk.default or not _without_loops():
+    if node.target is not aten.topk.default or not _in_one_kernel():
         return None
     bound = proofs.arguments(node)
     values, k, dim = bound["self"], bound["k"], bound["dim"]
@@ -107,11 +110,11 @@ def find_topk(node: fx.Node, bounds: Bounds) -> Match | None:
     return Match(node, values, k, parts, outputs)
 
 
-def _without_loops() -> bool:
-    """Returns whether Inductor reduces up to `WIDTH` values in registers, as it does by default."""
+def _in_one_kernel() -> bool:
+    """Returns whether Inductor computes all steps in one kernel and in registers, as it does by default."""
     triton = config.triton
     others = triton.multi_kernel, triton.cooperative_reductions, triton.force_cooperative_reductions
-    return bool(triton.persistent_reductions) and not any(others)
+    return bool(triton.persistent_reductions) and not any(others) and config.max_fusion_size >= FUSED_NODES
 
 
 class _Chain:
@@ -197,10 +200,13 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
 
 def unroll_within(graph: fx.Graph, bounds: Bounds) -> int:
     """Unrolls every topk within these bounds; returns how many."""
-    found = [match for node in graph.nodes if (match := find_topk(node, bounds)) is not None]
-    for match in found:
-        rewrite(graph, match)
-    return len(found)
+    count = 0
+    for node in list(graph.nodes):
+        # One after the other, because a topk may read the values of another one.
+        if (match := find_topk(node, bounds)) is not None:
+            rewrite(graph, match)
+            count += 1
+    return count
 
 
 def unroll_topk(graph: fx.Graph, *, options: Options) -> int:

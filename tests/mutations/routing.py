@@ -489,8 +489,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "a topk is unrolled though Inductor would reduce in loops",
         UNROLLED,
-        "or not _without_loops():",
-        "or not isinstance(_without_loops(), bool):",
+        "or not _in_one_kernel():",
+        "or not isinstance(_in_one_kernel(), bool):",
         f"{UNROLL_TESTS}::test_inductor_may_be_told_to_loop",
     ),
     Mutation(

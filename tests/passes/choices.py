@@ -25,7 +25,8 @@ def unroll_parts(graph: fx.Graph, *, options: Options) -> int:
 
 
 def specials(dtype: torch.dtype) -> torch.Tensor:
-    """Rows with many equal values, with NaNs of both signs, with infinities, and with nothing else than -inf."""
+    """Rows with many equal values, with NaNs of both signs, with infinities, with nothing else than -inf,
+    and with denormal numbers."""
     torch.manual_seed(0)
     x = torch.randn(64, 24)
     x[:16] = torch.randint(0, 3, (16, 24)).float()
@@ -33,9 +34,10 @@ def specials(dtype: torch.dtype) -> torch.Tensor:
     x[2, 1:] = -torch.inf
     x[3, 4], x[3, 9], x[4] = torch.nan, -torch.nan, torch.nan
     x[5, 3], x[5, 7], x[5, 8] = torch.inf, torch.nan, torch.inf
-    x[6] = x[6].round() * 1e-42
-    x[7] = -x[7]
-    return x.to(dtype)
+    x = x.to(dtype)
+    x[6] = x[6].abs().round() * (torch.finfo(dtype).tiny / 4)
+    x[7] = -x[6]
+    return x
 
 
 def check(found: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, k: int) -> None:

@@ -124,10 +124,30 @@ def test_parts(size: int, parts: int) -> None:
     assert (match.parts if match is not None else 0) == parts
 
 
-@pytest.mark.parametrize("entry", ["persistent_reductions", "multi_kernel", "force_cooperative_reductions"])
-def test_inductor_may_be_told_to_loop(entry: str) -> None:
-    with config.patch({f"triton.{entry}": entry != "persistent_reductions"}):
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("triton.persistent_reductions", False),
+        ("triton.multi_kernel", 1),
+        ("triton.cooperative_reductions", True),
+        ("triton.force_cooperative_reductions", True),
+        ("max_fusion_size", 4),
+    ],
+)
+def test_inductor_may_be_told_to_loop(entry: str, value: Any) -> None:
+    """Or to make smaller kernels."""
+    with config.patch({entry: value}):
         assert unrolled(lambda x: torch.topk(x, 2), (3, 8)) == 0
+
+
+@pytest.mark.parametrize("unroll", [unroll_anywhere, unroll_parts])
+def test_of_the_values_of_another_one(unroll: Callable[..., int]) -> None:
+    x = specials(torch.float32)
+    module = traced(lambda x: torch.topk(torch.topk(x, 6)[0], 2), x)
+    assert unroll(module.graph, options=Options()) == 2
+    module.graph.lint()
+    module.recompile()
+    check(module(x), torch.topk(x, 6)[0], 2)
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[int, ...], torch.dtype]] = {
@@ -172,8 +192,9 @@ def test_dynamic_sizes() -> None:
         assert unroll_anywhere(module.graph, options=Options()) == 0
 
 
-def test_zeros_of_both_signs() -> None:
-    x = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0]])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_zeros_of_both_signs(dtype: torch.dtype) -> None:
+    x = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0]], dtype=dtype)
     module = traced(lambda x: torch.topk(x, 3), x)
     assert unroll_anywhere(module.graph, options=Options()) == 1
     module.recompile()
