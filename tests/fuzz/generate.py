@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fuzz.maker import Maker
-from tests.fuzz.phrases import CHAINED, FIRST, PHRASES
+from tests.fuzz.phrases import CHAINED, FIRST, PHRASES, routed
 from tests.fuzz.program import Call, Place, Program
 
 # Of one program. Most have few: compiling takes the longest.
@@ -26,6 +26,8 @@ TOKENS = {
     "cpu": (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 33),
 }
 MANY_CALLS = 30
+ROUTED = 0.2
+"""How many programs end with a router."""
 SLEEPS_S = (0.001, 0.01, 0.05)
 SPINS = (100_000, 2_000_000, 30_000_000)
 
@@ -111,6 +113,10 @@ def make_program(seed: int, index: int, place: Place) -> Program:
     while maker.collectives < wanted:
         phrase = rng.choice(FIRST if not maker.lines else CHAINED if run.differs else PHRASES)
         phrase(maker)
+    # Drawn from numbers of its own, so that the programs of a seed stay what they were.
+    routing = random.Random(f"{seed}/{index}/router")
+    if routing.random() < ROUTED:
+        routed(maker, routing)
     maker.finish()
     if run.dynamic == "mark" and maker.breaks:
         # What is marked as dynamic must not meet what the part before, which knew its sizes, has left.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 
 from tests.fuzz.maker import ACTIVATIONS, HEADS, Maker, Value
 from tests.fuzz.program import Size
@@ -253,6 +254,25 @@ def bare(maker: Maker) -> None:
     maker.collectives += 1
     maker.output(f'reduce({maker.statistic(x)}, {group}, "{maker.rng.choice(("sum", "max"))}")')
     maker.current = x
+
+
+def routed(maker: Maker, rng: Random) -> None:
+    """Rows weighted by the scores that a router chooses for them. What comes out does not depend on which of two equal
+    scores is chosen. But gradients would, so programs that are trained have none.
+    """
+    x = maker.current
+    if x is None or maker.trained:
+        return
+    experts = rng.choice((2, 8, 24, 60, 64, 128))
+    k = rng.choice([k for k in (1, 2, 4, 8, 16) if k <= experts])
+    shape = (*x.shape[:-1], Size(experts))
+    logits = maker.take(shape, name="s").name
+    text = rng.choice(("{}", "{}.to(F32).softmax(-1)", "{}.to(F32).sigmoid()", "{} + {}.flip(-1)"))
+    scores = maker.assign(text.format(logits, logits), shape).name
+    maker.line(f"chosen, places = torch.topk({scores}, {k}, dim=-1, sorted={rng.choice((True, False))})")
+    maker.output(f"{scores}.gather(-1, places).to(F32).sum(-1)")
+    maker.depth += 1
+    maker.current = maker.assign(f"{x.name} * chosen.to(F32).sum(-1, keepdim=True).to(DT)", x.shape)
 
 
 Phrase = Callable[[Maker], None]
