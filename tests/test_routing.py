@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
 
 from ditron_inductor.options import Options
@@ -21,11 +19,7 @@ from tests.passes.choices import check, specials, unroll_anywhere, unroll_parts
 def compiled(fn: Callable[..., Any], unroll: Callable[..., int] = unroll_anywhere) -> Callable[..., Any]:
     """`fn` by Inductor with this pass alone."""
     ours = DitronPipeline(Options(), passes=(unroll,))
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compile_fx(gm, inputs, config_patches={"post_grad_custom_pre_pass": ours})
-
-    return torch.compile(fn, backend=backend, dynamic=False)
+    return torch.compile(fn, dynamic=False, options={"post_grad_custom_pre_pass": ours})
 
 
 def _sums_are_read_as_stored(device: str) -> None:

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
-from torch import fx
-from torch._inductor.compile_fx import compile_fx
 
 from benchmarks.ops import command
 from benchmarks.ops.expert_cells import BUDGET_S, LIMIT_S, TOLERANCE, end_cell
@@ -99,23 +97,21 @@ def parser() -> argparse.ArgumentParser:
 
 def contestants(session: Session, router: Router, logits: torch.Tensor) -> dict[str, Callable[[int], Chosen]]:
     """The contestants that choose the same experts, captured where there is a GPU."""
-    patches = {"inductor": None, "ditron": DitronPipeline(Options(), passes=(unroll_topk,))}
+    own = DitronPipeline(Options(), passes=(unroll_topk,))
+    options: dict[str, dict[str, Any]] = {"inductor": {}, "ditron": {"post_grad_custom_pre_pass": own}}
     wanted = FORMS[router.form](logits, router.k)  # [T, k] each
 
     def checked(name: str) -> Callable[[int], Chosen]:
         def route(logits: torch.Tensor) -> Chosen:
             return FORMS[router.form](logits, router.k)
 
-        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-            return compile_fx(gm, inputs, config_patches={"post_grad_custom_pre_pass": patches[name]})
-
-        compiled = torch.compile(route, backend=backend, dynamic=False)
+        compiled = torch.compile(route, dynamic=False, options=options[name])
         got, exact = (spread(logits, *found).float() for found in (compiled(logits), wanted))
         torch.testing.assert_close(got, exact, rtol=TOLERANCE, atol=TOLERANCE * float(exact.max()))
         return lambda _: compiled(logits)
 
     with without_caches():
-        calls = session.right(patches, checked)
+        calls = session.right(options, checked)
     return session.replays(calls, GRAPH_CALLS) if logits.is_cuda else calls
 
 

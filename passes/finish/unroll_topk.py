@@ -123,7 +123,7 @@ class _Chain:
     def __init__(self, graph: fx.Graph, origin: fx.Node, dtype: torch.dtype, size: int) -> None:
         self.graph, self.origin, self.dtype, self.size = graph, origin, dtype, size
         self.narrow, self.wide = INTEGERS[dtype]
-        self.bits = torch.iinfo(self.narrow).bits
+        self.bits, self.most = torch.iinfo(self.narrow).bits, torch.iinfo(self.narrow).max
         self.built: list[fx.Node] = []
 
     def op(self, target: Any, *args: Any) -> fx.Node:
@@ -141,18 +141,16 @@ class _Chain:
     def _ordered(self, bits: fx.Node) -> fx.Node:
         """Inserts integers ordered as the values that have these bits; of such integers, the bits."""
         sign = self.op(aten.__rshift__.Scalar, bits, self.bits - 1)
-        return self.op(aten.bitwise_xor.Tensor, bits, self.op(aten.bitwise_and.Scalar, sign, self._most))
-
-    @property
-    def _most(self) -> int:
-        return torch.iinfo(self.narrow).max
+        return self.op(aten.bitwise_xor.Tensor, bits, self.op(aten.bitwise_and.Scalar, sign, self.most))
 
     def keys(self, values: fx.Node) -> fx.Node:
         """Inserts the keys of values."""
         nan = self.op(aten.ne.Tensor, values, values)
         ordered = self._ordered(self.op(aten.view.dtype, values, self.narrow))
-        ordered = self.op(aten.where.self, nan, self._number(self._most, self.narrow), ordered)
-        places = self._kept(rewriting.integers(self.graph, self.origin, self.size, self.wide, descending=True))
+        ordered = self.op(aten.where.self, nan, self._number(self.most, self.narrow), ordered)
+        places = self._kept(
+            rewriting.integers(self.graph, self.origin, self.size, self.wide, begin=self.size - 1, step=-1)
+        )
         above = self.op(aten.__lshift__.Scalar, self.op(CONVERT, ordered, self.wide), self.bits)
         return self.op(aten.bitwise_or.Tensor, above, places)
 

@@ -273,8 +273,7 @@ def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:
     length = S if isinstance(S, int) else sizes.made(graph, aten.sym_size.int, (order, 0), S)
     empty = rewriting.call(graph, aten.empty.memory_format, ([length],), order, (S,))
     empty.kwargs = {"dtype": value.dtype, "device": value.device}
-    iota = rewriting.call(graph, torch.ops.prims.iota.default, (length,), order, (S,))
-    iota.kwargs = {"start": 0, "step": 1, "dtype": value.dtype, "device": value.device, "requires_grad": False}
+    iota = rewriting.integers(graph, order, length, value.dtype)
     return rewriting.call(graph, aten.index_put.default, (empty, [order], iota), order, (S,))
 
 

@@ -144,10 +144,14 @@ def full(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any], value: float, d
     return node
 
 
-def integers(graph: fx.Graph, origin: fx.Node, count: int, dtype: torch.dtype, *, descending: bool = False) -> fx.Node:
-    """Inserts the integers from 0 to count - 1, or down to 0, with the device and metadata of `origin`."""
-    node = call(graph, torch.ops.prims.iota.default, (count,), origin, (count,), dtype=dtype)
-    begin, step = (count - 1, -1) if descending else (0, 1)
+def integers(
+    graph: fx.Graph, origin: fx.Node, count: int | fx.Node, dtype: torch.dtype, *, begin: int = 0, step: int = 1
+) -> fx.Node:
+    """Inserts the integers begin, begin + step, .., with the device and metadata of `origin`. count: how many, a number
+    or the node of a size.
+    """
+    length = count.meta["val"] if isinstance(count, fx.Node) else count
+    node = call(graph, torch.ops.prims.iota.default, (count,), origin, (length,), dtype=dtype)
     device = origin.meta["val"].device
     node.kwargs = {"start": begin, "step": step, "dtype": dtype, "device": device, "requires_grad": False}
     return node

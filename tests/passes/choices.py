@@ -25,8 +25,7 @@ def unroll_parts(graph: fx.Graph, *, options: Options) -> int:
 
 
 def specials(dtype: torch.dtype) -> torch.Tensor:
-    """Rows with many equal values, with NaNs of both signs, with infinities, with nothing else than -inf,
-    and with denormal numbers."""
+    """Rows with many equal values, with NaNs of both signs, with infinities, with -inf alone, and with denormals."""
     torch.manual_seed(0)
     x = torch.randn(64, 24)
     x[:16] = torch.randint(0, 3, (16, 24)).float()

@@ -20,6 +20,7 @@ from functorch.compile import make_boxed_func
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes import post_grad
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
@@ -104,6 +105,16 @@ def scatter_dim(x: torch.Tensor, dim: int, op: str = "sum") -> torch.Tensor:
 def traced(fn: Callable[..., Any], *args: torch.Tensor, dynamic: bool = False) -> fx.GraphModule:
     """`fn` as a graph of aten ops with fake tensors; all sizes are symbols if `dynamic`."""
     module = make_fx(fn, tracing_mode="symbolic" if dynamic else "fake")(*args)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def graph_on(
+    fn: Callable[..., Any], *shapes: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
+) -> fx.GraphModule:
+    """`fn` of tensors of these shapes, as a graph on a device that need not be there."""
+    with FakeTensorMode():
+        module = make_fx(fn)(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
     module.graph.eliminate_dead_code()
     return module
 

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.tolerances import assert_near, relative_error
 from ditron_inductor.options import Options
@@ -31,6 +29,7 @@ from tests.passes.graphs import (
     assert_no_new_guards,
     fuse,
     gather_dim,
+    graph_on,
     reduce_scatter,
     text,
     traced,
@@ -41,16 +40,6 @@ aten = torch.ops.aten
 PADS, SLICE, CLONE = aten.constant_pad_nd.default, aten.slice.Tensor, aten.clone.default
 ALWAYS = Rule(margin=0.0)
 """Pads wherever it can."""
-
-
-def graph_of(
-    fn: Callable[..., Any], *shapes: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
-) -> fx.GraphModule:
-    """`fn` of tensors of these shapes, as a graph on a GPU that need not be there."""
-    with FakeTensorMode():
-        module = make_fx(fn)(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
-    module.graph.eliminate_dead_code()
-    return module
 
 
 def count(module: fx.GraphModule, target: Any) -> int:
@@ -66,7 +55,7 @@ def padded(module: fx.GraphModule) -> int:
 
 
 def test_golden_all_sizes() -> None:
-    module = graph_of(lambda x, w: (x @ w).relu(), (33, 17), (17, 19))
+    module = graph_on(lambda x, w: (x @ w).relu(), (33, 17), (17, 19))
     assert padded(module) == 1
     expecttest.assert_expected_inline(
         text(module.graph),
@@ -84,7 +73,7 @@ return relu
 
 
 def test_golden_bias_and_columns() -> None:
-    module = graph_of(lambda b, x, w: torch.addmm(b, x, w.t()).relu(), (20,), (32, 18), (20, 18))
+    module = graph_on(lambda b, x, w: torch.addmm(b, x, w.t()).relu(), (20,), (32, 18), (20, 18))
     assert padded(module) == 1
     expecttest.assert_expected_inline(
         text(module.graph),
@@ -137,7 +126,7 @@ FORMS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]
 def test_values(name: str, dtype: torch.dtype) -> None:
     """The padded graph computes the same, has aligned operands, and is not padded again."""
     fn, shapes = FORMS[name]
-    module = graph_of(fn, *shapes, dtype=dtype)
+    module = graph_on(fn, *shapes, dtype=dtype)
     assert padded(module) == 1 and count(module, PADS) > 0
     for node in module.graph.nodes:
         if node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default):
@@ -209,27 +198,27 @@ def test_compiled_forward_and_backward() -> None:
 
 def test_rows_alone_are_not_padded() -> None:
     """M = 33 lies apart in no operand."""
-    module = graph_of(lambda x, w: x @ w, (33, 16), (16, 24))
+    module = graph_on(lambda x, w: x @ w, (33, 16), (16, 24))
     assert padded(module) == 0
-    assert padded(graph_of(lambda x, w: x.t() @ w, (16, 33), (16, 24))) == 1
+    assert padded(graph_on(lambda x, w: x.t() @ w, (16, 33), (16, 24))) == 1
 
 
 def test_the_result_is_a_view_where_that_is_enough() -> None:
     for fn, copies in ((lambda x, w: (x @ w).relu(), 0), (lambda x, w: torch.cumsum(x @ w, 0), 1)):
-        module = graph_of(fn, (32, 16), (16, 19))
+        module = graph_on(fn, (32, 16), (16, 19))
         assert padded(module) == 1
         assert (count(module, SLICE), count(module, CLONE)) == (1, copies)
 
 
 def test_one_padded_weight_for_all_that_read_it() -> None:
-    module = graph_of(lambda x, y, w: (x @ w).relu() + (y @ w), (32, 16), (32, 16), (16, 19))
+    module = graph_on(lambda x, y, w: (x @ w).relu() + (y @ w), (32, 16), (32, 16), (16, 19))
     assert padded(module) == 2
     assert count(module, PADS) == 1
 
 
 def test_no_copy_is_counted_of_what_is_generated() -> None:
     def copied(fn: Callable[..., Any]) -> float:
-        (node,) = graph_of(fn, (32, 17), (17, 16)).graph.find_nodes(op="call_function", target=aten.mm.default)
+        (node,) = graph_on(fn, (32, 17), (17, 16)).graph.find_nodes(op="call_function", target=aten.mm.default)
         match = find_unaligned(node)
         assert match is not None
         return match.work.copied_bytes
@@ -256,11 +245,11 @@ LEFT: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 @pytest.mark.parametrize("name", LEFT)
 def test_left_alone(name: str) -> None:
     fn, shapes = LEFT[name]
-    assert padded(graph_of(fn, *shapes)) == 0
+    assert padded(graph_on(fn, *shapes)) == 0
 
 
 def test_not_on_other_devices() -> None:
-    assert padded(graph_of(lambda x, w: x @ w, (33, 17), (17, 19), device="cpu")) == 0
+    assert padded(graph_on(lambda x, w: x @ w, (33, 17), (17, 19), device="cpu")) == 0
 
 
 def test_not_with_dynamic_sizes() -> None:
@@ -272,7 +261,7 @@ def test_not_with_dynamic_sizes() -> None:
 
 def test_the_pass_goes_by_its_rule() -> None:
     def passed(*shapes: tuple[int, int]) -> int:
-        return pad_products(graph_of(lambda x, w: (x @ w).relu(), *shapes).graph, options=Options())
+        return pad_products(graph_on(lambda x, w: (x @ w).relu(), *shapes).graph, options=Options())
 
     assert passed((8192, 4097), (4097, 4095)) == 1
     # Decoding reads the weight once; a copy of it would take longer.
@@ -285,7 +274,7 @@ def test_the_pass_goes_by_its_rule() -> None:
 
 def site(fn: Callable[..., Any], *shapes: Any) -> tuple[fx.GraphModule, fx.Node]:
     """A graph of bf16 on a GPU after the fusions, and its only site."""
-    module = graph_of(fn, *shapes)
+    module = graph_on(fn, *shapes)
     assert fuse(module) == 1
     (found,) = [node for node in module.graph.nodes if is_task(node)]
     return module, found

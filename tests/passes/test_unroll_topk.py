@@ -11,10 +11,7 @@ from typing import Any
 import expecttest
 import pytest
 import torch
-from torch import fx
 from torch._inductor import config
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.unroll_topk import (
@@ -26,19 +23,13 @@ from ditron_inductor.passes.finish.unroll_topk import (
     unroll_topk,
 )
 from tests.passes.choices import check, specials, unroll_anywhere, unroll_parts
-from tests.passes.graphs import assert_no_new_guards, compiled_graphs, text, traced
+from tests.passes.graphs import assert_no_new_guards, compiled_graphs, graph_on, text, traced
 
 aten = torch.ops.aten
 
 
-def on_a_gpu(fn: Callable[..., Any], x: Any, dtype: torch.dtype = torch.float32) -> fx.GraphModule:
-    """`fn` of a tensor of this shape, as a graph on a GPU that need not be there."""
-    with FakeTensorMode():
-        return make_fx(fn)(torch.empty(x, dtype=dtype, device="cuda"))
-
-
 def unrolled(fn: Callable[..., Any], x: Any, dtype: torch.dtype = torch.float32) -> int:
-    module = on_a_gpu(fn, x, dtype)
+    module = graph_on(fn, x, dtype=dtype)
     count = unroll_topk(module.graph, options=Options())
     module.graph.lint()
     assert len(module.graph.find_nodes(op="call_function", target=aten.topk.default)) == (not count)
@@ -46,7 +37,7 @@ def unrolled(fn: Callable[..., Any], x: Any, dtype: torch.dtype = torch.float32)
 
 
 def test_golden() -> None:
-    module = on_a_gpu(lambda x: torch.topk(x.softmax(-1), 2), (3, 8), torch.bfloat16)
+    module = graph_on(lambda x: torch.topk(x.softmax(-1), 2), (3, 8))
     assert unroll_topk(module.graph, options=Options()) == 1
     expecttest.assert_expected_inline(
         text(module.graph),
@@ -87,7 +78,7 @@ return (view_dtype_1, sub_tensor)
 
 def test_places_alone() -> None:
     """What only values need is not computed."""
-    module = on_a_gpu(lambda x: torch.topk(x, 2)[1], (3, 8))
+    module = graph_on(lambda x: torch.topk(x, 2)[1], (3, 8), dtype=torch.float32)
     assert unroll_topk(module.graph, options=Options()) == 1
     assert len(module.graph.find_nodes(op="call_function", target=aten.view.dtype)) == 1
 
@@ -118,7 +109,7 @@ def _check_choice(unroll: Callable[..., int], x: torch.Tensor, k: int) -> None:
 )
 def test_parts(size: int, parts: int) -> None:
     """As few as possible, and none of a prime number."""
-    module = on_a_gpu(lambda x: torch.topk(x, 16), (3, size))
+    module = graph_on(lambda x: torch.topk(x, 16), (3, size), dtype=torch.float32)
     (node,) = module.graph.find_nodes(op="call_function", target=aten.topk.default)
     match = find_topk(node, Bounds(most_values=512))
     assert (match.parts if match is not None else 0) == parts
