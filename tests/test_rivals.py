@@ -185,6 +185,15 @@ def test_a_torch_without_a_selection_is_named(monkeypatch: pytest.MonkeyPatch) -
         COMPILERS["auto_select"](torch.nn.Linear(1, 1))
 
 
+def test_the_tuned_selection_has_the_options_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    if symmetric.auto_select_refusal():
+        pytest.skip(symmetric.auto_select_refusal())
+    given = {}
+    monkeypatch.setattr(torch, "compile", lambda model, **settings: given.update(settings["options"]))
+    COMPILERS["max_autotune_select"](torch.nn.Linear(1, 1))
+    assert given[symmetric.AUTO_SELECT] and given["max_autotune"] and given["coordinate_descent_tuning"]
+
+
 def test_models_of_one_process_have_different_symmetric_buffers() -> None:
     """Inductor draws their identities from `random`, and Dynamo restores its state after every compilation."""
     if symmetric.auto_select_refusal():

@@ -29,7 +29,7 @@ PROGRAM = "benchmarks.models"
 CELL_LIMIT_S = 300.0
 BUDGET_S, QUICK_BUDGET_S, QUICK_ROUNDS = 500.0, 235.0, 7
 QUICK_CONTESTANTS = ("eager", "inductor", "async_tp", "ditron")
-ON_GPUS = ("max_autotune", "overlap", "registered", "auto_select", "async_tp")
+ON_GPUS = ("max_autotune", "max_autotune_select", "overlap", "registered", "auto_select", "async_tp")
 """Contestants that need GPUs, or differ from another one there only."""
 OWN = "config"
 """The name of a model that `--config` reads, in front of its folder's."""

@@ -39,14 +39,18 @@ def _overlap(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, fullgraph=True, dynamic=False, options={"reorder_for_compute_comm_overlap": True})
 
 
-def _auto_select(model: nn.Module) -> Callable[..., Any]:
+def _auto_select(model: nn.Module, **options: Any) -> Callable[..., Any]:
     problem = symmetric.auto_select_refusal()
     if problem:
         raise ValueError(problem)
     # Inductor draws the identities of its symmetric buffers from `random`, whose state Dynamo restores after compiling.
     # So the buffers of two cells would have the same identities, and those of different sizes are refused.
     random.seed(next(_MODELS_WITH_AUTO_SELECT))
-    return torch.compile(model, fullgraph=True, dynamic=False, options={symmetric.AUTO_SELECT: True})
+    return torch.compile(model, fullgraph=True, dynamic=False, options={**options, symmetric.AUTO_SELECT: True})
+
+
+def _max_autotune_select(model: nn.Module) -> Callable[..., Any]:
+    return _auto_select(model, **torch._inductor.list_mode_options("max-autotune-no-cudagraphs"))
 
 
 def _symm_mem(model: nn.Module) -> Callable[..., Any]:
@@ -97,6 +101,7 @@ COMPILERS: Mapping[str, Compiler] = {
     "eager": lambda model: model,
     "inductor": _inductor,
     "max_autotune": _max_autotune,
+    "max_autotune_select": _max_autotune_select,
     "overlap": _overlap,
     "auto_select": _auto_select,
     "symm_mem": _symm_mem,

@@ -14,6 +14,7 @@ CONTESTANTS: tuple[str, ...] = (
     "eager",
     "inductor",
     "max_autotune",
+    "max_autotune_select",
     "overlap",
     "registered",
     "auto_select",
@@ -24,7 +25,8 @@ CONTESTANTS: tuple[str, ...] = (
     "async_tp",
     *OURS,
 )
-"""In the order of the tables. max_autotune: Inductor with `mode="max-autotune-no-cudagraphs"`. overlap: Inductor with
+"""In the order of the tables. max_autotune: Inductor with `mode="max-autotune-no-cudagraphs"`. max_autotune_select: the
+same with `auto_select`. overlap: Inductor with
 `reorder_for_compute_comm_overlap`. registered: Inductor, with all memory in a pool that NCCL has registered.
 auto_select: Inductor with its own choice of symmetric-memory all-reduces. symm_mem: torch's one-shot and two-shot
 all-reduces in the place of every all-reduce. one_shot_norm: layers by hand, with one kernel for each all-reduce and
@@ -37,6 +39,7 @@ TITLES = {
     "eager": "eager",
     "inductor": "Inductor",
     "max_autotune": "Inductor, max-autotune",
+    "max_autotune_select": "Inductor, max-autotune, auto-select",
     "overlap": "Inductor + overlap",
     "registered": "Inductor, registered buffers",
     "auto_select": "Inductor, auto-select",

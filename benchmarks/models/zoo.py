@@ -229,7 +229,7 @@ class Cell:
         """Why a contestant is not run, empty where it is. arch: of the model."""
         if contestant == "async_tp" and self.form != "sp":
             return "async TP fuses gathers and scatters next to matmuls, and this form has none"
-        if contestant in ("auto_select", "symm_mem") and self.form not in ("ar", "kv"):
+        if contestant in ("max_autotune_select", "auto_select", "symm_mem") and self.form not in ("ar", "kv"):
             return "it replaces all-reduces, and this form has none"
         if contestant == "registered" and self.graph:
             return IN_GRAPHS
