@@ -15,6 +15,7 @@ import torch.distributed._functional_collectives as fc
 
 import ditron_inductor
 from benchmarks.tolerances import assert_near
+from ditron_inductor.device import streams
 from ditron_inductor.lowering.host import trials
 from ditron_inductor.lowering.host.trials import Sample, Trial
 from ditron_inductor.task import trial
@@ -36,8 +37,10 @@ PLANNED = Choice("library", "planned", None, "model")
 
 
 @contextmanager
-def tried(us: Mapping[str, float]) -> Iterator[None]:
-    """New trials of the strategies, which seem to take so many microseconds on this rank. Collective."""
+def tried(us: Mapping[str, float], on_host: Mapping[str, float] | None = None) -> Iterator[None]:
+    """New trials of the strategies, which seem to take so many microseconds on this rank. Collective. on_host: of the
+    host, none by default.
+    """
     # The ranks of a pool remember the trials of earlier tests.
     ditron_inductor.reset(dist.group.WORLD)
     timed = Trial.timed
@@ -55,8 +58,9 @@ def tried(us: Mapping[str, float]) -> Iterator[None]:
 
     def device_ns(self: Sample) -> int:
         assert self.host_ns > 0, "a call that was not timed"
-        self.host_ns = 0
-        return int(us[strategy_of[self]] * 1e3)
+        strategy = strategy_of[self]
+        self.host_ns = int(on_host[strategy] * 1e3) if on_host else 0
+        return int(us[strategy] * 1e3)
 
     with (
         # The library is planned, in eager mode and in CUDA graphs, and a size stands for itself.
@@ -99,6 +103,84 @@ def test_every_strategy_has_its_calls_and_the_slowest_rank_decides(pool: RankPoo
     for ran in pool.run(_decide, kind):
         assert ran[:STEPS] == ORDER
         assert set(ran[STEPS:]) == {"library"}
+
+
+WATCHED = 3
+LAUNCHES = {"library": 20.0, "tile": 20.0, "chunked": 49.0}
+"""Twice the host's time of `chunked` is more than `library` takes."""
+IN_TURN = [strategy for strategy in ("library", "chunked") for _ in range(trial.UNWATCHED + WATCHED)]
+BEFORE_THE_END = [*ORDER, "library", "chunked", *IN_TURN, "library"]
+"""The times are compared, a capture is prepared, two strategies are watched, and what was seen is compared."""
+
+
+def _watch(ctx: RankContext, late: str) -> list[str]:
+    """late: the strategy by whose calls the host of the last rank finds an idle device."""
+    name = "trials/watched"
+    problem, ran, drained = _problem(ctx, name), [], []
+
+    def is_idle(device: torch.device) -> bool:
+        return ctx.rank == ctx.world_size - 1 and last(ctx, name)[0] == late
+
+    with (
+        tried({"library": 90.0, "tile": 120.0, "chunked": 50.0}, LAUNCHES),
+        mock.patch.object(trial, "WATCHED", WATCHED),
+        mock.patch.object(streams, "is_idle", is_idle),
+        mock.patch.object(streams, "drain", lambda device: drained.append(len(ran))),
+    ):
+        for _ in range(len(BEFORE_THE_END)):
+            assert not trials.ended()
+            problem.check(problem())
+            ran.append(last(ctx, name)[0])
+        assert len(trials.ended()) == 1
+        problem.check(problem())
+        ran.append(last(ctx, name)[0])
+    half = len(IN_TURN) // 2
+    assert drained == [len(BEFORE_THE_END) - 1 - 2 * half, len(BEFORE_THE_END) - 1 - half]
+    return ran
+
+
+@on_two
+@pytest.mark.parametrize(("late", "ends_with"), [("", "chunked"), ("chunked", "library"), ("library", "chunked")])
+def test_a_host_that_keeps_ahead_is_seen_to(pool: RankPool, late: str, ends_with: str) -> None:
+    for ran in pool.run(_watch, late):
+        assert ran == [*BEFORE_THE_END, ends_with]
+
+
+def _wait(ctx: RankContext) -> None:
+    """One trial begins later than another one, whose host is watched after both."""
+    first, second = _problem(ctx, "trials/first"), _problem(ctx, "trials/second", "matmul_all_reduce")
+    watched = []
+
+    def is_idle(device: torch.device) -> bool:
+        watched.append(device)
+        return False
+
+    with (
+        tried({"library": 90.0, "tile": 120.0, "chunked": 50.0}, LAUNCHES),
+        mock.patch.object(trial, "WATCHED", WATCHED),
+        mock.patch.object(streams, "is_idle", is_idle),
+    ):
+        first.check(first())
+        for _ in range(STEPS):
+            first.check(first())
+            second.check(second())
+        for _ in range(trial.UNWATCHED):
+            first.check(first())
+        assert not watched
+        second.check(second())
+        for _ in range(trial.UNWATCHED + 1):
+            first.check(first())
+        assert len(watched) == 1
+        # A trial that goes on for ever ends none.
+        _problem(ctx, "trials/third", "all_gather_matmul")()
+        for _ in range(trials.MOST_WAITS + 2):
+            first()
+        assert len(watched) == 1 and last(ctx, "trials/first")[0] == "library"
+        assert len(trials.ended()) == 1
+
+
+def test_a_host_is_watched_when_nothing_is_timed(rank_pools: Any) -> None:
+    rank_pools.get("cpu", 2).run(_wait, timeout=200)
 
 
 def _share(ctx: RankContext) -> None:

@@ -36,9 +36,37 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "a trial that goes on is saved",
         HOST_TRIALS,
+        "if found.stage is Stage.ENDED and found.times is not None and shared",
         "if found.times is not None and shared",
-        "if shared",
-        f"{ON_RANKS}::test_what_was_decided_can_be_saved",
+        f"{ON_RANKS}::test_a_host_that_keeps_ahead_is_seen_to",
+    ),
+    Mutation(
+        "a host is watched while other trials keep the device busy",
+        HOST_TRIALS,
+        "if any(other.stage is Stage.TIMING and other.is_alive(workspace) for other in trials):",
+        "if False:",
+        f"{ON_RANKS}::test_a_host_is_watched_when_nothing_is_timed",
+    ),
+    Mutation(
+        "a watched host begins ahead of the device",
+        HOST_TRIALS,
+        "streams.drain(workspace.device)",
+        "pass",
+        f"{ON_RANKS}::test_a_host_that_keeps_ahead_is_seen_to",
+    ),
+    Mutation(
+        "each rank judges by its own device whether the host keeps ahead",
+        HOST_TRIALS,
+        'workspace.largest(f"{self.name}: idle in {WHOLE}, host ahead {ahead}", part)',
+        "part",
+        f"{ON_RANKS}::test_a_host_that_keeps_ahead_is_seen_to",
+    ),
+    Mutation(
+        "a device that is idle more often changes nothing",
+        TRIAL,
+        "idle[True] <= min(idle[False], MOST_IDLE)",
+        "idle[True] <= MOST_IDLE",
+        "tests/task/test_trial.py::test_a_device_that_is_seen_idle_more_often_says_that_the_host_is_late",
     ),
     Mutation(
         "the host counts inside CUDA graphs",
@@ -50,7 +78,7 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "launches may take as long as their kernels",
         TRIAL,
-        "max(self.device_us, HOST_SHARE * self.host_us)",
+        "max(self.device_us, self.host_share * self.host_us)",
         "max(self.device_us, self.host_us)",
         "tests/task/test_trial.py::test_launches_that_take_as_long_as_their_kernels_leave_no_time_for_the_rest_of_a_step",
     ),
