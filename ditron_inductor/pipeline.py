@@ -58,6 +58,7 @@ from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
 from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
+from ditron_inductor.passes.fuse.choose_experts import choose_experts
 from ditron_inductor.passes.fuse.combine_experts import combine_experts
 from ditron_inductor.passes.fuse.expert_projections import expert_projections
 from ditron_inductor.passes.fuse.fusions import FUSIONS
@@ -133,7 +134,8 @@ PASSES: tuple[Pass, ...] = (
     absorb_norms,
     # Products that remain torch's are padded once the fused products are gone.
     pad_products,
-    # A topk becomes what Inductor fuses, once no pass looks for it any more.
+    # A router's choice, or its topk alone, becomes something else once no pass looks for it any more.
+    choose_experts,
     unroll_topk,
     # Launches are ordered once no launch changes any more.
     order_collectives,

@@ -17,6 +17,7 @@ from ditron_inductor.lowering.all_gather_attention import op as attention
 from ditron_inductor.lowering.all_gather_matmul.op import LOWERING as all_gather_matmul
 from ditron_inductor.lowering.all_reduce_rms_norm.op import LOWERING as all_reduce_rms_norm
 from ditron_inductor.lowering.all_to_all_matmul.op import LOWERING as all_to_all_matmul
+from ditron_inductor.lowering.choose_experts.choose_kernel import choose_experts
 from ditron_inductor.lowering.combine_experts.op import combine_experts
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
 from ditron_inductor.lowering.flash_decode import op as flash_decode
@@ -38,6 +39,7 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
     AllGatherAttention,
     AttentionReduceScatter,
+    ChooseExperts,
     CombineExperts,
     ExpertProjections,
     FlashDecode,
@@ -62,6 +64,7 @@ LOCAL: Mapping[str, LocalCalls[Any]] = {
     ExpertProjections.kind: expert_projections,
     GroupedProjections.kind: grouped_projections,
     CombineExperts.kind: combine_experts,
+    ChooseExperts.kind: choose_experts,
 }
 """The kinds that communicate nothing."""
 Prepare = Callable[[Hashable, Any, Sequence[torch.Tensor]], Callable[..., Any]]

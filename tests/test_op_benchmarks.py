@@ -92,6 +92,10 @@ def test_routing(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, module, importlib.import_module(module).parser().parse_args([*few, "--commit", "0"]))
     assert {row.shape.split(";")[1] for row in rows} == {"E=8", "E=256"}
     assert {row.contestant for row in rows} == {"inductor", "ditron"} and all(row.p50_us for row in rows)
+    options = importlib.import_module(module).parser().parse_args([*few, "--commit", "0", "--products"])
+    of_mixtral = [row for row in _run(rank_pools, module, options) if row.sizes["E"] == "8"]
+    assert {row.contestant for row in of_mixtral if row.p50_us} == {"inductor", "ditron", "ditron:choose"}
+    assert {row.op for row in of_mixtral} == {"router"}
 
 
 @pytest.mark.all_cases

@@ -216,7 +216,7 @@ def test_text_shows_every_field_and_tells_options_apart() -> None:
         "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'matmul_all_gather', "
         "'all_reduce_rms_norm', 'matmul_all_to_all', 'all_to_all_matmul', "
         "'flash_decode', 'projections', 'expert_projections', 'grouped_projections', 'combine_experts', "
-        "'grouped_matmul_all_reduce', 'grouped_matmul_reduce_scatter', 'all_gather_attention', "
+        "'choose_experts', 'grouped_matmul_all_reduce', 'grouped_matmul_reduce_scatter', 'all_gather_attention', "
         "'attention_reduce_scatter'), "
         "strict=False, sequence_parallel='auto', trials=True"
     )

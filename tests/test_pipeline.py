@@ -91,6 +91,7 @@ def test_the_order_of_the_passes() -> None:
         "absorb_epilogues",
         "absorb_norms",
         "pad_products",
+        "choose_experts",
         "unroll_topk",
         "order_collectives",
         "name_sites",

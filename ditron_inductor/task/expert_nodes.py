@@ -1,5 +1,5 @@
-"""The node kinds of a mixture of experts: its matmuls for few tokens, the sum of what the experts return, and the
-reduction of that sum over the ranks.
+"""The node kinds of a mixture of experts: the choice of its experts, its matmuls for few tokens, the sum of what the
+experts return, and the reduction of that sum over the ranks.
 """
 
 from __future__ import annotations
@@ -112,6 +112,56 @@ class GroupedProjections(ProductsOfExperts):
         """Returns (x, rows, ends, weights, extra tensors)."""
         x, rows, ends, *others = operands
         return x, rows, ends, others[: self.num_stored], others[self.num_stored :]
+
+
+SCORES = ("softmax", "logits")
+"""What experts are chosen by: the softmax of a token's logits in fp32, or the logits."""
+
+
+@dataclass(frozen=True)
+class ChooseExperts(Node):
+    """(values, experts), both [T, top_k]: the largest `scores` of each token and the places of these, the largest one
+    first, of equal ones the left one. Nothing is communicated: no site.
+
+    The logits [T, E] are x [T, K] @ router [K, E], plus a bias [E] if there is one, rounded to the dtype of x. A NaN is
+    the largest score. values has fp32 for `softmax`, else the dtype of x. If `normalised`, they are divided by their
+    sum over a token's experts, in fp32. experts is int64.
+    """
+
+    kind: ClassVar[str] = "choose_experts"
+    top_k: int
+    scores: str
+    normalised: bool = False
+    has_bias: bool = False
+    strategy: str = "auto"
+
+    @property
+    def pattern(self) -> str:
+        logits = "router's logits" + " with biases" * self.has_bias
+        chosen = f"the {self.top_k} largest" + " by their sum" * self.normalised
+        return f"{logits} -> softmax -> {chosen}" if self.scores == "softmax" else f"{logits} -> {chosen}"
+
+    def verify(self) -> None:
+        check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")
+        check(self.scores in SCORES, self.kind, "scores", self.scores, f"one of {', '.join(SCORES)}")
+        right = not self.normalised or self.scores == "softmax"
+        check(right, self.kind, "normalised", self.normalised, "False, as only a softmax is positive")
+        check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+
+    def slots(self) -> Slots:
+        return single(("x", "router", *("bias",) * self.has_bias))
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        T, K = shapes["x"]
+        return Sizes(T, shapes["router"][1], K, "n", (T, K))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        shape = shapes["x"][0], self.top_k
+        return [Output(shape, "fp32" if self.scores == "softmax" else ""), Output(shape, "int64")]
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns (x, router, bias or None)."""
+        return parted(self, operands, ("x", "router", "bias"))
 
 
 MOST_EXPERT_TOKENS = 64

@@ -40,9 +40,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a call returns. It is contiguous unless `sequence_first`. dtype: a short name of dtypes.py; any
-    other text means the dtype of the first operand. sequence_first: whether [B, heads, sequence, D] has the memory of a
-    contiguous [B, sequence, heads, D].
+    """A tensor that a call returns. It is contiguous unless `sequence_first`. dtype: a short name of dtypes.py, or
+    int64; any other text means the dtype of the first operand. sequence_first: whether [B, heads, sequence, D] has the
+    memory of a contiguous [B, sequence, heads, D].
     """
 
     shape: tuple[Any, ...]

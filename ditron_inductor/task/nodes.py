@@ -15,6 +15,7 @@ from ditron_inductor.task.attention_nodes import AttentionReduceScatter as Atten
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
+from ditron_inductor.task.expert_nodes import ChooseExperts as ChooseExperts
 from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
 from ditron_inductor.task.expert_nodes import GroupedMatmulAllReduce as GroupedMatmulAllReduce
@@ -74,6 +75,7 @@ DECLARED: tuple[type[Node], ...] = (
     ExpertProjections,
     GroupedProjections,
     CombineExperts,
+    ChooseExperts,
     GroupedMatmulAllReduce,
     GroupedMatmulReduceScatter,
     AllGatherAttention,

@@ -159,6 +159,18 @@ def combined(
     return (total if added is None else total + added).to(products.dtype)
 
 
+def chosen(
+    top_k: int, scores: str, normalised: bool, x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (values, experts) [T, top_k]; see `nodes.ChooseExperts`."""
+    logits = x @ router if bias is None else torch.addmm(bias, x, router)
+    given = logits.float().softmax(-1) if scores == "softmax" else logits
+    # A stable sort chooses among equal values from the left on every device, where topk does on GPUs alone.
+    ordered, places = torch.sort(given, dim=-1, descending=True, stable=True)
+    values, experts = ordered[:, :top_k].contiguous(), places[:, :top_k].contiguous()
+    return (values / values.sum(-1, keepdim=True) if normalised else values), experts
+
+
 def add_norm(
     reduced: torch.Tensor,
     extras: Sequence[torch.Tensor | None],

@@ -167,6 +167,18 @@ def _grouped(node: nodes.GroupedProjections, given: Given) -> Rules:
     yield from _epilogue(node, given, rows.shape[0], widths, experts=ends.shape[0])
 
 
+def _chosen(node: nodes.ChooseExperts, given: Given) -> Rules:
+    x, router = given["x"], given["router"]
+    yield from _matmul([x], [router])
+    yield from _fit([x], [router])
+    yield x.ndim == 2, f"has a first operand with {x.ndim} dimensions, not 2"
+    yield router.shape[1] >= node.top_k, f"chooses {node.top_k} of fewer experts"
+    if "bias" in given:
+        bias = given["bias"]
+        yield bias.dtype == x.dtype and bias.ndim == 1, "has a bias of another dtype or of other dimensions"
+        yield bias.shape[0] == router.shape[1], "has a bias that does not fit the experts"
+
+
 def _combined(node: nodes.CombineExperts, given: Given) -> Rules:
     products = given["products"]
     yield from _slots_summed(node.top_k, given, products.shape, products.dtype)
@@ -350,6 +362,7 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.ExpertProjections: _experts,
     nodes.GroupedProjections: _grouped,
     nodes.CombineExperts: _combined,
+    nodes.ChooseExperts: _chosen,
     nodes.ReducedExperts: _experts_reduced,
     nodes.GroupedMatmulReduceScatter: _experts_scattered,
     nodes.AllReduceRmsNorm: _rows_reduced,

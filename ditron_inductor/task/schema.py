@@ -42,7 +42,7 @@ from ditron_inductor.task.codec import decode
 from ditron_inductor.task.node import Node, Output
 from ditron_inductor.task.nodes import NODES
 from ditron_inductor.task.norms import norm_form
-from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
+from ditron_inductor.task.torch_dtypes import OUTPUT_DTYPES, TORCH_DTYPES
 
 NAMESPACE = "ditron"
 OPERANDS, NODE, TOKEN = range(3)
@@ -166,7 +166,7 @@ def values_of(operand: Any) -> Any:
 
 def memory(like: torch.Tensor, outputs: Sequence[Output]) -> list[torch.Tensor]:
     """Returns new tensors for these outputs, by default of the first operand's dtype, on its device."""
-    return [_empty(like, output, TORCH_DTYPES.get(output.dtype, like.dtype)) for output in outputs]
+    return [_empty(like, output, OUTPUT_DTYPES.get(output.dtype, like.dtype)) for output in outputs]
 
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:

@@ -21,6 +21,8 @@ def _of(name: str) -> torch.dtype:
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {dtype.short: _of(dtype.name) for dtype in ACTIVATIONS}
 """Dtypes by their names in the text of an epilogue."""
+OUTPUT_DTYPES: Mapping[str, torch.dtype] = {**TORCH_DTYPES, "int64": torch.int64}
+"""Dtypes by their names in what a node returns: int64 are the places of experts."""
 NAMES: Mapping[torch.dtype, str] = {dtype: short for short, dtype in TORCH_DTYPES.items()}
 """The names of dtypes in the text of an epilogue."""
 OPERAND_DTYPES: tuple[torch.dtype, ...] = tuple(dict.fromkeys(_of(row.operand.name) for row in PRECISIONS))

@@ -28,6 +28,10 @@ IN_BAND = "lowering/all_reduce_rms_norm/norm_in_band.py"
 ADDED_UP = "tests/lowering/test_summed_experts.py::test_near_the_reference"
 UNROLLED = "passes/finish/unroll_topk.py"
 UNROLL_TESTS = "tests/passes/test_unroll_topk.py"
+CHOOSER = "passes/fuse/choose_experts.py"
+CHOSEN = "tests/passes/test_choose_experts.py"
+CHOICE = "lowering/choose_experts/choose_kernel.py"
+CHOICES = "tests/lowering/test_choose_experts.py"
 BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
 ROUTING: tuple[Mutation, ...] = (
@@ -499,5 +503,61 @@ ROUTING: tuple[Mutation, ...] = (
         "if size <= parts * bounds.width and not size % parts",
         "if not size % parts",
         f"{UNROLL_TESTS}::test_parts",
+    ),
+    Mutation(
+        "scores that are read elsewhere are left unmade",
+        CHOOSER,
+        "or proofs.other_user([*inner[1:], logits], inner) is not None",
+        "",
+        f"{CHOSEN}::test_it_must_not_fire[scores_are_returned]",
+    ),
+    Mutation(
+        "a choice may be of the smallest scores",
+        CHOOSER,
+        'and bound["largest"]',
+        "",
+        f"{CHOSEN}::test_it_must_not_fire[the_smallest]",
+    ),
+    Mutation(
+        "a softmax may be over tokens",
+        CHOOSER,
+        "return node if last and bound",
+        "return node if bound",
+        f"{CHOSEN}::test_it_must_not_fire[a_softmax_over_tokens]",
+    ),
+    Mutation(
+        "values that are used elsewhere are divided inside",
+        CHOOSER,
+        "or proofs.other_user([values, total], [division, total]) is not None",
+        "",
+        f"{CHOSEN}::test_values_that_are_used_elsewhere_are_not_divided_inside",
+    ),
+    Mutation(
+        "a NaN is as large as its bits",
+        CHOICE,
+        "tl.where(scores == scores, scores.to(tl.int32, bitcast=True), 0x7FFFFFFF)",
+        "scores.to(tl.int32, bitcast=True)",
+        f"{CHOICES}::test_special_scores_are_chosen_as_by_a_sort",
+    ),
+    Mutation(
+        "logits are not rounded before they are compared",
+        CHOICE,
+        "total.to(bias.dtype.element_ty).to(tl.float32)",
+        "total",
+        f"{CHOICES}::test_logits_are_rounded",
+    ),
+    Mutation(
+        "one part of the product is left out",
+        CHOICE,
+        "there = (part < sizes.parts)",
+        "there = (part < sizes.parts - 1)",
+        f"{CHOICES}::test_near_the_reference_in_the_interpreter",
+    ),
+    Mutation(
+        "columns that no expert has are added to the softmax",
+        CHOICE,
+        'float("-inf")), 0)), 0.0)',
+        'float("-inf")), 0)), 1.0)',
+        f"{CHOICES}::test_near_the_reference_in_the_interpreter",
     ),
 )

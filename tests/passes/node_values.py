@@ -99,6 +99,18 @@ def _combine_experts(calls: list[Call]) -> list[Any]:
     return [[_summed(call, call.products, *biased)] for call, biased in zip(calls, biases, strict=True)]
 
 
+def _choose_experts(calls: list[Call]) -> list[Any]:
+    return [
+        list(reference.chosen(*(call.node.top_k, call.node.scores, call.node.normalised), *call.node.split(_all(call))))
+        for call in calls
+    ]
+
+
+def _all(call: Call) -> list[Any]:
+    """The operands of a call in their order."""
+    return [call.given[name] for name, _ in call.node.slots()]
+
+
 def _summed(call: Call, products: torch.Tensor, *biased: torch.Tensor) -> torch.Tensor:
     """The weighted sum of the slots of each token."""
     optional = (call.given.get(name) for name in ("absent", "added"))
