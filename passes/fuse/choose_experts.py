@@ -49,7 +49,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ChoiceBounds:
     """Where it may fire: the types of devices, and the most tokens."""
 
     devices: tuple[str, ...] = GPUS
@@ -70,7 +70,7 @@ class Match:
     inner: tuple[fx.Node, ...]
 
 
-def find_choice(node: fx.Node, bounds: Bounds) -> Match | None:
+def find_choice(node: fx.Node, bounds: ChoiceBounds) -> Match | None:
     """Proves that a node is the topk of a router's scores; None if it is not."""
     if node.target is not aten.topk.default:
         return None
@@ -96,7 +96,7 @@ def find_choice(node: fx.Node, bounds: Bounds) -> Match | None:
     return Match(logits, matmul, task, values if divided is None else divided, outputs.get(1), tuple(inner))
 
 
-def _is_taken(logits: fx.Node, matmul: Matmul, bounds: Bounds, k: int) -> bool:
+def _is_taken(logits: fx.Node, matmul: Matmul, bounds: ChoiceBounds, k: int) -> bool:
     """Returns whether the product has sizes, a dtype and a layout that the kernels take."""
     x, router = proofs.fake(matmul.rows), proofs.fake(matmul.weight)
     (T, E), K = proofs.fake(logits).shape, x.shape[1]
@@ -170,7 +170,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     return call
 
 
-def choose_within(graph: fx.Graph, options: Options, bounds: Bounds) -> int:
+def choose_within(graph: fx.Graph, options: Options, bounds: ChoiceBounds) -> int:
     """Puts a call in the place of every choice within these bounds; returns how many."""
     if not takes_local(graph, PATTERN, options):
         return 0
@@ -184,4 +184,4 @@ def choose_within(graph: fx.Graph, options: Options, bounds: Bounds) -> int:
 
 def choose_experts(graph: fx.Graph, *, options: Options) -> int:
     """Puts a call in the place of every choice of the experts of a few tokens on a GPU; returns how many."""
-    return choose_within(graph, options, Bounds())
+    return choose_within(graph, options, ChoiceBounds())

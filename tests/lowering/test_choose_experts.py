@@ -205,8 +205,8 @@ def _route(ctx: RankContext, most_tokens: int) -> int:
         values, experts = torch.topk(logits.float().softmax(-1), 4)
         return values / values.sum(-1, keepdim=True), experts
 
-    bounds = choose_pass.Bounds(("cpu", "cuda"), most_tokens)
-    with torch.no_grad(), mock.patch.object(choose_pass, "Bounds", lambda: bounds):
+    bounds = choose_pass.ChoiceBounds(("cpu", "cuda"), most_tokens)
+    with torch.no_grad(), mock.patch.object(choose_pass, "ChoiceBounds", lambda: bounds):
         compiled = torch.compile(layer, backend="ditron", fullgraph=True, options={"ditron.strategy": "tile"})
         (values, experts), wanted = compiled(x), layer(x)
     torch.testing.assert_close(experts, wanted[1])

@@ -12,7 +12,13 @@ from torch import fx
 from torch.nn.functional import linear
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.fuse.choose_experts import MOST_CHOSEN, MOST_EXPERTS, Bounds, choose_experts, choose_within
+from ditron_inductor.passes.fuse.choose_experts import (
+    MOST_CHOSEN,
+    MOST_EXPERTS,
+    ChoiceBounds,
+    choose_experts,
+    choose_within,
+)
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import ChooseExperts
 from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, run_ranks, text, twin
@@ -21,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 T, K, E = 3, 32, 16
 MOST_TOKENS = 64
-ANYWHERE = Bounds(("cpu", "cuda"), MOST_TOKENS)
+ANYWHERE = ChoiceBounds(("cpu", "cuda"), MOST_TOKENS)
 Router = Callable[..., Any]
 
 
@@ -55,7 +61,9 @@ def graph_of(route: Router, tokens: int = T, experts: int = E, dtype: torch.dtyp
     return module
 
 
-def routed(module: fx.GraphModule, options: Options | None = None, bounds: Bounds = ANYWHERE) -> list[ChooseExperts]:
+def routed(
+    module: fx.GraphModule, options: Options | None = None, bounds: ChoiceBounds = ANYWHERE
+) -> list[ChooseExperts]:
     """The calls that the pass makes."""
     options = options or Options()
     fuse(module, options)
