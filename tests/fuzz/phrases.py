@@ -266,11 +266,27 @@ def routed(maker: Maker, rng: Random) -> None:
     experts = rng.choice((2, 8, 24, 60, 64, 128))
     k = rng.choice([k for k in (1, 2, 4, 8, 16) if k <= experts])
     shape = (*x.shape[:-1], Size(experts))
+    if maker.chance(0.4):
+        routed_by_product(maker, x, experts, k)
+        return
     logits = maker.take(shape, name="s").name
     text = rng.choice(("{}", "{}.to(F32).softmax(-1)", "{}.to(F32).sigmoid()", "{} + {}.flip(-1)"))
     scores = maker.assign(text.format(logits, logits), shape).name
     maker.line(f"chosen, places = torch.topk({scores}, {k}, dim=-1, sorted={rng.choice((True, False))})")
     maker.output(f"{scores}.gather(-1, places).to(F32).sum(-1)")
+    maker.depth += 1
+    maker.current = maker.assign(f"{x.name} * chosen.to(F32).sum(-1, keepdim=True).to(DT)", x.shape)
+
+
+def routed_by_product(maker: Maker, x: Value, experts: int, k: int) -> None:
+    """The same by the scores of a router, which nothing else reads."""
+    logits = maker.matmul(x, experts)
+    text = maker.rng.choice(("{}", "{}.to(F32).softmax(-1)"))
+    ordered = maker.rng.choice((True, False))
+    maker.line(f"chosen, places = torch.topk({text.format(logits.name)}, {k}, dim=-1, sorted={ordered})")
+    if "softmax" in text:
+        maker.line("chosen = chosen / chosen.sum(-1, keepdim=True)")
+        maker.output("chosen.square().sum(-1)")
     maker.depth += 1
     maker.current = maker.assign(f"{x.name} * chosen.to(F32).sum(-1, keepdim=True).to(DT)", x.shape)
 
