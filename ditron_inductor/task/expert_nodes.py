@@ -121,7 +121,7 @@ SCORES = ("softmax", "logits")
 @dataclass(frozen=True)
 class ChooseExperts(Node):
     """(values, experts), both [T, top_k]: the largest `scores` of each token and the places of these, the largest one
-    first, of equal ones the left one. Nothing is communicated: no site.
+    first, of equal ones the left one, and 0.0 before -0.0. Nothing is communicated: no site.
 
     The logits [T, E] are x [T, K] @ router [K, E], plus a bias [E] if there is one, rounded to the dtype of x. A NaN is
     the largest score. values has fp32 for `softmax`, else the dtype of x. If `normalised`, they are divided by their

@@ -165,9 +165,12 @@ def chosen(
     """Returns (values, experts) [T, top_k]; see `nodes.ChooseExperts`."""
     logits = x @ router if bias is None else torch.addmm(bias, x, router)
     given = logits.float().softmax(-1) if scores == "softmax" else logits
-    # A stable sort chooses among equal values from the left on every device, where topk does on GPUs alone.
-    ordered, places = torch.sort(given, dim=-1, descending=True, stable=True)
-    values, experts = ordered[:, :top_k].contiguous(), places[:, :top_k].contiguous()
+    # Stable sorts choose among equal values from the left on every device, where topk does on GPUs alone, and zeros
+    # without a sign before those with one.
+    places = torch.sort((given == 0) & given.signbit(), dim=-1, stable=True)[1]
+    order = torch.sort(given.gather(1, places), dim=-1, descending=True, stable=True)[1]
+    experts = places.gather(1, order)[:, :top_k].contiguous()
+    values = given.gather(1, experts)
     return (values / values.sum(-1, keepdim=True) if normalised else values), experts
 
 

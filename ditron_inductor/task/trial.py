@@ -25,9 +25,9 @@ the GPU's clock drifts by some per cent within the time of a trial."""
 WATCHED, UNWATCHED = 0, 2
 """Calls of a site by a strategy that are watched, and those before them, in which the host gets ahead of the device if
 it can. Nothing is watched yet, as it has not run on GPUs: 4 would be enough calls."""
-ALL_CALLS = 3 * CALLS + 1 + (1 + 2 * (UNWATCHED + WATCHED) + 1 if WATCHED else 0)
-"""After so many calls of a site its trial has ended: those by each of three strategies and the one that decides, and
-then, if two strategies are watched, the one that makes what a capture needs, those by both, and the one that decides
+ALL_CALLS = 1 + 3 * CALLS + 1 + (2 * (UNWATCHED + WATCHED) + 1 if WATCHED else 0)
+"""After so many calls of a site its trial has ended: the one that makes what a capture needs, those by each of three
+strategies and the one that decides, and then, if two strategies are watched, those by both and the one that decides
 between them."""
 HOPELESS = 2.0
 """A strategy that is predicted to take so many times as long as the best one is not tried."""

@@ -93,7 +93,7 @@ def choose_kernel(parts, bias, values, experts, sizes, HOW: tl.constexpr):
         total += tl.load(bias + places, mask=inside, other=0.0).to(tl.float32)
     logits = total.to(bias.dtype.element_ty).to(tl.float32)
     if HOW.SOFTMAX:
-        # What is no number, or infinite, makes all scores of the token NaNs, as it does in torch.
+        # A logit that is no number, or inf, makes all scores of the token NaNs, and so do logits of -inf alone.
         terms = tl.where(inside, tl.exp(logits - tl.max(tl.where(inside, logits, float("-inf")), 0)), 0.0)
         scores = terms / tl.sum(terms, 0)
     else:

@@ -38,9 +38,7 @@ logger = logging.getLogger(__name__)
 MOST_TRIALS = 128
 """The most trials of a workspace. Further problems run as planned."""
 MOST_WAITS = 256
-"""The most calls of a trial's sites that wait for other trials before the host is watched. After that it is not."""
-WHOLE = 1000
-"""Ranks compare parts of a whole as integers."""
+"""The most calls of a site that wait for other trials before the host is watched. After that it is not."""
 UNKNOWN_NS = 1 << 60
 """The time that a rank reports of a strategy that it could not time. Such a strategy is never chosen for its time."""
 
@@ -87,30 +85,44 @@ class Sample:
 
 
 class Trial:
-    """A trial of one problem. name: a text that is equal on all ranks. request: that of the site that began the trial.
+    """A trial of one problem. name: a text that is equal on all ranks. attempt: how many trials of it were dropped
+    before. request: that of the site that began the trial.
     tried: the strategies, the planned one first. refused: whether some rank asks for determinism, so that nothing is
     tried. `begun` is the result of `Workspace.agreed` when the trial began. `times` are the times by which the ranks
     decide, None until all are taken.
     """
 
     def __init__(
-        self, name: str, workspace: Workspace, request: PlanRequest, tried: tuple[str, ...], *, refused: bool
+        self,
+        name: str,
+        workspace: Workspace,
+        request: PlanRequest,
+        tried: tuple[str, ...],
+        *,
+        refused: bool,
+        attempt: int = 0,
     ) -> None:
         self.name = name
+        self.attempt = attempt
         self.request = request
         self.tried = tried
         self.refused = refused
         self.begun = workspace.agreed(name)
-        self.stage = Stage.TIMING
+        self.stage = Stage.ENDED if refused else Stage.TIMING
         self.times: Mapping[str, Times] | None = None
         self._calls: Counter[str] = Counter()
-        self._waits = 0
+        self._waits: Counter[str] = Counter()
         self._found_idle: dict[bool, list[bool]] = {}
         self._samples: dict[str, list[tuple[Sample, float]]] = {strategy: [] for strategy in tried}
 
     def next(self, site: str) -> tuple[str, bool] | None:
         """Returns (this call's strategy, whether it is timed); None for the call in which the ranks decide."""
         return trial.strategy_of_call(self.tried, self._count(site))
+
+    @property
+    def _label(self) -> str:
+        """What the ranks compare their numbers by. They have agreed on those of an earlier attempt."""
+        return f"{self.name}, attempt {self.attempt}"
 
     def _count(self, site: str) -> int:
         """Returns how many calls of a site were made in this stage before this one."""
@@ -138,7 +150,7 @@ class Trial:
             ]
             what = ("on the device", "on the host")
             largest = [
-                workspace.largest(f"{self.name}: ns by {strategy} {where}", ns)
+                workspace.largest(f"{self._label}: ns by {strategy} {where}", ns)
                 for where, ns in zip(what, own, strict=True)
             ]
             if max(largest) < UNKNOWN_NS:
@@ -155,9 +167,11 @@ class Trial:
         """
         trials = _trials[workspace.shared].values()
         if any(other.stage is Stage.TIMING and other.is_alive(workspace) for other in trials):
-            # What a timed call waits for on the device keeps that busy.
-            self._waits += 1
-            if self._waits > MOST_WAITS:
+            # What a timed call waits for on the device keeps that busy. So what was seen before says nothing.
+            self._calls.clear()
+            self._found_idle.clear()
+            self._waits[site] += 1
+            if self._waits[site] > MOST_WAITS:
                 self.stage = Stage.ENDED
             return False, False
         step = trial.is_ahead_in_call(self._count(site))
@@ -181,14 +195,11 @@ class Trial:
     def _conclude(self, workspace: Workspace) -> None:
         """Decides whether the host keeps ahead on all ranks. Collective."""
         assert self.times is not None
-        idle = {}
-        for ahead, found in self._found_idle.items():
-            # A rank that has watched nothing knows of no calls with work.
-            part = sum(found) * WHOLE // len(found) if found else WHOLE
-            idle[ahead] = workspace.largest(f"{self.name}: idle in {WHOLE}, host ahead {ahead}", part) / WHOLE
-        if trial.keeps_ahead(idle):
+        # A rank that has watched nothing knows of no calls with work.
+        idle = {ahead: sum(found) / len(found) if found else 1.0 for ahead, found in self._found_idle.items()}
+        if not workspace.largest(f"{self._label}: ranks whose host is late", int(not trial.keeps_ahead(idle))):
             self.times = trial.of_host_ahead(self.times)
-        logger.info("%s: the part of calls with an idle device, by whether the host is ahead: %s", self.name, idle)
+        logger.info("%s: the part of calls with an idle device here, by whether the host is ahead: %s", self.name, idle)
         self.stage = Stage.ENDED
 
     def is_alive(self, workspace: Workspace) -> bool:
@@ -284,9 +295,9 @@ def choose_both(
     ahead = None
     if known is not None and known.times is not None:
         if known.stage is Stage.WATCHING:
-            times = trial.of_host_ahead(known.times)
-            choice = trial.decided(eager, trial.decide(eager.strategy, captured.strategy, times)[0], times)
-            ahead = Chosen(runners[choice.strategy], (group_name, request, choice))
+            to_ahead, _ = trial.decide(eager.strategy, captured.strategy, trial.of_host_ahead(known.times))
+            choice = trial.running(eager, to_ahead, known.tried)
+            ahead = Chosen(runners[to_ahead], (group_name, request, choice))
         to_eager, to_captured = trial.decide(eager.strategy, captured.strategy, known.times)
         eager = trial.decided(eager, to_eager, known.times)
         captured = trial.decided(captured, to_captured, known.times)
@@ -328,5 +339,6 @@ def _trial_of(
             return None
         # If any rank has to give the same bits in every run, no rank tries anything.
         refused = workspace.largest(name, int(torch.are_deterministic_algorithms_enabled()))
-        trials[name] = known = Trial(name, workspace, request, tried, refused=bool(refused))
+        attempt = 0 if known is None else known.attempt + 1
+        trials[name] = known = Trial(name, workspace, request, tried, refused=bool(refused), attempt=attempt)
     return None if known.refused else known

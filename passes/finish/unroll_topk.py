@@ -30,6 +30,7 @@ It must not fire when
 * the values are not on a GPU: elsewhere torch's `topk` chooses among equal values in another order;
 * the values are not of bf16, fp16 or fp32, they do not lie along the last dimension, or the smallest are chosen;
 * there are more than `MOST_VALUES`, or more than `MOST_CHOSEN` are chosen, which has not been measured to pay;
+* so many are chosen of so many parts that Inductor would need more than one kernel;
 * there are more than `WIDTH` values, and no more than `MOST_PARTS` equal parts of them are as narrow;
 * the number of values or of chosen ones is dynamic, or no value is chosen;
 * Inductor is told to reduce few values in loops too, or to make smaller kernels than by default.
@@ -38,6 +39,7 @@ It must not fire when
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
@@ -59,6 +61,9 @@ MOST_CHOSEN = 16
 MOST_PARTS = 8
 FUSED_NODES = 64
 """As many of its nodes Inductor puts into one kernel by default."""
+MOST_STEPS = 48
+"""The most of them for the chain, so that what is around it finds room. Each chosen value is one for its maximum, and
+one for each three parts, or fewer, that it is looked for in."""
 INTEGERS: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = {
     torch.bfloat16: (torch.int16, torch.int32),
     torch.float16: (torch.int16, torch.int32),
@@ -103,6 +108,8 @@ def find_topk(node: fx.Node, bounds: Bounds) -> Match | None:
     if not known or not bound["largest"] or not 0 < k <= min(size, MOST_CHOSEN) or size > bounds.most_values:
         return None
     parts = next((parts for parts in range(1, MOST_PARTS + 1) if size <= parts * bounds.width and not size % parts), 0)
+    if k * (1 + math.ceil(parts / 3)) > MOST_STEPS:
+        return None
     outputs = tuple((user, cast(int, user.args[1])) for user in node.users if user.target is getitem)
     if not parts or not outputs or len(outputs) < len(node.users):
         return None

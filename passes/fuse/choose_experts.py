@@ -103,7 +103,7 @@ def _is_taken(logits: fx.Node, matmul: Matmul, bounds: ChoiceBounds, k: int) -> 
     known = all(isinstance(size, int) for size in (T, E, K))
     few = known and 0 < T <= bounds.most_tokens and k <= E <= MOST_EXPERTS and K > 0
     right = x.device.type in bounds.devices and x.dtype in DTYPES
-    return bool(few and right and router.stride(0) == 1 and proofs.row_major(x))
+    return bool(few and right and proofs.known_equal(router.stride(0), 1) and proofs.row_major(x))
 
 
 def softmax_of(scores: fx.Node, inner: list[fx.Node]) -> fx.Node | None:
@@ -141,7 +141,7 @@ def normalised(values: fx.Node, inner: list[fx.Node]) -> fx.Node | None:
     used otherwise.
     """
     division = next((user for user in values.users if user.target is aten.div.Tensor), None)
-    if division is None or division.args[0] is not values:
+    if division is None:
         return None
     total = _reduction(division.args[1], aten.sum.dim_IntList, values)
     if total is None or proofs.other_user([values, total], [division, total]) is not None:
@@ -153,7 +153,6 @@ def normalised(values: fx.Node, inner: list[fx.Node]) -> fx.Node | None:
 def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     """Puts a call in the place of the product and of the choice, and returns it."""
     x, task = proofs.fake(match.matmul.rows), match.task
-    operands = {"x": match.matmul.rows, "router": match.matmul.weight, "bias": match.matmul.bias}
     shapes = {"x": x.shape, "router": proofs.fake(match.matmul.weight).shape}
     made = [
         rewriting.fake_like(x, one.shape, rewriting.contiguous_strides(one.shape), OUTPUT_DTYPES.get(one.dtype))
@@ -161,6 +160,8 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     ]
     # At the place of the product, so that nothing is written into its operands meanwhile.
     with graph.inserting_before(match.product):
+        bias = None if match.matmul.bias is None else rewriting.row(graph, match.matmul.bias)
+        operands = {"x": match.matmul.rows, "router": match.matmul.weight, "bias": bias}
         call = rewriting.call_task(graph, task, operands, match.product, made)
         for index, old in enumerate((match.values, match.experts)):
             if old is not None:

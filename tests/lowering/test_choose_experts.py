@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -150,6 +150,21 @@ def _rounded(ctx: RankContext) -> None:
     assert experts.tolist() == [[0]]
 
 
+def _zeros(ctx: RankContext) -> None:
+    """A product that is too small for fp16 becomes -0.0, which is less than 0.0."""
+    x = torch.tensor([[1.0]], device=ctx.device, dtype=torch.float16)
+    router = torch.tensor([[-1.0], [0.0], [-1.0]], device=ctx.device, dtype=torch.float16).t()
+    given = x * torch.finfo(torch.float16).tiny / 1024, router * 1e-4
+    node = ChooseExperts(3, "logits", strategy="tile")
+    (values, experts), wanted = choose_experts(node, list(given)), reference.chosen(3, "logits", False, *given, None)
+    assert experts.tolist() == wanted[1].tolist() == [[1, 0, 2]]
+    assert values.signbit().tolist() == wanted[0].signbit().tolist() == [[False, True, True]]
+
+
+def test_zeros_without_a_sign_are_larger(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_zeros)
+
+
 def test_logits_are_rounded(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 2).run(_rounded)
 
@@ -167,6 +182,11 @@ def _by_the_library(ctx: RankContext) -> None:
         values, experts = choose_experts(case.node, [one for one in given if one is not None])
         wanted = reference.chosen(2, "softmax", True, *given)
         assert torch.equal(values, wanted[0]) and torch.equal(experts, wanted[1])
+    with_gaps = torch.randn(2 * case.E, device=ctx.device).bfloat16()[::2]
+    node = replace(case.node, has_bias=True)
+    values, experts = choose_experts(node, [x, router, with_gaps])
+    wanted = reference.chosen(2, "softmax", True, x, router, with_gaps)
+    assert torch.equal(values, wanted[0]) and torch.equal(experts, wanted[1])
 
 
 def test_other_forms_go_to_the_library(rank_pools: RankPools) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.lowering.problems import SMALL, Problem
 from tests.rank_process import RankContext
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 
 TRIED = ("library", "tile", "chunked")
 STEPS = trial.CALLS * len(TRIED)
@@ -179,8 +179,124 @@ def _wait(ctx: RankContext) -> None:
         assert len(trials.ended()) == 1
 
 
-def test_a_host_is_watched_when_nothing_is_timed(rank_pools: Any) -> None:
+def test_a_host_is_watched_when_nothing_is_timed(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 2).run(_wait, timeout=200)
+
+
+@contextmanager
+def watching(is_idle: Callable[[], bool]) -> Iterator[list[int]]:
+    """Trials in which `chunked` is the fastest one for a host that keeps ahead. Its device is idle as is_idle says.
+    Yields what grows with each watched call.
+    """
+    seen: list[int] = []
+
+    def noted(device: torch.device) -> bool:
+        seen.append(len(seen))
+        return is_idle()
+
+    with (
+        tried({"library": 90.0, "tile": 120.0, "chunked": 50.0}, LAUNCHES),
+        mock.patch.object(trial, "WATCHED", WATCHED),
+        mock.patch.object(streams, "is_idle", noted),
+    ):
+        yield seen
+
+
+def _one_rank_is_late(ctx: RankContext) -> str:
+    """By one strategy the host of rank 0 finds an idle device, by the other one, less often, that of rank 1."""
+    name, turn = "trials/late", iter(range(1 << 10))
+
+    def is_idle() -> bool:
+        by_library = last(ctx, name)[0] == "library"
+        return by_library if ctx.rank == 0 else not by_library and next(turn) == 0
+
+    problem = _problem(ctx, name)
+    with watching(is_idle):
+        for _ in range(len(BEFORE_THE_END) + 1):
+            problem()
+        return last(ctx, name)[0]
+
+
+def test_each_rank_has_to_keep_ahead(rank_pools: RankPools) -> None:
+    assert rank_pools.get("cpu", 2).run(_one_rank_is_late) == ["library", "library"]
+
+
+def _after_a_refusal(ctx: RankContext) -> int:
+    with watching(lambda: False) as seen:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            _problem(ctx, "trials/refused", "matmul_all_reduce")()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        problem = _problem(ctx, "trials/later")
+        for _ in range(len(BEFORE_THE_END)):
+            problem()
+        return len(seen)
+
+
+def test_a_trial_that_is_refused_holds_up_none(rank_pools: RankPools) -> None:
+    assert set(rank_pools.get("cpu", 2, label="deterministic").run(_after_a_refusal)) == {2 * WATCHED}
+
+
+def _many_sites(ctx: RankContext) -> tuple[int, str]:
+    """Sites that share a trial wait for another one in as many calls each as there may be."""
+    sites = [_problem(ctx, f"trials/site {index}") for index in range(3)]
+    other = _problem(ctx, "trials/other", "matmul_all_reduce")
+    waits = 2
+    with watching(lambda: False) as seen, mock.patch.object(trials, "MOST_WAITS", waits):
+        for step in range(len(BEFORE_THE_END) + waits):
+            for problem in sites:
+                problem()
+            # It begins later, by as many steps as the others may wait.
+            if step >= waits:
+                other()
+        return len(seen), last(ctx, "trials/site 0")[0]
+
+
+def test_sites_wait_each_for_itself(rank_pools: RankPools) -> None:
+    for seen, ends_with in rank_pools.get("cpu", 2).run(_many_sites):
+        assert seen > 0 and ends_with == "chunked"
+
+
+def _interrupted(ctx: RankContext) -> list[int]:
+    """Another trial begins after the first watched call. Returns how many calls were watched, after each call."""
+    first, other = _problem(ctx, "trials/interrupted"), _problem(ctx, "trials/between", "matmul_all_reduce")
+    with watching(lambda: False) as seen:
+        for _ in range(STEPS + 2 + trial.UNWATCHED + 1):
+            first()
+        counts = [len(seen)]
+        for _ in range(STEPS):
+            other()
+        first()
+        other()
+        for _ in range(trial.UNWATCHED + 1):
+            first()
+            counts.append(len(seen))
+    return counts
+
+
+def test_a_watch_that_is_interrupted_begins_again(rank_pools: RankPools) -> None:
+    for counts in rank_pools.get("cpu", 2).run(_interrupted):
+        assert counts == [1] * (1 + trial.UNWATCHED) + [2]
+
+
+def _dropped(ctx: RankContext) -> tuple[str, str]:
+    """The workspace has grown, so that all ranks agree anew, and strategies take other times."""
+    problem, name = _problem(ctx, "trials/dropped"), "trials/dropped"
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}):
+        for _ in range(STEPS + 2):
+            problem()
+        (shared,) = [shared for shared, known in trials._trials.items() if any(one.times for one in known.values())]
+        shared.largest = {what: (own, most) for what, (own, most) in shared.largest.items()}
+        before = last(ctx, name)[0]
+        with mock.patch.object(Sample, "device_ns", lambda self: 1 << 20):
+            for _ in range(STEPS + 2):
+                problem()
+        return before, last(ctx, name)[0]
+
+
+def test_a_trial_that_is_dropped_measures_anew(rank_pools: RankPools) -> None:
+    assert set(rank_pools.get("cpu", 2).run(_dropped)) == {("tile", "library")}
 
 
 def _share(ctx: RankContext) -> None:
@@ -212,7 +328,7 @@ def _refuse(ctx: RankContext) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_one_rank_that_wants_the_same_bits_is_enough(rank_pools: Any) -> None:
+def test_one_rank_that_wants_the_same_bits_is_enough(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 2, label="deterministic").run(_refuse)
 
 
@@ -231,7 +347,7 @@ def _save(ctx: RankContext, path: str) -> list[str]:
     return lines[1:]
 
 
-def test_what_was_decided_can_be_saved(rank_pools: Any, tmp_path: Path) -> None:
+def test_what_was_decided_can_be_saved(rank_pools: RankPools, tmp_path: Path) -> None:
     first, second = rank_pools.get("cpu", 2).run(_save, str(tmp_path / "table.csv"))
     assert first == second
     entries = Table.parse((tmp_path / "table.csv").read_text()).entries

@@ -15,7 +15,7 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "each rank decides a trial by its own times",
         HOST_TRIALS,
-        'workspace.largest(f"{self.name}: ns by {strategy} {where}", ns)',
+        'workspace.largest(f"{self._label}: ns by {strategy} {where}", ns)',
         "ns",
         f"{ON_RANKS}::test_every_strategy_has_its_calls_and_the_slowest_rank_decides",
     ),
@@ -48,6 +48,34 @@ DECIDING: tuple[Mutation, ...] = (
         f"{ON_RANKS}::test_a_host_is_watched_when_nothing_is_timed",
     ),
     Mutation(
+        "a trial that is refused holds up the others",
+        HOST_TRIALS,
+        "Stage.ENDED if refused else Stage.TIMING",
+        "Stage.TIMING",
+        f"{ON_RANKS}::test_a_trial_that_is_refused_holds_up_none",
+    ),
+    Mutation(
+        "sites of a trial wait together",
+        HOST_TRIALS,
+        "if self._waits[site] > MOST_WAITS:",
+        "if sum(self._waits.values()) > MOST_WAITS:",
+        f"{ON_RANKS}::test_sites_wait_each_for_itself",
+    ),
+    Mutation(
+        "a watch goes on where it was interrupted",
+        HOST_TRIALS,
+        "            self._calls.clear()\n            self._found_idle.clear()\n",
+        "",
+        f"{ON_RANKS}::test_a_watch_that_is_interrupted_begins_again",
+    ),
+    Mutation(
+        "a trial that is dropped keeps its times",
+        HOST_TRIALS,
+        'return f"{self.name}, attempt {self.attempt}"',
+        "return self.name",
+        f"{ON_RANKS}::test_a_trial_that_is_dropped_measures_anew",
+    ),
+    Mutation(
         "a watched host begins ahead of the device",
         HOST_TRIALS,
         "streams.drain(workspace.device)",
@@ -57,8 +85,8 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "each rank judges by its own device whether the host keeps ahead",
         HOST_TRIALS,
-        'workspace.largest(f"{self.name}: idle in {WHOLE}, host ahead {ahead}", part)',
-        "part",
+        'workspace.largest(f"{self._label}: ranks whose host is late", int(not trial.keeps_ahead(idle)))',
+        "int(not trial.keeps_ahead(idle))",
         f"{ON_RANKS}::test_a_host_that_keeps_ahead_is_seen_to",
     ),
     Mutation(

@@ -505,6 +505,20 @@ ROUTING: tuple[Mutation, ...] = (
         f"{UNROLL_TESTS}::test_parts",
     ),
     Mutation(
+        "a chain may be longer than one kernel",
+        UNROLLED,
+        "if k * (1 + math.ceil(parts / 3)) > MOST_STEPS:",
+        "if not MOST_STEPS:",
+        f"{UNROLL_TESTS}::test_one_kernel_has_room_for_the_chain",
+    ),
+    Mutation(
+        "a bias keeps its dimensions",
+        CHOOSER,
+        "rewriting.row(graph, match.matmul.bias)",
+        "match.matmul.bias",
+        f"{CHOSEN}::test_every_form_of_a_router",
+    ),
+    Mutation(
         "scores that are read elsewhere are left unmade",
         CHOOSER,
         "or proofs.other_user([*inner[1:], logits], inner) is not None",

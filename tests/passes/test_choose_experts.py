@@ -12,6 +12,9 @@ from torch import fx
 from torch.nn.functional import linear
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.name_sites import name_sites
+from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.fuse.choose_experts import (
     MOST_CHOSEN,
     MOST_EXPERTS,
@@ -49,7 +52,21 @@ def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
     return torch.topk(linear(x, w, b).float().softmax(-1), 3, sorted=False)
 
 
-def graph_of(route: Router, tokens: int = T, experts: int = E, dtype: torch.dtype = torch.bfloat16) -> fx.GraphModule:
+def by_hand(
+    z: torch.Tensor, *, alpha: float = 1.0, keepdim: bool = True, returned: bool = False, turned: bool = False
+) -> Any:
+    """The largest values of a softmax that is written out."""
+    wide = z.float()
+    largest = wide.amax(-1, True)
+    terms = (wide - largest if alpha == 1.0 else torch.sub(wide, largest, alpha=alpha)).exp()
+    total = terms.sum(-1, keepdim=keepdim)
+    choice = torch.topk(total / terms if turned else terms / total, 4)
+    return (choice, total) if returned else choice
+
+
+def graph_of(
+    route: Router, tokens: int = T, experts: int = E, dtype: torch.dtype = torch.bfloat16, dynamic: bool = False
+) -> fx.GraphModule:
     """The router of what a fused reduction returns, as Inductor has it."""
 
     def layer(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
@@ -57,7 +74,7 @@ def graph_of(route: Router, tokens: int = T, experts: int = E, dtype: torch.dtyp
 
     shapes = (tokens, K), (K, K), (experts, K), (experts,)
     with torch.no_grad():
-        (module,) = compiled_graphs(layer, *(torch.randn(shape, dtype=dtype) for shape in shapes), dynamic=False)
+        (module,) = compiled_graphs(layer, *(torch.randn(shape, dtype=dtype) for shape in shapes), dynamic=dynamic)
     return module
 
 
@@ -68,6 +85,9 @@ def routed(
     options = options or Options()
     fuse(module, options)
     count = choose_within(module.graph, options, bounds)
+    named = twin(module)
+    for finish in (order_collectives, name_sites, verify_tasks):
+        finish(named.graph, options=options)
     module.graph.lint()
     module.recompile()
     calls = module.graph.find_nodes(op="call_function", target=schema.overload(ChooseExperts.kind))
@@ -102,10 +122,15 @@ return (convert_element_type_5, getitem_4)
         (softmax, ChooseExperts(4, "softmax", True)),
         (logits, ChooseExperts(4, "logits", has_bias=True)),
         (plain, ChooseExperts(3, "softmax", has_bias=True)),
+        (lambda x, w, b: by_hand(linear(x, w)), ChooseExperts(4, "softmax")),
+        (
+            lambda x, w, b: torch.topk(torch.addmm(b.view(1, -1), x, w.t()), 4),
+            ChooseExperts(4, "logits", has_bias=True),
+        ),
         (lambda x, w, b: softmax(x, w, b)[1], ChooseExperts(4, "softmax")),
         (lambda x, w, b: softmax(x, w, b)[0], ChooseExperts(4, "softmax", True)),
     ],
-    ids=["softmax", "logits", "plain", "experts alone", "values alone"],
+    ids=["softmax", "logits", "plain", "by hand", "a bias with two dimensions", "experts alone", "values alone"],
 )
 def test_every_form_of_a_router(route: Router, task: ChooseExperts) -> None:
     """It fires, and what comes of it is what the graph computes."""
@@ -131,21 +156,35 @@ def test_values_that_are_used_elsewhere_are_not_divided_inside() -> None:
     assert routed(graph_of(route)) == [ChooseExperts(4, "softmax")]
 
 
+def test_a_sum_that_is_divided_by_values_is_computed_outside() -> None:
+    def route(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+        values, experts = torch.topk(torch.softmax(linear(x, w), -1, dtype=torch.float), 4)
+        return values.sum(-1, keepdim=True) / values, experts
+
+    assert routed(graph_of(route)) == [ChooseExperts(4, "softmax")]
+
+
 def _of_logits(change: Callable[[torch.Tensor], Any]) -> Router:
     return lambda x, w, b: change(linear(x, w))
 
 
 NEVER: dict[str, tuple[Router, dict[str, Any]]] = {
     "many tokens": (softmax, {"tokens": MOST_TOKENS + 1}),
+    "a dynamic number of tokens": (softmax, {"dynamic": True}),
     "many experts": (softmax, {"experts": MOST_EXPERTS + 1}),
     "many chosen": (lambda x, w, b: softmax(x, w, b, MOST_CHOSEN + 1), {"experts": 32}),
     "fp32": (softmax, {"dtype": torch.float32}),
     "logits are returned": (_of_logits(lambda z: (z, torch.topk(z, 4))), {}),
     "scores are returned": (_of_logits(lambda z: (s := z.float().softmax(-1), torch.topk(s, 4))), {}),
-    "the sum is returned": (
-        _of_logits(lambda z: (e := z.float().exp(), torch.topk(e / e.sum(-1, keepdim=True), 4))),
+    "the sum is returned": (_of_logits(lambda z: by_hand(z, returned=True)), {}),
+    "half of the largest logit": (_of_logits(lambda z: by_hand(z, alpha=0.5)), {}),
+    "divided by the terms": (_of_logits(lambda z: by_hand(z, turned=True)), {}),
+    "divided by a number": (
+        _of_logits(lambda z: torch.topk((z.float() - z.float().amax(-1, True)).exp() / 2.0, 4)),
         {},
     ),
+    "divided by the sums of other tokens": (_of_logits(lambda z: by_hand(z, keepdim=False)), {"tokens": E}),
+    "tokens with gaps": (lambda x, w, b: torch.topk(torch.cat([x, x + 1], -1)[:, :K] @ w.t(), 4), {}),
     "the smallest": (_of_logits(lambda z: torch.topk(z, 4, largest=False)), {}),
     "of each expert": (_of_logits(lambda z: torch.topk(z, 2, dim=0)), {}),
     "a sigmoid": (_of_logits(lambda z: torch.topk(z.float().sigmoid(), 4)), {}),

@@ -109,10 +109,16 @@ def _check_choice(unroll: Callable[..., int], x: torch.Tensor, k: int) -> None:
 )
 def test_parts(size: int, parts: int) -> None:
     """As few as possible, and none of a prime number."""
-    module = graph_on(lambda x: torch.topk(x, 16), (3, size), dtype=torch.float32)
+    module = graph_on(lambda x: torch.topk(x, 12), (3, size), dtype=torch.float32)
     (node,) = module.graph.find_nodes(op="call_function", target=aten.topk.default)
     match = find_topk(node, Bounds(most_values=512))
     assert (match.parts if match is not None else 0) == parts
+
+
+@pytest.mark.parametrize(("size", "most"), [(64, 16), (256, 16), (384, 16), (448, 12), (512, 12)])
+def test_one_kernel_has_room_for_the_chain(size: int, most: int) -> None:
+    assert unrolled(lambda x: torch.topk(x, most), (3, size)) == 1
+    assert unrolled(lambda x: torch.topk(x, most + 1), (3, size)) == 0
 
 
 @pytest.mark.parametrize(
