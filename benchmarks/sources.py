@@ -30,6 +30,8 @@ KERNELS = "lowering"
 FOLDERS = {"ditron_inductor.lowering": KERNELS, "ditron_inductor.core": "ditron_inductor/core"}
 """What a kernel is made of, by the name that it is imported by. The path of the host is no part of a kernel."""
 HOST = f"{KERNELS}/host"
+REGISTRY = f"{KERNELS}/register.py"
+"""It names every kernel, and is no part of one that has it run."""
 GATHERED = ("gather_norm", "swiglu")
 """Ops of benchmarks whose kernels are those of the matmul of a gathered operand."""
 OLD, UNKNOWN, CURRENT = "old", "age unknown", ""
@@ -72,7 +74,7 @@ def fingerprint(kind: str, root: Path = ROOT) -> str:
     seen, parts = set[tuple[Path, str]](), set[str]()
     while open_:
         path, name = open_.pop()
-        if (path, name) in seen or root / HOST in path.parents:
+        if (path, name) in seen or root / HOST in path.parents or path == root / REGISTRY:
             continue
         seen.add((path, name))
         module = read(path.read_text())

@@ -158,6 +158,19 @@ def test_a_kernel_is_made_of_what_it_uses(tmp_path: Path, path: str, old: str, n
     assert now == changed.split()
 
 
+def test_the_registry_is_no_part_of_a_kernel(tmp_path: Path) -> None:
+    """It names the kernels of all kinds, so each kind would be made of all kernels."""
+    root = _tree(tmp_path)
+    (root / "lowering/register.py").write_text("from ditron_inductor.lowering.shared import get\n\nKINDS = (get,)\n")
+    shared = root / "lowering/shared.py"
+    shared.write_text(
+        "from ditron_inductor.lowering.register import KINDS\n" + SHARED.replace("+ SLOW", "+ SLOW + KINDS")
+    )
+    before = sources.fingerprint("one", root)
+    shared.write_text(shared.read_text().replace("def get(x):\n    return x", "def get(x):\n    return x + 1"))
+    assert sources.fingerprint("one", root) == before
+
+
 def test_where_a_name_stands_does_not_matter(tmp_path: Path) -> None:
     root = _tree(tmp_path)
     before = sources.fingerprint("one", root)
