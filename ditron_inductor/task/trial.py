@@ -115,7 +115,7 @@ def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, 
 
 
 def of_host_ahead(times: Mapping[str, Times]) -> dict[str, Times]:
-    """The same times for a host that keeps ahead of the device: it counts once."""
+    """Returns the same times for a host that keeps ahead of the device: it counts once."""
     return {strategy: replace(time, host_share=1.0) for strategy, time in times.items()}
 
 

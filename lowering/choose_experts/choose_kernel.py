@@ -20,10 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import Tiles
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import select_few_rows_config
-from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, round_up
+from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm.divided_product import (
@@ -34,6 +33,7 @@ from ditron_inductor.lowering.matmul_all_reduce_rms_norm.divided_product import 
     DividedProduct,
     divided_product_kernel,
 )
+from ditron_inductor.lowering.tiles import tiles_of
 from ditron_inductor.task import reference, schema
 from ditron_inductor.task.nodes import ChooseExperts
 
@@ -140,9 +140,9 @@ def prepare(
     how = How(E, node.top_k, block, triton.next_power_of_2(node.top_k), at_once, *has)
     arguments = Arguments(T, {"sizes": Sizes(T, product.parts), "HOW": how, "num_warps": WARPS})
     launcher = local_launcher(choose_kernel, x.device)
+    outputs = node.outputs({"x": x.shape, "router": router.shape})
 
     def run(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None) -> list[torch.Tensor]:
-        outputs = node.outputs({"x": x.shape, "router": router.shape})
         values, experts = schema.memory(x, outputs)
         tensors = {
             "parts": product.multiply(x, router),
@@ -163,21 +163,8 @@ def product_in_parts(x: torch.Tensor, columns: int) -> DividedProduct:
     config = select_few_rows_config(rows=M, dtype=x.dtype, interpreted=interpreted).for_arch(facts.arch)
     programs = INTERPRETED_PROGRAMS if interpreted else facts.num_sms
     part = round_up(ceil_div(K, max(1, programs // ceil_div(columns, config.block_n))), config.block_k)
-    tiles = Tiles(
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=1,
-        DESCRIPTORS=False,
-        K_MAJOR=0,
-        EVEN_K=K % config.block_k == 0,
-        PRECISION=dot_precision(x.dtype),
-        UPCAST=interpreted,
-        THREADS=0,
-        PIECE=0,
-    )
     launcher = local_launcher(divided_product_kernel, x.device)
-    return DividedProduct(M, columns, Depths(K, part), ceil_div(K, part), config, tiles, launcher)
+    return DividedProduct(M, columns, Depths(K, part), ceil_div(K, part), config, tiles_of(x, config), launcher)
 
 
 def by_library(node: ChooseExperts) -> Runner:

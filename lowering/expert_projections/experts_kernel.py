@@ -30,13 +30,8 @@ from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, u
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
-from ditron_inductor.lowering.projections.projections_kernel import (
-    Places,
-    pair_of,
-    store_projections,
-    tensors_of,
-    tiles_of,
-)
+from ditron_inductor.lowering.projections.projections_kernel import Places, store_projections, tensors_of
+from ditron_inductor.lowering.tiles import pair_of, tiles_of
 from ditron_inductor.task.epilogue_torch import without_kinds, without_tables
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections, ProductsOfExperts
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES

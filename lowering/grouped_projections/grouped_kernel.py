@@ -31,7 +31,8 @@ from ditron_inductor.lowering.expert_sums.grouped_library import experts_of_rows
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
-from ditron_inductor.lowering.projections.projections_kernel import Places, store_group, tensors_of, tiles_of
+from ditron_inductor.lowering.projections.projections_kernel import Places, store_group, tensors_of
+from ditron_inductor.lowering.tiles import tiles_of
 from ditron_inductor.task.epilogue_torch import without_kinds, without_tables
 from ditron_inductor.task.nodes import GroupedProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import Rows, Tiles, matmul_steps_of_few_rows, weight_of
+from ditron_inductor.core.matmul import Rows, matmul_steps_of_few_rows, weight_of
 from ditron_inductor.core.matmul_pair import interleaved_pair_of_few_rows, matmul_pair_of_few_rows
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_projections_config
@@ -31,14 +31,13 @@ from ditron_inductor.lowering.epilogues import (
     store_outputs,
     unpacked,
 )
-from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, widths_of
+from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
+from ditron_inductor.lowering.tiles import pair_of, tiles_of
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
-LEAST_STEP = 16
-"""The least elements of K in a step (`tl.dot`)."""
 Runner = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function of (x, weights, extra tensors)."""
 
@@ -194,29 +193,6 @@ def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Ar
         **config.options,
     }
     return Arguments(programs=tiles * ceil_div(x.shape[0], config.block_m), values=values)
-
-
-def tiles_of(x: torch.Tensor, config: Config) -> Tiles:
-    """Returns the Tiles for rows of x [M, K]."""
-    return Tiles(
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=1,
-        DESCRIPTORS=False,
-        K_MAJOR=0,
-        # The steps of two weights are half as wide.
-        EVEN_K=x.shape[1] % max(config.block_k, LEAST_STEP) == 0,
-        PRECISION=dot_precision(x.dtype),
-        UPCAST=x.device.type == "cpu",
-        THREADS=0,
-        PIECE=0,
-    )
-
-
-def pair_of(tile: Tiles) -> Tiles:
-    """Returns the Tiles of two weights that are multiplied together."""
-    return tile._replace(BLOCK_K=max(tile.BLOCK_K // 2, LEAST_STEP))
 
 
 projections: LocalCalls[Projections] = LocalCalls(prepare)

@@ -80,20 +80,20 @@ def find_choice(node: fx.Node, bounds: ChoiceBounds) -> Match | None:
     last = value is not None and value.ndim == 2 and bound["dim"] in (-1, 1) and bound["largest"]
     if not last or not isinstance(k, int) or not 0 < k <= MOST_CHOSEN:
         return None
-    inner = [node]
-    logits = softmax_of(scores, inner)
-    name = "logits" if logits is None else "softmax"
-    logits = scores if logits is None else logits
+    softmax = softmax_of(scores)
+    logits, below = (scores, ()) if softmax is None else softmax
     matmul = read_matmul(logits)
     if not isinstance(matmul, Matmul) or not _is_taken(logits, matmul, bounds, k):
         return None
     outputs = {user.args[1]: user for user in node.users if user.target is getitem}
-    if not outputs or len(outputs) < len(node.users) or proofs.other_user([*inner[1:], logits], inner) is not None:
+    if not outputs or len(outputs) < len(node.users) or proofs.other_user([*below, logits], [node, *below]) is not None:
         return None
-    values = outputs.get(0)
-    divided = normalised(values, inner) if name == "softmax" and values is not None else None
-    task = ChooseExperts(k, name, divided is not None, matmul.bias is not None)
-    return Match(logits, matmul, task, values if divided is None else divided, outputs.get(1), tuple(inner))
+    values, above = outputs.get(0), tuple[fx.Node, ...]()
+    divided = None if softmax is None or values is None else normalised(values)
+    if divided is not None and values is not None:
+        values, above = divided[0], (values, divided[1])
+    task = ChooseExperts(k, "logits" if softmax is None else "softmax", divided is not None, matmul.bias is not None)
+    return Match(logits, matmul, task, values, outputs.get(1), (node, *below, *above))
 
 
 def _is_taken(logits: fx.Node, matmul: Matmul, bounds: ChoiceBounds, k: int) -> bool:
@@ -106,9 +106,9 @@ def _is_taken(logits: fx.Node, matmul: Matmul, bounds: ChoiceBounds, k: int) -> 
     return bool(few and right and proofs.known_equal(router.stride(0), 1) and proofs.row_major(x))
 
 
-def softmax_of(scores: fx.Node, inner: list[fx.Node]) -> fx.Node | None:
-    """Returns the logits [T, E] whose softmax in fp32 along the last dimension `scores` is, and adds what computes it
-    to `inner`; None if it is no softmax.
+def softmax_of(scores: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """Returns the logits [T, E] whose softmax in fp32 along the last dimension `scores` is, and the nodes that compute
+    it; None if it is no softmax.
     """
     if scores.target is not aten.div.Tensor:
         return None
@@ -123,8 +123,7 @@ def softmax_of(scores: fx.Node, inner: list[fx.Node]) -> fx.Node | None:
     largest = _reduction(below.args[1], aten.amax.default, wide)
     if largest is None or wide.target is not CONVERT or wide.args[1] is not torch.float32:
         return None
-    inner += [scores, exp, total, below, largest, wide]
-    return proofs.operand(wide)
+    return proofs.operand(wide), (scores, exp, total, below, largest, wide)
 
 
 def _reduction(node: object, target: object, source: fx.Node) -> fx.Node | None:
@@ -132,27 +131,24 @@ def _reduction(node: object, target: object, source: fx.Node) -> fx.Node | None:
     if not isinstance(node, fx.Node) or node.target is not target:
         return None
     bound = proofs.arguments(node)
-    last = list(bound["dim"] or ()) in ([-1], [proofs.fake(source).ndim - 1])
-    return node if last and bound["self"] is source and bound["keepdim"] and bound.get("dtype") is None else None
+    last = proofs.over_last(bound["dim"], bound["keepdim"], source)
+    return node if last and bound["self"] is source and bound.get("dtype") is None else None
 
 
-def normalised(values: fx.Node, inner: list[fx.Node]) -> fx.Node | None:
-    """Returns the node that divides `values` by their sum, and adds `values` and the sum to `inner`; None if they are
-    used otherwise.
-    """
+def normalised(values: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Returns the node that divides `values` by their sum, and the sum; None if they are used otherwise."""
     division = next((user for user in values.users if user.target is aten.div.Tensor), None)
     if division is None:
         return None
     total = _reduction(division.args[1], aten.sum.dim_IntList, values)
     if total is None or proofs.other_user([values, total], [division, total]) is not None:
         return None
-    inner += [values, total]
-    return division
+    return division, total
 
 
-def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Puts a call in the place of the product and of the choice, and returns it."""
-    x, task = proofs.fake(match.matmul.rows), match.task
+    x, task = proofs.fake(match.matmul.rows), replace(match.task, strategy=options.strategy)
     shapes = {"x": x.shape, "router": proofs.fake(match.matmul.weight).shape}
     made = [
         rewriting.fake_like(x, one.shape, rewriting.contiguous_strides(one.shape), OUTPUT_DTYPES.get(one.dtype))
@@ -178,7 +174,7 @@ def choose_within(graph: fx.Graph, options: Options, bounds: ChoiceBounds) -> in
     count = 0
     for node in list(graph.nodes):
         if (match := find_choice(node, bounds)) is not None:
-            rewrite(graph, replace(match, task=replace(match.task, strategy=options.strategy)))
+            rewrite(graph, match, options)
             count += 1
     return count
 

@@ -314,7 +314,7 @@ def _statistics(rsqrt: fx.Node) -> _Statistics | None:
         bound = proofs.arguments(mean)
         square = bound["self"]
         wide = _squared(square)
-        if wide is None or bound["dtype"] is not None or not _over_last(bound["dim"], bound["keepdim"], square):
+        if wide is None or bound["dtype"] is not None or not proofs.over_last(bound["dim"], bound["keepdim"], square):
             return None
         return _Statistics("rms", eps, wide, (square, mean, summed), None)
     if mean.target is getitem and mean.args[1] == 0 and isinstance(mean.args[0], fx.Node):
@@ -323,7 +323,7 @@ def _statistics(rsqrt: fx.Node) -> _Statistics | None:
             return None
         bound = proofs.arguments(both)
         wide = bound["self"]
-        over_rows = _over_last(bound["dim"], bound["keepdim"], wide)
+        over_rows = proofs.over_last(bound["dim"], bound["keepdim"], wide)
         others = [user for user in both.users if user.args[1] == 1]
         if bound["correction"] != 0 or not over_rows or len(others) != 1 or not _has_dtype(wide, torch.float32):
             return None
@@ -340,13 +340,6 @@ def _squared(node: object) -> fx.Node | None:
     product = node.target is aten.mul.Tensor and node.args[0] is node.args[1]
     found = isinstance(x, fx.Node) and (power or product) and _has_dtype(x, torch.float32)
     return x if found and isinstance(x, fx.Node) else None
-
-
-def _over_last(dims: Any, keepdim: Any, node: fx.Node) -> bool:
-    value = proofs.tensor(node)
-    if value is None or not keepdim or not isinstance(dims, (list, tuple)) or len(dims) != 1:
-        return False
-    return value.ndim > 0 and dims[0] % value.ndim == value.ndim - 1
 
 
 def _narrow(node: fx.Node) -> fx.Node:

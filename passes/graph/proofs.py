@@ -409,6 +409,14 @@ def is_row(value: torch.Tensor, columns: Any) -> bool:
     return all(known_equal(size, 1) for size in value.shape[:-1])
 
 
+def over_last(dims: Any, keepdim: Any, node: fx.Node) -> bool:
+    """Returns whether an op with these arguments reduces the last dimension of `node` alone, and keeps it."""
+    value = tensor(node)
+    if value is None or not keepdim or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return False
+    return value.ndim > 0 and dims[0] % value.ndim == value.ndim - 1
+
+
 def row_major(value: torch.Tensor) -> bool:
     """Returns whether a tensor is certain to be contiguous."""
     expected: Any = 1

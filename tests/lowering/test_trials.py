@@ -113,29 +113,44 @@ BEFORE_THE_END = [*ORDER, "library", "chunked", *IN_TURN, "library"]
 """The times are compared, a capture is prepared, two strategies are watched, and what was seen is compared."""
 
 
-def _watch(ctx: RankContext, late: str) -> list[str]:
-    """late: the strategy by whose calls the host of the last rank finds an idle device."""
-    name = "trials/watched"
-    problem, ran, drained = _problem(ctx, name), [], []
+@contextmanager
+def watching(is_idle: Callable[[], bool] = lambda: False) -> Iterator[list[str]]:
+    """Trials in which `chunked` is the fastest one for a host that keeps ahead. Its device is idle as is_idle says.
+    Yields a list with a word for each time that it was `drained` and each call that was `watched`.
+    """
+    seen: list[str] = []
 
-    def is_idle(device: torch.device) -> bool:
-        return ctx.rank == ctx.world_size - 1 and last(ctx, name)[0] == late
+    def noted(device: torch.device) -> bool:
+        seen.append("watched")
+        return is_idle()
 
     with (
         tried({"library": 90.0, "tile": 120.0, "chunked": 50.0}, LAUNCHES),
         mock.patch.object(trial, "WATCHED", WATCHED),
-        mock.patch.object(streams, "is_idle", is_idle),
-        mock.patch.object(streams, "drain", lambda device: drained.append(len(ran))),
+        mock.patch.object(streams, "is_idle", noted),
+        mock.patch.object(streams, "drain", lambda device: seen.append("drained")),
     ):
+        yield seen
+
+
+def _watch(ctx: RankContext, late: str) -> list[str]:
+    """late: the strategy by whose calls the host of the last rank finds an idle device."""
+    name, seen_by, ran = "trials/watched", [], []
+    problem = _problem(ctx, name)
+    with watching(lambda: ctx.rank == ctx.world_size - 1 and last(ctx, name)[0] == late) as seen:
         for _ in range(len(BEFORE_THE_END)):
             assert not trials.ended()
             problem.check(problem())
             ran.append(last(ctx, name)[0])
+            seen_by.append(len(seen))
         assert len(trials.ended()) == 1
         problem.check(problem())
         ran.append(last(ctx, name)[0])
-    half = len(IN_TURN) // 2
-    assert drained == [len(BEFORE_THE_END) - 1 - 2 * half, len(BEFORE_THE_END) - 1 - half]
+    assert seen == ["drained", *["watched"] * WATCHED] * 2
+    # The device is drained in front of the first call by each strategy.
+    begin, half = len(BEFORE_THE_END) - 1 - len(IN_TURN), len(IN_TURN) // 2
+    assert (seen_by[begin - 1], seen_by[begin]) == (0, 1)
+    assert (seen_by[begin + half - 1], seen_by[begin + half]) == (1 + WATCHED, 2 + WATCHED)
     return ran
 
 
@@ -149,57 +164,28 @@ def test_a_host_that_keeps_ahead_is_seen_to(pool: RankPool, late: str, ends_with
 def _wait(ctx: RankContext) -> None:
     """One trial begins later than another one, whose host is watched after both."""
     first, second = _problem(ctx, "trials/first"), _problem(ctx, "trials/second", "matmul_all_reduce")
-    watched = []
-
-    def is_idle(device: torch.device) -> bool:
-        watched.append(device)
-        return False
-
-    with (
-        tried({"library": 90.0, "tile": 120.0, "chunked": 50.0}, LAUNCHES),
-        mock.patch.object(trial, "WATCHED", WATCHED),
-        mock.patch.object(streams, "is_idle", is_idle),
-    ):
+    with watching() as seen:
         first.check(first())
         for _ in range(STEPS):
             first.check(first())
             second.check(second())
         for _ in range(trial.UNWATCHED):
             first.check(first())
-        assert not watched
+        assert "watched" not in seen
         second.check(second())
         for _ in range(trial.UNWATCHED + 1):
             first.check(first())
-        assert len(watched) == 1
+        assert seen.count("watched") == 1
         # A trial that goes on for ever ends none.
         _problem(ctx, "trials/third", "all_gather_matmul")()
         for _ in range(trials.MOST_WAITS + 2):
             first()
-        assert len(watched) == 1 and last(ctx, "trials/first")[0] == "library"
+        assert seen.count("watched") == 1 and last(ctx, "trials/first")[0] == "library"
         assert len(trials.ended()) == 1
 
 
 def test_a_host_is_watched_when_nothing_is_timed(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 2).run(_wait, timeout=200)
-
-
-@contextmanager
-def watching(is_idle: Callable[[], bool]) -> Iterator[list[int]]:
-    """Trials in which `chunked` is the fastest one for a host that keeps ahead. Its device is idle as is_idle says.
-    Yields what grows with each watched call.
-    """
-    seen: list[int] = []
-
-    def noted(device: torch.device) -> bool:
-        seen.append(len(seen))
-        return is_idle()
-
-    with (
-        tried({"library": 90.0, "tile": 120.0, "chunked": 50.0}, LAUNCHES),
-        mock.patch.object(trial, "WATCHED", WATCHED),
-        mock.patch.object(streams, "is_idle", noted),
-    ):
-        yield seen
 
 
 def _one_rank_is_late(ctx: RankContext) -> str:
@@ -222,7 +208,7 @@ def test_each_rank_has_to_keep_ahead(rank_pools: RankPools) -> None:
 
 
 def _after_a_refusal(ctx: RankContext) -> int:
-    with watching(lambda: False) as seen:
+    with watching() as seen:
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             _problem(ctx, "trials/refused", "matmul_all_reduce")()
@@ -231,7 +217,7 @@ def _after_a_refusal(ctx: RankContext) -> int:
         problem = _problem(ctx, "trials/later")
         for _ in range(len(BEFORE_THE_END)):
             problem()
-        return len(seen)
+        return seen.count("watched")
 
 
 def test_a_trial_that_is_refused_holds_up_none(rank_pools: RankPools) -> None:
@@ -243,14 +229,14 @@ def _many_sites(ctx: RankContext) -> tuple[int, str]:
     sites = [_problem(ctx, f"trials/site {index}") for index in range(3)]
     other = _problem(ctx, "trials/other", "matmul_all_reduce")
     waits = 2
-    with watching(lambda: False) as seen, mock.patch.object(trials, "MOST_WAITS", waits):
+    with watching() as seen, mock.patch.object(trials, "MOST_WAITS", waits):
         for step in range(len(BEFORE_THE_END) + waits):
             for problem in sites:
                 problem()
             # It begins later, by as many steps as the others may wait.
             if step >= waits:
                 other()
-        return len(seen), last(ctx, "trials/site 0")[0]
+        return seen.count("watched"), last(ctx, "trials/site 0")[0]
 
 
 def test_sites_wait_each_for_itself(rank_pools: RankPools) -> None:
@@ -261,17 +247,17 @@ def test_sites_wait_each_for_itself(rank_pools: RankPools) -> None:
 def _interrupted(ctx: RankContext) -> list[int]:
     """Another trial begins after the first watched call. Returns how many calls were watched, after each call."""
     first, other = _problem(ctx, "trials/interrupted"), _problem(ctx, "trials/between", "matmul_all_reduce")
-    with watching(lambda: False) as seen:
+    with watching() as seen:
         for _ in range(STEPS + 2 + trial.UNWATCHED + 1):
             first()
-        counts = [len(seen)]
+        counts = [seen.count("watched")]
         for _ in range(STEPS):
             other()
         first()
         other()
         for _ in range(trial.UNWATCHED + 1):
             first()
-            counts.append(len(seen))
+            counts.append(seen.count("watched"))
     return counts
 
 

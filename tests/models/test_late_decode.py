@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.report.timing import captured
+from ditron_inductor.task import trial
 from ditron_inductor.tools.demo_model import LlamaConfig
 from tests.lowering.stress import Mismatches, delay
 from tests.models.interpreted import code_generated
@@ -20,8 +21,6 @@ SMALL = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_di
 LAYERS = LlamaConfig.llama_8b(num_layers=2)
 STEPS = {"cpu": 8, "cuda": 10_000}
 DRAWN = 8
-TRIED = 30
-"""Enough calls for all trials to end."""
 LATE, MOST_LATE_MS = 0.02, 2.0
 AHEAD = 500
 """After so many steps the host waits for the GPU."""
@@ -37,7 +36,7 @@ def _replayed(ctx: RankContext, setup: Setup) -> None:
     chance = random.Random(ctx.rank)
     with torch.no_grad(), code_generated(on_gpu):
         call = compiled(setup, model)
-        for _ in range(TRIED if on_gpu else 1):
+        for _ in range(trial.ALL_CALLS if on_gpu else 1):
             call(x, setup.seq_len)
         step = captured(lambda _: call(x, setup.seq_len), calls=1) if on_gpu else lambda _: call(x, setup.seq_len)
         first = []

@@ -521,7 +521,7 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "scores that are read elsewhere are left unmade",
         CHOOSER,
-        "or proofs.other_user([*inner[1:], logits], inner) is not None",
+        "or proofs.other_user([*below, logits], [node, *below]) is not None",
         "",
         f"{CHOSEN}::test_it_must_not_fire[scores_are_returned]",
     ),

@@ -100,15 +100,11 @@ def _combine_experts(calls: list[Call]) -> list[Any]:
 
 
 def _choose_experts(calls: list[Call]) -> list[Any]:
-    return [
-        list(reference.chosen(*(call.node.top_k, call.node.scores, call.node.normalised), *call.node.split(_all(call))))
-        for call in calls
-    ]
-
-
-def _all(call: Call) -> list[Any]:
-    """The operands of a call in their order."""
-    return [call.given[name] for name, _ in call.node.slots()]
+    results = []
+    for call in calls:
+        node, operands = call.node, list(call.given.values())
+        results.append([*reference.chosen(node.top_k, node.scores, node.normalised, *node.split(operands))])
+    return results
 
 
 def _summed(call: Call, products: torch.Tensor, *biased: torch.Tensor) -> torch.Tensor:
