@@ -18,6 +18,7 @@ from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.fuse.choose_experts import (
     MOST_CHOSEN,
     MOST_EXPERTS,
+    MOST_TOKENS,
     ChoiceBounds,
     choose_experts,
     choose_within,
@@ -29,8 +30,7 @@ from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, r
 pytestmark = pytest.mark.usefixtures("group")
 
 T, K, E = 3, 32, 16
-MOST_TOKENS = 64
-ANYWHERE = ChoiceBounds(("cpu", "cuda"), MOST_TOKENS)
+ANYWHERE = ChoiceBounds(("cpu", "cuda"))
 Router = Callable[..., Any]
 
 
@@ -212,7 +212,7 @@ def test_it_can_be_left_out(options: Options) -> None:
     assert routed(graph_of(softmax), options) == []
 
 
-def test_it_is_off_until_it_is_measured() -> None:
+def test_the_cpu_device_is_left_to_inductor() -> None:
     module = graph_of(softmax)
     fuse(module, Options())
     assert choose_experts(module.graph, options=Options()) == 0
