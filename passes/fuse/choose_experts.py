@@ -15,7 +15,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * the tensors are not on a GPU: elsewhere torch's `topk` chooses among equal values in another order;
 * the number of tokens, of experts or of chosen ones is dynamic, or more than `MOST_TOKENS`, `MOST_EXPERTS` or
-  `MOST_CHOSEN`, which has not been measured to pay;
+  `MOST_CHOSEN`, beyond which nothing was measured;
 * the logits or the scores are used elsewhere too, such as by a loss of the router, or are computed otherwise;
 * the router does not have the layout of `nn.Linear`, with the contracted dimension contiguous, or rows have gaps;
 * the dtype is neither bfloat16 nor float16.
