@@ -37,17 +37,6 @@ def delay(us: float) -> None:
     torch.cuda._sleep(int(us * CYCLES_PER_US))
 
 
-def drain(device: torch.device) -> None:
-    """Waits on the host until a GPU has done all work of the current stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def is_idle(device: torch.device) -> bool:
-    """Returns whether a GPU has done all work of the current stream."""
-    return device.type == "cuda" and torch.cuda.current_stream(device).query()
-
-
 class CallOrder:
     """Puts the calls of one workspace in order. On the CPU device there is nothing to do: a call has ended when it
     returns.

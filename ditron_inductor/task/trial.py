@@ -2,10 +2,8 @@
 
 The plan predicts; what it predicts is wrong where nobody measured. With the option `ditron.trials` the first calls of a
 site run by each strategy that is not hopeless, some calls each, and are timed (lowering/host/trials.py). Then the ranks
-compare their times once, and the fastest strategy stays. In eager mode the host's time counts too, and how much is
-known only where the rest of the step runs. So if another strategy is the fastest one for a host that keeps ahead of the
-device, calls by both are watched. Everything here is a pure function of facts that all ranks share, so that all ranks
-try and decide alike.
+compare their times once, and the fastest strategy stays. Everything here is a pure function of facts that all ranks
+share, so that all ranks try and decide alike.
 """
 
 from __future__ import annotations
@@ -22,24 +20,17 @@ CALLS = 7
 UNTIMED = 2
 """The first of these calls, which compile kernels and make memory, and are not timed. The others are made in turns, as
 the GPU's clock drifts by some per cent within the time of a trial."""
-WATCHED, UNWATCHED = 0, 2
-"""Calls of a site by a strategy that are watched, and those before them, in which the host gets ahead of the device if
-it can. Nothing is watched yet, as it has not run on GPUs: 4 would be enough calls."""
-ALL_CALLS = 1 + 3 * CALLS + 1 + (2 * (UNWATCHED + WATCHED) + 1 if WATCHED else 0)
+ALL_CALLS = 1 + 3 * CALLS + 1
 """After so many calls of a site its trial has ended: the one that makes what a capture needs, those by each of three
-strategies and the one that decides, and then, if two strategies are watched, those by both and the one that decides
-between them."""
+strategies, and the one that decides."""
 HOPELESS = 2.0
 """A strategy that is predicted to take so many times as long as the best one is not tried."""
 GAIN, LEAST_GAIN_US = 0.02, 2.0
 """The part of the time, and the microseconds, that a strategy has to save to replace the one that was planned. Two
 events around the same kernel differ by nearly a microsecond, and a saving is the difference of two such times."""
 HOST_SHARE = 2.0
-"""In eager mode a call counts with at least so many times what it takes on the host, unless the host was seen to keep
-ahead of the device. The host has the rest of the step to launch as well, and a strategy whose launches take as long as
-its kernels leaves no time for that."""
-MOST_IDLE = 0.5
-"""A host that finds the device without work in more than this part of the watched calls does not keep ahead."""
+"""In eager mode a call counts with at least so many times what it takes on the host. The host has the rest of the step
+to launch as well, and a strategy whose launches take as long as its kernels leaves no time for that."""
 HEAD_START_US = 800.0
 """What a timed call waits for on the device before it begins, so that the host is ahead of the device."""
 HOST_BOUND = 0.8
@@ -49,13 +40,10 @@ and the device's time says nothing about a CUDA graph, in which the host does no
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one call on the device and on the host, each the largest median of any rank. host_share: how
-    many times the host's count in eager mode.
-    """
+    """Microseconds of one call on the device and on the host, each the largest median of any rank."""
 
     device_us: float
     host_us: float
-    host_share: float = HOST_SHARE
 
     @property
     def us(self) -> float:
@@ -64,8 +52,8 @@ class Times:
 
     @property
     def eager_us(self) -> float:
-        """What strategies are compared by in eager mode: `us`, where the host has `host_share` times as much to do."""
-        return max(self.device_us, self.host_share * self.host_us)
+        """What strategies are compared by in eager mode: `us`, where the host has `HOST_SHARE` times as much to do."""
+        return max(self.device_us, HOST_SHARE * self.host_us)
 
     @property
     def is_of_device(self) -> bool:
@@ -114,31 +102,6 @@ def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, 
     return fastest(eager, {strategy: time.eager_us for strategy, time in times.items()}), fastest(captured, on_device)
 
 
-def of_host_ahead(times: Mapping[str, Times]) -> dict[str, Times]:
-    """Returns the same times for a host that keeps ahead of the device: it counts once."""
-    return {strategy: replace(time, host_share=1.0) for strategy, time in times.items()}
-
-
-def is_worth_watching(planned: str, times: Mapping[str, Times]) -> bool:
-    """Whether another strategy is the fastest one in eager mode if the host keeps ahead of the device."""
-    return WATCHED > 0 and decide(planned, planned, times)[0] != decide(planned, planned, of_host_ahead(times))[0]
-
-
-def is_ahead_in_call(calls: int) -> tuple[bool, bool] | None:
-    """After so many calls of a site since the times are known: whether the next one runs by the strategy for a host
-    that keeps ahead, and whether it is watched; None when all are made.
-    """
-    turn, place = divmod(calls, UNWATCHED + WATCHED)
-    return (turn == 1, place >= UNWATCHED) if turn < 2 else None
-
-
-def keeps_ahead(idle: Mapping[bool, float]) -> bool:
-    """Whether the host keeps ahead of the device by the strategy for such a host. idle: the part of the watched calls
-    in which it found the device without work, for calls by this strategy (True) and by the other one (False).
-    """
-    return idle[True] <= min(idle[False], MOST_IDLE)
-
-
 def times_text(times: Mapping[str, Times]) -> str:
     """Returns `library 261/140, tile 300/60`: microseconds on the device / on the host."""
     return ", ".join(f"{strategy} {time.device_us:.0f}/{time.host_us:.0f}" for strategy, time in times.items())
@@ -148,8 +111,7 @@ def decided(planned: Choice, strategy: str, times: Mapping[str, Times]) -> Choic
     """The choice that a trial ended with, where `planned` was the plan's."""
     measured = {name: time.us for name, time in times.items()}
     shown = ", ".join(f"{name} {time.device_us:.0f} us (host {time.host_us:.0f})" for name, time in times.items())
-    ahead = " with the host ahead" if any(time.host_share < HOST_SHARE for time in times.values()) else ""
-    reason = f"tried here{ahead}, {CALLS - UNTIMED} timed calls each: {shown}; before that {planned.reason}"
+    reason = f"tried here, {CALLS - UNTIMED} timed calls each: {shown}; before that {planned.reason}"
     return replace(planned, strategy=strategy, reason=reason, source="trial", tried_us=measured)
 
 

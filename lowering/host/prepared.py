@@ -17,7 +17,7 @@ from ditron_inductor.device import Workspace
 from ditron_inductor.device.meetings import Holder
 from ditron_inductor.lowering.host.chosen import Chosen
 from ditron_inductor.lowering.host.recording import recording
-from ditron_inductor.lowering.host.trials import SiteTrial, SiteWatch
+from ditron_inductor.lowering.host.trials import SiteTrial
 
 MOST_CALLS = 4096
 """The most calls that are kept. If there are more, as only dynamic shapes can cause, all of them are dropped."""
@@ -42,7 +42,7 @@ class Prepared:
     captured: Chosen
     what: str
     agreed: tuple[int, int] | None
-    trial: SiteTrial | SiteWatch | None = None
+    trial: SiteTrial | None = None
 
     def holds(self) -> bool:
         """Returns whether the workspace, the agreed size and the trial are still those for which it was prepared.

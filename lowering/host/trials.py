@@ -3,16 +3,14 @@
 docs/tuning.md says what is tried, how it is timed and what follows. Sites with equal problems share a trial, and so do
 sizes near each other (`trial.bucket`). All ranks make the same calls of the same sites in the same order, so each
 counts which call comes next, and all try the same strategy in it. The host does not wait for the events of a timed
-call. Only the decision waits for the last event, which has usually passed long before. Then, if it depends on how far
-the host keeps ahead of the device, calls by both strategies are watched, each beginning with an idle device. Nothing is
-tried on the CPU device.
+call. Only the decision waits for the last event, which has usually passed long before. Nothing is tried on the CPU
+device.
 
 A reset of the group drops its trials, and so does a growth of the workspace that changes which strategies can run.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import statistics
 import time
@@ -37,18 +35,8 @@ from ditron_inductor.task.watch import watch
 logger = logging.getLogger(__name__)
 MOST_TRIALS = 128
 """The most trials of a workspace. Further problems run as planned."""
-MOST_WAITS = 256
-"""The most calls of a site that wait for other trials before the host is watched. After that it is not."""
 UNKNOWN_NS = 1 << 60
 """The time that a rank reports of a strategy that it could not time. Such a strategy is never chosen for its time."""
-
-
-class Stage(enum.Enum):
-    """How far a trial is."""
-
-    TIMING = enum.auto()
-    WATCHING = enum.auto()
-    ENDED = enum.auto()
 
 
 class Sample:
@@ -86,10 +74,9 @@ class Sample:
 
 class Trial:
     """A trial of one problem. name: a text that is equal on all ranks. attempt: how many trials of it were dropped
-    before. request: that of the site that began the trial.
-    tried: the strategies, the planned one first. refused: whether some rank asks for determinism, so that nothing is
-    tried. `begun` is the result of `Workspace.agreed` when the trial began. `times` are the times by which the ranks
-    decide, None until all are taken.
+    before. request: that of the site that began the trial. tried: the strategies, the planned one first. refused:
+    whether some rank asks for determinism, so that nothing is tried. `begun` is the result of `Workspace.agreed` when
+    the trial began. `times` are the times by which the ranks decided, None until then.
     """
 
     def __init__(
@@ -108,26 +95,14 @@ class Trial:
         self.tried = tried
         self.refused = refused
         self.begun = workspace.agreed(name)
-        self.stage = Stage.ENDED if refused else Stage.TIMING
         self.times: Mapping[str, Times] | None = None
         self._calls: Counter[str] = Counter()
-        self._waits: Counter[str] = Counter()
-        self._found_idle: dict[bool, list[bool]] = {}
         self._samples: dict[str, list[tuple[Sample, float]]] = {strategy: [] for strategy in tried}
 
     def next(self, site: str) -> tuple[str, bool] | None:
         """Returns (this call's strategy, whether it is timed); None for the call in which the ranks decide."""
-        return trial.strategy_of_call(self.tried, self._count(site))
-
-    @property
-    def _label(self) -> str:
-        """What the ranks compare their numbers by. They have agreed on those of an earlier attempt."""
-        return f"{self.name}, attempt {self.attempt}"
-
-    def _count(self, site: str) -> int:
-        """Returns how many calls of a site were made in this stage before this one."""
         self._calls[site] += 1
-        return self._calls[site] - 1
+        return trial.strategy_of_call(self.tried, self._calls[site] - 1)
 
     def timed(self, strategy: str, run: Runner, workspace: Workspace, scale: float) -> Runner:
         """Returns `run` with time measurement. scale: the work of the trial's problem relative to that of this call."""
@@ -150,7 +125,8 @@ class Trial:
             ]
             what = ("on the device", "on the host")
             largest = [
-                workspace.largest(f"{self._label}: ns by {strategy} {where}", ns)
+                # The ranks have agreed on the numbers of an earlier attempt.
+                workspace.largest(f"{self.name}, attempt {self.attempt}: ns by {strategy} {where}", ns)
                 for where, ns in zip(what, own, strict=True)
             ]
             if max(largest) < UNKNOWN_NS:
@@ -158,53 +134,6 @@ class Trial:
         self.times = times
         self._samples.clear()
         logger.info("%s: us on the device / on the host: %s", self.name, trial.times_text(times))
-        self.stage = Stage.WATCHING if trial.is_worth_watching(self.tried[0], times) else Stage.ENDED
-        self._calls.clear()
-
-    def next_watched(self, site: str, workspace: Workspace) -> tuple[bool, bool] | None:
-        """Returns (whether this call is by the strategy for a host that keeps ahead, whether it is watched). None if
-        that is decided now. It is collective in this case.
-        """
-        trials = _trials[workspace.shared].values()
-        if any(other.stage is Stage.TIMING and other.is_alive(workspace) for other in trials):
-            # What a timed call waits for on the device keeps that busy. So what was seen before says nothing.
-            self._calls.clear()
-            self._found_idle.clear()
-            self._waits[site] += 1
-            if self._waits[site] > MOST_WAITS:
-                self.stage = Stage.ENDED
-            return False, False
-        step = trial.is_ahead_in_call(self._count(site))
-        if step is None:
-            self._conclude(workspace)
-        elif step[0] not in self._found_idle:
-            self._found_idle[step[0]] = []
-            # What the host is ahead by comes from these calls alone.
-            streams.drain(workspace.device)
-        return step
-
-    def watched(self, ahead: bool, run: Runner, workspace: Workspace) -> Runner:
-        """Returns `run`, which first looks whether the device has work."""
-
-        def call(*operands: Any) -> Any:
-            self._found_idle[ahead].append(streams.is_idle(workspace.device))
-            return run(*operands)
-
-        return call
-
-    def _conclude(self, workspace: Workspace) -> None:
-        """Decides whether the host keeps ahead on all ranks. Collective."""
-        assert self.times is not None
-        # A rank that has watched nothing knows of no calls with work.
-        idle = {ahead: sum(found) / len(found) if found else 1.0 for ahead, found in self._found_idle.items()}
-        if not workspace.largest(f"{self._label}: ranks whose host is late", int(not trial.keeps_ahead(idle))):
-            self.times = trial.of_host_ahead(self.times)
-        logger.info("%s: the part of calls with an idle device here, by whether the host is ahead: %s", self.name, idle)
-        self.stage = Stage.ENDED
-
-    def is_alive(self, workspace: Workspace) -> bool:
-        """Returns whether no reset has dropped the trial."""
-        return workspace.agreed(self.name) is self.begun
 
 
 def _median(values: Sequence[int]) -> int:
@@ -212,7 +141,7 @@ def _median(values: Sequence[int]) -> int:
 
 
 class SiteTrial:
-    """The part of a site in the timing of a trial. runners: what runs a call, by strategy."""
+    """The part of a site in a trial. runners: what runs a call, by strategy."""
 
     def __init__(
         self, own: Trial, workspace: Workspace, site: str, planned: Chosen, runners: Mapping[str, Runner], scale: float
@@ -225,8 +154,8 @@ class SiteTrial:
         self._scale = scale
 
     def is_running(self) -> bool:
-        """Returns whether the trial is at this stage and has not been dropped."""
-        return self._trial.stage is Stage.TIMING and self._trial.is_alive(self._workspace)
+        """Returns whether the trial has not ended and has not been dropped."""
+        return self._trial.times is None and self._workspace.agreed(self._trial.name) is self._trial.begun
 
     def next(self) -> Chosen:
         """Returns what runs this call, and counts it, so ask once for a call. Collective when the trial ends."""
@@ -243,33 +172,6 @@ class SiteTrial:
         return Chosen(run, (group_name, request, trial.running(planned, strategy, self._trial.tried)))
 
 
-class SiteWatch:
-    """The part of a site in a trial whose times are known. planned, ahead: what runs a call, without and with a host
-    that keeps ahead of the device.
-    """
-
-    def __init__(self, own: Trial, workspace: Workspace, site: str, planned: Chosen, ahead: Chosen) -> None:
-        self._trial = own
-        self._workspace = workspace
-        self._site = site
-        self._chosen = {False: planned, True: ahead}
-
-    def is_running(self) -> bool:
-        """Returns whether the trial is at this stage and has not been dropped."""
-        return self._trial.stage is Stage.WATCHING and self._trial.is_alive(self._workspace)
-
-    def next(self) -> Chosen:
-        """Returns what runs this call, and counts it, so ask once for a call. Collective when the trial ends."""
-        step = self._trial.next_watched(self._site, self._workspace)
-        if step is None:
-            return self._chosen[False]
-        ahead, is_watched = step
-        chosen = self._chosen[ahead]
-        if not is_watched or watch.observer is not None:
-            return chosen
-        return Chosen(self._trial.watched(ahead, chosen.run, self._workspace), chosen.choice)
-
-
 _trials: WeakKeyDictionary[SharedWorkspace, dict[str, Trial]] = WeakKeyDictionary()
 
 
@@ -279,25 +181,20 @@ def ended() -> list[tuple[PlanRequest, Mapping[str, Times]]]:
         (found.request, found.times)
         for shared, trials in _trials.items()
         for found in trials.values()
-        if found.stage is Stage.ENDED and found.times is not None and shared.largest.get(found.name) is found.begun
+        if found.times is not None and shared.largest.get(found.name) is found.begun
     ]
 
 
 def choose_both(
     workspace: Workspace, node: Any, wire: Sequence[int], request: PlanRequest, runners: Mapping[str, Runner]
-) -> tuple[Chosen, Chosen, SiteTrial | SiteWatch | None]:
+) -> tuple[Chosen, Chosen, SiteTrial | None]:
     """Returns (what runs a site outside CUDA graphs; what runs it inside them, the same object if there is no
     difference; its part of a trial, or None). wire: the sizes that all ranks share. It is collective if a trial begins.
     """
     group_name = node.group_name
     captured, eager = choose(request.inside_graphs(), workspace.table), choose(request, workspace.table)
     known = _trial_of(workspace, wire, request, eager, captured) if node.policy.trials else None
-    ahead = None
     if known is not None and known.times is not None:
-        if known.stage is Stage.WATCHING:
-            to_ahead, _ = trial.decide(eager.strategy, captured.strategy, trial.of_host_ahead(known.times))
-            choice = trial.running(eager, to_ahead, known.tried)
-            ahead = Chosen(runners[to_ahead], (group_name, request, choice))
         to_eager, to_captured = trial.decide(eager.strategy, captured.strategy, known.times)
         eager = trial.decided(eager, to_eager, known.times)
         captured = trial.decided(captured, to_captured, known.times)
@@ -311,13 +208,12 @@ def choose_both(
             Chosen(runners[eager.strategy], (group_name, request, eager)),
             Chosen(runners[captured.strategy], (group_name, request.inside_graphs(), captured)),
         )
-    if known is None or known.stage is Stage.ENDED:
+    if known is None or known.times is not None:
         return *chosen, None
-    site = shared_site(node.site) or node.kind
-    if ahead is not None:
-        return *chosen, SiteWatch(known, workspace, site, chosen[0], ahead)
     m = request.problem.m
-    return *chosen, SiteTrial(known, workspace, site, chosen[0], runners, trial.bucket(m) / m)
+    site = shared_site(node.site) or node.kind
+    part = SiteTrial(known, workspace, site, chosen[0], runners, trial.bucket(m) / m)
+    return *chosen, part
 
 
 def _trial_of(

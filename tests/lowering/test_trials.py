@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch.distributed._functional_collectives as fc
 
 import ditron_inductor
 from benchmarks.tolerances import assert_near
-from ditron_inductor.device import streams
 from ditron_inductor.lowering.host import trials
 from ditron_inductor.lowering.host.trials import Sample, Trial
 from ditron_inductor.task import trial
@@ -37,10 +36,8 @@ PLANNED = Choice("library", "planned", None, "model")
 
 
 @contextmanager
-def tried(us: Mapping[str, float], on_host: Mapping[str, float] | None = None) -> Iterator[None]:
-    """New trials of the strategies, which seem to take so many microseconds on this rank. Collective. on_host: of the
-    host, none by default.
-    """
+def tried(us: Mapping[str, float]) -> Iterator[None]:
+    """New trials of the strategies, which seem to take so many microseconds on this rank. Collective."""
     # The ranks of a pool remember the trials of earlier tests.
     ditron_inductor.reset(dist.group.WORLD)
     timed = Trial.timed
@@ -58,9 +55,8 @@ def tried(us: Mapping[str, float], on_host: Mapping[str, float] | None = None) -
 
     def device_ns(self: Sample) -> int:
         assert self.host_ns > 0, "a call that was not timed"
-        strategy = strategy_of[self]
-        self.host_ns = int(on_host[strategy] * 1e3) if on_host else 0
-        return int(us[strategy] * 1e3)
+        self.host_ns = 0
+        return int(us[strategy_of[self]] * 1e3)
 
     with (
         # The library is planned, in eager mode and in CUDA graphs, and a size stands for itself.
@@ -103,167 +99,6 @@ def test_every_strategy_has_its_calls_and_the_slowest_rank_decides(pool: RankPoo
     for ran in pool.run(_decide, kind):
         assert ran[:STEPS] == ORDER
         assert set(ran[STEPS:]) == {"library"}
-
-
-WATCHED = 3
-LAUNCHES = {"library": 20.0, "tile": 20.0, "chunked": 49.0}
-"""Twice the host's time of `chunked` is more than `library` takes."""
-IN_TURN = [strategy for strategy in ("library", "chunked") for _ in range(trial.UNWATCHED + WATCHED)]
-BEFORE_THE_END = [*ORDER, "library", "chunked", *IN_TURN, "library"]
-"""The times are compared, a capture is prepared, two strategies are watched, and what was seen is compared."""
-
-
-@contextmanager
-def watching(is_idle: Callable[[], bool] = lambda: False) -> Iterator[list[str]]:
-    """Trials in which `chunked` is the fastest one for a host that keeps ahead. Its device is idle as is_idle says.
-    Yields a list with a word for each time that it was `drained` and each call that was `watched`.
-    """
-    seen: list[str] = []
-
-    def noted(device: torch.device) -> bool:
-        seen.append("watched")
-        return is_idle()
-
-    with (
-        tried({"library": 90.0, "tile": 120.0, "chunked": 50.0}, LAUNCHES),
-        mock.patch.object(trial, "WATCHED", WATCHED),
-        mock.patch.object(streams, "is_idle", noted),
-        mock.patch.object(streams, "drain", lambda device: seen.append("drained")),
-    ):
-        yield seen
-
-
-def _watch(ctx: RankContext, late: str) -> list[str]:
-    """late: the strategy by whose calls the host of the last rank finds an idle device."""
-    name, seen_by, ran = "trials/watched", [], []
-    problem = _problem(ctx, name)
-    with watching(lambda: ctx.rank == ctx.world_size - 1 and last(ctx, name)[0] == late) as seen:
-        for _ in range(len(BEFORE_THE_END)):
-            assert not trials.ended()
-            problem.check(problem())
-            ran.append(last(ctx, name)[0])
-            seen_by.append(len(seen))
-        assert len(trials.ended()) == 1
-        problem.check(problem())
-        ran.append(last(ctx, name)[0])
-    assert seen == ["drained", *["watched"] * WATCHED] * 2
-    # The device is drained in front of the first call by each strategy.
-    begin, half = len(BEFORE_THE_END) - 1 - len(IN_TURN), len(IN_TURN) // 2
-    assert (seen_by[begin - 1], seen_by[begin]) == (0, 1)
-    assert (seen_by[begin + half - 1], seen_by[begin + half]) == (1 + WATCHED, 2 + WATCHED)
-    return ran
-
-
-@on_two
-@pytest.mark.parametrize(("late", "ends_with"), [("", "chunked"), ("chunked", "library"), ("library", "chunked")])
-def test_a_host_that_keeps_ahead_is_seen_to(pool: RankPool, late: str, ends_with: str) -> None:
-    for ran in pool.run(_watch, late):
-        assert ran == [*BEFORE_THE_END, ends_with]
-
-
-def _wait(ctx: RankContext) -> None:
-    """One trial begins later than another one, whose host is watched after both."""
-    first, second = _problem(ctx, "trials/first"), _problem(ctx, "trials/second", "matmul_all_reduce")
-    with watching() as seen:
-        first.check(first())
-        for _ in range(STEPS):
-            first.check(first())
-            second.check(second())
-        for _ in range(trial.UNWATCHED):
-            first.check(first())
-        assert "watched" not in seen
-        second.check(second())
-        for _ in range(trial.UNWATCHED + 1):
-            first.check(first())
-        assert seen.count("watched") == 1
-        # A trial that goes on for ever ends none.
-        _problem(ctx, "trials/third", "all_gather_matmul")()
-        for _ in range(trials.MOST_WAITS + 2):
-            first()
-        assert seen.count("watched") == 1 and last(ctx, "trials/first")[0] == "library"
-        assert len(trials.ended()) == 1
-
-
-def test_a_host_is_watched_when_nothing_is_timed(rank_pools: RankPools) -> None:
-    rank_pools.get("cpu", 2).run(_wait, timeout=200)
-
-
-def _one_rank_is_late(ctx: RankContext) -> str:
-    """By one strategy the host of rank 0 finds an idle device, by the other one, less often, that of rank 1."""
-    name, turn = "trials/late", iter(range(1 << 10))
-
-    def is_idle() -> bool:
-        by_library = last(ctx, name)[0] == "library"
-        return by_library if ctx.rank == 0 else not by_library and next(turn) == 0
-
-    problem = _problem(ctx, name)
-    with watching(is_idle):
-        for _ in range(len(BEFORE_THE_END) + 1):
-            problem()
-        return last(ctx, name)[0]
-
-
-def test_each_rank_has_to_keep_ahead(rank_pools: RankPools) -> None:
-    assert rank_pools.get("cpu", 2).run(_one_rank_is_late) == ["library", "library"]
-
-
-def _after_a_refusal(ctx: RankContext) -> int:
-    with watching() as seen:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            _problem(ctx, "trials/refused", "matmul_all_reduce")()
-        finally:
-            torch.use_deterministic_algorithms(False)
-        problem = _problem(ctx, "trials/later")
-        for _ in range(len(BEFORE_THE_END)):
-            problem()
-        return seen.count("watched")
-
-
-def test_a_trial_that_is_refused_holds_up_none(rank_pools: RankPools) -> None:
-    assert set(rank_pools.get("cpu", 2, label="deterministic").run(_after_a_refusal)) == {2 * WATCHED}
-
-
-def _many_sites(ctx: RankContext) -> tuple[int, str]:
-    """Sites that share a trial wait for another one in as many calls each as there may be."""
-    sites = [_problem(ctx, f"trials/site {index}") for index in range(3)]
-    other = _problem(ctx, "trials/other", "matmul_all_reduce")
-    waits = 2
-    with watching() as seen, mock.patch.object(trials, "MOST_WAITS", waits):
-        for step in range(len(BEFORE_THE_END) + waits):
-            for problem in sites:
-                problem()
-            # It begins later, by as many steps as the others may wait.
-            if step >= waits:
-                other()
-        return seen.count("watched"), last(ctx, "trials/site 0")[0]
-
-
-def test_sites_wait_each_for_itself(rank_pools: RankPools) -> None:
-    for seen, ends_with in rank_pools.get("cpu", 2).run(_many_sites):
-        assert seen > 0 and ends_with == "chunked"
-
-
-def _interrupted(ctx: RankContext) -> list[int]:
-    """Another trial begins after the first watched call. Returns how many calls were watched, after each call."""
-    first, other = _problem(ctx, "trials/interrupted"), _problem(ctx, "trials/between", "matmul_all_reduce")
-    with watching() as seen:
-        for _ in range(STEPS + 2 + trial.UNWATCHED + 1):
-            first()
-        counts = [seen.count("watched")]
-        for _ in range(STEPS):
-            other()
-        first()
-        other()
-        for _ in range(trial.UNWATCHED + 1):
-            first()
-            counts.append(seen.count("watched"))
-    return counts
-
-
-def test_a_watch_that_is_interrupted_begins_again(rank_pools: RankPools) -> None:
-    for counts in rank_pools.get("cpu", 2).run(_interrupted):
-        assert counts == [1] * (1 + trial.UNWATCHED) + [2]
 
 
 def _dropped(ctx: RankContext) -> tuple[str, str]:
@@ -314,7 +149,7 @@ def _refuse(ctx: RankContext) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_one_rank_that_wants_the_same_bits_is_enough(rank_pools: RankPools) -> None:
+def test_one_rank_that_wants_the_same_bits_is_enough(rank_pools: Any) -> None:
     rank_pools.get("cpu", 2, label="deterministic").run(_refuse)
 
 
@@ -333,7 +168,7 @@ def _save(ctx: RankContext, path: str) -> list[str]:
     return lines[1:]
 
 
-def test_what_was_decided_can_be_saved(rank_pools: RankPools, tmp_path: Path) -> None:
+def test_what_was_decided_can_be_saved(rank_pools: Any, tmp_path: Path) -> None:
     first, second = rank_pools.get("cpu", 2).run(_save, str(tmp_path / "table.csv"))
     assert first == second
     entries = Table.parse((tmp_path / "table.csv").read_text()).entries

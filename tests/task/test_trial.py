@@ -83,49 +83,6 @@ def test_launches_that_take_as_long_as_their_kernels_leave_no_time_for_the_rest_
     assert trial.decide("library", "library", times) == ("chunked", "chunked")
 
 
-def test_a_host_that_keeps_ahead_counts_once() -> None:
-    times = trial.of_host_ahead({"library": Times(833.0, 300.0), "chunked": Times(700.0, 690.0)})
-    assert trial.decide("library", "library", times) == ("chunked", "chunked")
-    times = trial.of_host_ahead({"library": Times(833.0, 300.0), "chunked": Times(700.0, 890.0)})
-    assert trial.decide("library", "library", times)[0] == "library", "its launches take longer than its kernels"
-    assert "with the host ahead" in trial.decided(planned(), "chunked", times).reason
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(trial, "WATCHED", 3)
-    return 3
-
-
-def test_the_host_is_watched_where_it_decides(watched: int) -> None:
-    times = {"library": Times(833.0, 300.0), "chunked": Times(700.0, 690.0)}
-    assert trial.is_worth_watching("library", times)
-    assert not trial.is_worth_watching("library", {**times, "chunked": Times(700.0, 890.0)})
-    assert not trial.is_worth_watching("library", {**times, "chunked": Times(700.0, 300.0)})
-
-
-def test_nothing_is_watched_in_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "WATCHED", 0)
-    assert not trial.is_worth_watching("library", {"library": Times(833.0, 300.0), "chunked": Times(700.0, 690.0)})
-
-
-def test_both_strategies_are_watched_after_some_calls(watched: int) -> None:
-    unwatched, each = trial.UNWATCHED, trial.UNWATCHED + watched
-    *steps, end = [trial.is_ahead_in_call(calls) for calls in range(2 * each + 1)]
-    assert end is None
-    assert steps == [(ahead, place >= unwatched) for ahead in (False, True) for place in range(each)]
-
-
-@pytest.mark.parametrize(
-    ("without", "ahead", "keeps"),
-    [(0.0, 0.0, True), (0.25, 0.25, True), (0.0, 0.25, False), (0.5, 0.25, True), (1.0, 1.0, False), (1.0, 0.5, True)],
-)
-def test_a_device_that_is_seen_idle_more_often_says_that_the_host_is_late(
-    without: float, ahead: float, keeps: bool
-) -> None:
-    assert trial.keeps_ahead({False: without, True: ahead}) == keeps
-
-
 def test_the_host_counts_in_eager_mode_alone() -> None:
     times = {"library": Times(100.0, 20.0), "chunked": Times(80.0, 10.0), "tile": Times(90.0, 5.0)}
     assert trial.decide("library", "library", times) == ("chunked", "chunked")
