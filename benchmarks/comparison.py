@@ -41,6 +41,8 @@ TITLES = {
 }
 
 
+CLOSE = 0.98
+"""Below this a ratio of two contestants says more than that the clocks of GPUs vary."""
 NOISE = "~"
 """Stands behind a ratio of two contestants whose samples overlap."""
 
@@ -124,6 +126,12 @@ class Comparison:
         return _number(ratio, 2) + f" {NOISE}" * unclear
 
     @property
+    def is_lost(self) -> bool:
+        """Whether `auto` is slower than the best rival by more than CLOSE allows, and outside of noise."""
+        ratio = self.ratio(self.best_rival, "ditron")
+        return ratio is not None and ratio < CLOSE and not overlap(self.rows[self.best_rival], self.rows["ditron"])
+
+    @property
     def best_rival(self) -> str:
         """The fastest of all others, empty if none has a time."""
         timed = {name: us for name in RIVALS if (us := self.us(name))}
@@ -204,12 +212,29 @@ def ratios_table(
     return _table(headers, lines, style)
 
 
+def losses_table(cells: Sequence[Comparison], style: str = "simple") -> str:
+    """Returns a table with a line for each cell that is lost: the best rival's time over those of `auto` and of the
+    fastest strategy, whichever was chosen.
+    """
+    lines = [
+        [
+            f"{cell.world}x {cell.gpu.removeprefix('NVIDIA ')}", cell.op, cell.shape, mode(cell),
+            TITLES[cell.best_rival], _number(cell.ratio(cell.best_rival, "ditron"), 2),
+            _number(cell.ratio(cell.best_rival, OURS), 2), cell.measured,
+        ]
+        for cell in cells
+        if cell.is_lost
+    ]  # fmt: skip
+    headers = ["GPUs", "op", "M x N x K", "mode", "best rival", "rival / auto", "rival / best strategy", COMMIT]
+    return _table(headers, lines, style)
+
+
 def _number(value: float | None, digits: int, missing: str = "-") -> str:
     return missing if value is None else f"{value:.{digits}f}"
 
 
 def _table(headers: Sequence[str], lines: Sequence[Sequence[str]], style: str) -> str:
-    words = {"op", "M x N x K", "mode", "target", "holds", COMMIT}
+    words = {"op", "M x N x K", "mode", "target", "holds", "GPUs", "best rival", COMMIT}
     sides = ["left" if header in words else "right" for header in headers]
     # What is formatted already must not be parsed again.
     return tabulate(lines, headers, style, colalign=sides if lines else None, disable_numparse=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.comparison import Comparison, comparisons, fastest_ratio
+from benchmarks.comparison import CLOSE, Comparison, comparisons, fastest_ratio
 from benchmarks.models.facts import Fact
 from benchmarks.models.tables import Contest, compile_ratios, contests, mean
 from benchmarks.ops import targets
@@ -87,10 +87,12 @@ def readme(models: Sequence[Row], facts: Sequence[Fact], generated: Sequence[Row
     """Returns the claims of README.md."""
     measured = [one for one in contests(models) if one.best_gain]
     lost = [gain for one in measured if (gain := one.best_gain) and gain < 1]
+    clearly = sum(gain < CLOSE and not one.unclear for one in measured if (gain := one.best_gain))
     limits = span(one.most_gain for one in contests(models))
     return [
         *home(models),
         Claim("in {} of {} cells, by up to {} %", (str(len(lost)), str(len(measured)), percent(min(lost)))),
+        Claim("in {} of them by more than {} % and outside of noise", (str(clearly), percent(CLOSE))),
         Claim("alone with nothing to wait for, is [{} to {} times]", limits),
         workspaces(facts),
         *generation(generated),
@@ -141,12 +143,19 @@ def beside_attention(attention: Sequence[Row]) -> list[Claim]:
 
 
 def home(models: Sequence[Row]) -> list[Claim]:
-    """Returns the claims of docs/index.md, without mixtures of experts."""
-    dense = [one for one in contests(models) if not one.routed]
-    decode = [one.gain("inductor") for one in dense if _is(one, world=2, phase="decode")]
-    known = [gain for gain in decode if gain]
-    text = "is {} times as fast as by Inductor on two H200s**, the geometric mean of {} cells"
-    return [Claim(text, (f"{mean(known) or 0.0:.2f}", str(len(known))))]
+    """Returns the claims of docs/index.md, without mixtures of experts, on the GPU that was measured last."""
+    decode = [
+        one
+        for one in contests(models)
+        if one.phase == "decode" and not one.routed and "H100" in one.where[0] and one.where[1] == 2 and one.best_gain
+    ]
+    over_inductor = [gain for one in decode if (gain := one.gain("inductor"))]
+    over_best = [gain for one in decode if (gain := one.best_gain)]
+    text = "is {} times as fast as by Inductor on two H100s**, and {} times as fast as by the best rival of each cell"
+    return [
+        Claim(text, (f"{mean(over_inductor) or 0.0:.2f}", f"{mean(over_best) or 0.0:.2f}")),
+        Claim("geometric means of {} cells", (str(len(decode)),)),
+    ]
 
 
 def workspaces(facts: Sequence[Fact]) -> Claim:
@@ -221,10 +230,37 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
         claims.append(Claim(f"{where} (geometric mean of {{}} cells, {{}} to {{}})", numbers))
     slower = percent(unfused.gain("one_shot_norm") or 0.0)
     beside_a_norm = Claim("was {} % slower than with one kernel for an all-reduce and its norm", (slower,))
-    return [*claims, beside_a_norm, workspaces(facts)]
+    return [*claims, beside_a_norm, workspaces(facts), *beside_max_autotune(every)]
 
 
 BIASED = ("opt-30b", "gpt-oss-120b-dense")
+ONE_SEQUENCE = (
+    (("Llama 8B", "llama3-8b"), ("GPT-OSS 120B", "gpt-oss-120b")),
+    (("Llama 70B", "llama3-70b"), ("Qwen3 30B", "qwen3-30b-a3b")),
+    (("Qwen3 32B", "qwen3-32b"), ("Qwen3 235B", "qwen3-235b-a22b")),
+    (("Gemma 3 27B", "gemma3-27b"), ("Mixtral", "mixtral-8x7b")),
+    (("OPT 30B", "opt-30b"), ("DeepSeek V3", "deepseek-v3")),
+)
+"""The models in each line of the table of max-autotune in docs/models.md."""
+
+
+def beside_max_autotune(every: Sequence[Row]) -> list[Claim]:
+    """Returns a claim for each line of the table of one sequence in docs/models.md, in us, of the newest runs that have
+    max-autotune. every: the rows of all runs.
+    """
+    found = (Contest(tuple(run)) for lines in grouped(every).values() for run in runs(lines))
+    times: dict[str, tuple[float | None, ...]] = {}
+    for one in found:
+        tuned = one.us("max_autotune") or one.us("max_autotune_select")
+        if one.phase == "decode" and one.label.endswith(" ar, 1 x 1") and one.where[1] == 2 and tuned:
+            times[one.model] = one.us("inductor"), tuned, one.us("ditron")
+    return [
+        Claim(
+            " ".join(f"| {title} | {{}} | {{}} | {{}} |" for title, _ in line),
+            tuple(f"{us or 0.0:.0f}" for _, model in line for us in times[model]),
+        )
+        for line in ONE_SEQUENCE
+    ]
 
 
 def _ends(values: Iterable[float | None]) -> tuple[float, float]:

@@ -31,6 +31,7 @@ from benchmarks.comparison import (
     Comparison,
     comparisons,
     geometric_mean,
+    losses_table,
     means,
     mode,
     ratios_table,
@@ -163,8 +164,19 @@ def docs_part(rows: Sequence[Row]) -> str:
             table,
             "",
             *_sentences(cells),
+            "",
+            *_losses(comparisons(row for row in rows if row.gpu != "cpu")),
         ]
     )
+
+
+def _losses(cells: Sequence[Comparison]) -> list[str]:
+    """Says in how many cells of all machines `auto` clearly loses, and shows these."""
+    beside = [cell for cell in cells if cell.best_rival and cell.us("ditron")]
+    lost = [cell for cell in beside if cell.is_lost]
+    count = f"In {len(lost)} of {len(beside)} cells of all machines"
+    slower = "`auto` is slower than the best rival by more than 2 % and outside of noise."
+    return [f"{count} {slower}", *(["", losses_table(lost, "github")] if lost else [])]
 
 
 def _sentences(cells: Sequence[Comparison]) -> list[str]:

@@ -265,6 +265,23 @@ def test_a_mean_says_how_many_rows_it_has() -> None:
     assert "1.20 over NCCL + cuBLAS (2 rows), 1.10 over async TP (1 row)." in report.docs_part(rows)
 
 
+def test_every_clear_loss_is_shown() -> None:
+    lost, close = anchor("matmul_all_reduce", (8192, 8192)), anchor("matmul_all_reduce", (2048, 4096))
+
+    def narrow(rows: list[Row], by: float = 1.0) -> list[Row]:
+        return [dataclasses.replace(row, p20_us=row.p50_us - by, p80_us=row.p50_us + by) for row in rows if row.p50_us]
+
+    won = narrow(rows_of(close, symm_mem_two_shot=99.0, ditron=100.0), 0.1)
+    assert "In 0 of 1 cells" in report.docs_part(won)
+    of_lost = narrow(rows_of(lost, nccl=110.0, symm_mem_two_shot=90.0, ditron=100.0, ditron_tile=80.0))
+    text = report.docs_part([*won, *of_lost])
+    assert "In 1 of 2 cells" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| 4x H200 ")]
+    cells = [cell.strip() for cell in line.split("|")[1:-2]]
+    assert cells[:1] + cells[2:] == ["4x H200", "8192 x 8192 x 7168", "eager", "two-shot", "0.90", "1.12"]
+    assert "In 0 of 1 cells" in report.docs_part(narrow(of_lost, 20.0))
+
+
 def test_a_page_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="no markers"):
         report.with_part("nothing", "part")

@@ -51,11 +51,11 @@ def _table(cells: Iterable[Contest], by_model: bool, by_mode: bool = True) -> st
 
 
 def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
-    """The short table, of the GPU that most cells were measured on, and the conditions of the measurement."""
+    """The short table, of the GPU that was measured last, and the conditions of the measurement."""
     every = measured_cells(rows)
     if not every:
         return NOTHING
-    ((gpu, _),) = Counter(one.where[0] for one in every).most_common(1)
+    gpu = max(every, key=lambda one: one.rows[0].date).where[0]
     measured = [one for one in every if one.where[0] == gpu]
     captured = Counter(one.rows[0].op for one in measured if one.rows[0].graph)
     modes = ", ".join(f"{number} of {phase}" for phase, number in sorted(captured.items())) or "none"
