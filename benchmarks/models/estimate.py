@@ -35,9 +35,8 @@ def step_s(cell: Cell, arch: Architecture, world_size: int) -> float:
 def own_weights(cell: Cell, arch: Architecture, world_size: int) -> float:
     """Elements of the weights of all layers that a rank holds."""
     attention, feed_forward = arch.layer_weights()
-    cuts_feed_forward, cuts_attention = cell.form != "cp", cell.form not in ("cp", "kv")
-    shared = feed_forward / (world_size if cuts_feed_forward else 1)
-    return cell.layers * (attention / (world_size if cuts_attention else 1) + shared)
+    of_attention = attention / (1 if cell.form in ("cp", "kv") else world_size)
+    return cell.layers * (of_attention + feed_forward / (1 if cell.form == "cp" else world_size))
 
 
 def bytes_read(cell: Cell, arch: Architecture, world_size: int) -> float:
