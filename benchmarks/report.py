@@ -5,6 +5,7 @@
     docs/models.md, README.md                likewise, from models.csv
     docs/index.md                            its number
     docs/deleted.md, docs/four_gpus.md       likewise, from all of them
+    docs/taxes.md                            likewise, from models.csv
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import deleted, floors, prose, sources
+from benchmarks import decode_floors, deleted, floors, prose, sources
 from benchmarks.comparison import (
     COMMIT,
     MEASURED_OPS,
@@ -52,6 +53,7 @@ ROOT = Path(__file__).parents[1]
 DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
 FOUR_PAGE = ROOT / "docs" / "four_gpus.md"
+TAXES_PAGE = ROOT / "docs" / "taxes.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 HOME = ROOT / "docs" / "index.md"
@@ -222,6 +224,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
         DELETED_PAGE: with_part(DELETED_PAGE.read_text(), deleted.part()),
         FOUR_PAGE: with_part(FOUR_PAGE.read_text(), floors.part()),
+        TAXES_PAGE: with_part(TAXES_PAGE.read_text(), decode_floors.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
         model_pages.page_path(MODELS): model_pages.page(models, facts),
         HOME: HOME.read_text(),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, floors, report, sources
+from benchmarks import decode_floors, figures, floors, report, sources
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.ops import targets
@@ -346,3 +346,31 @@ def test_floors_are_those_of_the_newest_runs_of_each_gpu() -> None:
         ["what", "the best", "H200", "1.10, each", "0.80", "0.80", "1", "no", "2026-01-01"],
     ]
     assert dataclasses.replace(found, rivals=("registered",)).lines(rows) == []
+
+
+def _decoded(shape: str, date: str = "2026-01-01", **us: float) -> list[Row]:
+    cell = dataclasses.replace(ROW, bench="models", op="decode", shape=shape, world=2, graph=1, date=date)
+    rows = [dataclasses.replace(cell, contestant=name, p50_us=each) for name, each in us.items()]
+    return [dataclasses.replace(row, gpu=decode_floors.GPU) for row in rows]
+
+
+def test_floors_of_decode_are_over_the_weights_and_the_cache_of_a_rank() -> None:
+    """A layer of Llama 8B has 218 million weights, 42 of them in attention. With a cache every rank has those."""
+    cached = 2 * 4 * (65536 * 8 * 128 + 4096 * (128 * 80 + 14336 * 3 / 2))
+    alone = 2 * 4 * 4096 * (128 * 80 + 14336 * 3) / 2
+    plain = "model=llama3-8b;layers=4;form=ar;batch=1;tokens=1"
+    rows = [
+        *_decoded(plain, ditron=1.0),
+        *_decoded(plain, "2026-01-02", ditron=1.36 * alone / 2.98e6, symm_mem=1.91 * alone / 2.98e6),
+        *_decoded("model=llama3-8b;layers=4;form=kv;batch=8;tokens=1;cache=65536", ditron=700.0),
+        *_decoded("model=llama3-8b;layers=4;form=kv;batch=1;tokens=1;cache=65536", ditron=1.35 * cached / 2.98e6),
+        *_decoded(plain.replace("batch=1", "batch=8"), ditron=400.0),
+        *_decoded(plain.replace("layers=4", "layers=2"), ditron=200.0),
+    ]
+    first, second, third = decode_floors.lines([*rows, dataclasses.replace(rows[0], gpu="NVIDIA H200")])
+    over = ["293", "1.36", "1.35", "no", "1.40", "1.40", "yes", "1.91", "-"]
+    assert first == ["llama3-8b x 4", "ar", "1 x 1", "398", *over, "abc"]
+    assert second[2:8] == ["1 x 1, cache 65536", "714", "529", "1.35", "1.35", "yes"]
+    assert second[8:] == ["-", "1.40", "-", "-", "-", "abc"]
+    assert (third[2], third[6]) == ("8 x 1, cache 65536", "1.35")
+    assert decode_floors.FLOORS["llama3-70b"].most_of(64) == 1.15

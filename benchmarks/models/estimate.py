@@ -23,18 +23,26 @@ CPU_CALL_S = 6.0
 
 def step_s(cell: Cell, arch: Architecture, world_size: int) -> float:
     """One step of a cell's model: what its matmuls and attention take, or reading weights and caches."""
-    attention, feed_forward = (float(cell.layers * one) for one in arch.layer_weights())
     own_tokens: float = cell.batch * cell.tokens
     if cell.form == "cp":
         own_tokens /= world_size
-    else:
-        feed_forward /= world_size
-        attention /= 1 if cell.form == "kv" else world_size
     scores = cell.layers * 2 * arch.heads * arch.head_dim * cell.batch * cell.tokens * cell.tokens / world_size
-    flops = 2 * own_tokens * (attention + feed_forward) + scores
-    cached = 2 * cell.layers * cell.batch * cell.cache * arch.kv_heads * arch.head_dim * 2 / world_size
-    seconds = max(flops / FLOPS, (2 * (attention + feed_forward) + cached) / BYTES_PER_S)
+    flops = 2 * own_tokens * own_weights(cell, arch, world_size) + scores
+    seconds = max(flops / FLOPS, bytes_read(cell, arch, world_size) / BYTES_PER_S)
     return seconds * (3.0 if cell.phase == "training" else 1.0)
+
+
+def own_weights(cell: Cell, arch: Architecture, world_size: int) -> float:
+    """Elements of the weights of all layers that a rank holds."""
+    attention, feed_forward = arch.layer_weights()
+    of_attention = attention / (1 if cell.form in ("cp", "kv") else world_size)
+    return cell.layers * (of_attention + feed_forward / (1 if cell.form == "cp" else world_size))
+
+
+def bytes_read(cell: Cell, arch: Architecture, world_size: int) -> float:
+    """Bytes of the weights and of the KV cache of a rank, in two bytes each element. A step reads each of them."""
+    cached = 2 * cell.layers * cell.batch * cell.cache * arch.kv_heads * arch.head_dim / world_size
+    return 2 * (own_weights(cell, arch, world_size) + cached)
 
 
 def cell_s(request: Request, cell: Cell, world_size: int) -> float:
