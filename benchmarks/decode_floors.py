@@ -71,16 +71,17 @@ def line(one: Contest) -> list[str]:
     floor, reading, us = FLOORS[one.model], reading_us(one), one.us("ditron") or 0.0
     most, over, gain = floor.most_of(int(one.sizes["batch"])), us / reading, one.gain(SYMM_MEM)
     theirs = one.us(SYMM_MEM)
-    kept = "-" if gain is None else _answer(round(gain, 2) >= floor.least)
+    kept = "-" if gain is None else answer(round(gain, 2) >= floor.least)
     return [
         *(f"{one.model} x {one.sizes['layers']}", one.sizes["form"], one.tokens, f"{us:.0f}", f"{reading:.0f}"),
-        *(f"{over:.2f}", f"{most:.2f}", _answer(round(over, 2) <= most)),
+        *(f"{over:.2f}", f"{most:.2f}", answer(round(over, 2) <= most)),
         *(number(gain, 2), f"{floor.least:.2f}", kept, number(theirs and theirs / reading, 2)),
         *(number(one.gain(TUNED), 2), one.rows[0].commit),
     ]
 
 
-def _answer(reached: bool) -> str:
+def answer(reached: bool) -> str:
+    """What a table says of a floor."""
     return "yes" if reached else "no"
 
 

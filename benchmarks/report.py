@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import decode_floors, deleted, floors, prose, sources
+from benchmarks import decode_floors, deleted, expert_floors, floors, prose, sources
 from benchmarks.comparison import (
     COMMIT,
     MEASURED_OPS,
@@ -54,6 +54,7 @@ DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
 FOUR_PAGE = ROOT / "docs" / "four_gpus.md"
 TAXES_PAGE = ROOT / "docs" / "taxes.md"
+EXPERTS_PAGE = ROOT / "docs" / "guide" / "mixture_of_experts.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 HOME = ROOT / "docs" / "index.md"
@@ -225,6 +226,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         DELETED_PAGE: with_part(DELETED_PAGE.read_text(), deleted.part()),
         FOUR_PAGE: with_part(FOUR_PAGE.read_text(), floors.part()),
         TAXES_PAGE: with_part(TAXES_PAGE.read_text(), decode_floors.part()),
+        EXPERTS_PAGE: with_part(EXPERTS_PAGE.read_text(), expert_floors.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
         model_pages.page_path(MODELS): model_pages.page(models, facts),
         HOME: HOME.read_text(),

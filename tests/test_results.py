@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode_floors, figures, floors, report, sources
+from benchmarks import decode_floors, expert_floors, figures, floors, report, sources
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.ops import targets
@@ -374,3 +374,21 @@ def test_floors_of_decode_are_over_the_weights_and_the_cache_of_a_rank() -> None
     assert second[8:] == ["-", "1.40", "-", "-", "-", "abc"]
     assert (third[2], third[6]) == ("8 x 1, cache 65536", "1.35")
     assert decode_floors.FLOORS["llama3-70b"].most_of(64) == 1.15
+
+
+def test_floors_of_experts_are_over_the_experts_that_are_read() -> None:
+    """A token takes 8 of 128 experts of Qwen3 30B, whose width is 768, and two tokens 15.5 different ones of them."""
+    read = 2 * 2 / 2.98e6 * (2048 * (128 * 2 * 36 + 8 * 768 * 3) / 2 + 2048 * 128)
+    plain = "model=qwen3-30b-a3b;layers=2;form=ar;batch=1;tokens=1"
+    rows = [
+        *_decoded(plain, ditron=1.6 * read, inductor=8 * read, grouped=2.39 * read),
+        *_decoded(plain.replace("batch=1", "batch=2"), ditron=1.0, inductor=2.0),
+        *_decoded(plain.replace("qwen3-30b-a3b", "qwen3-30b-a3b-vllm"), ditron=1.0, inductor=2.0),
+        *_decoded(plain.replace("qwen3-30b-a3b", "llama3-8b"), ditron=1.0, inductor=2.0),
+        *_decoded(plain.replace("form=ar", "form=kv"), ditron=1.0, inductor=2.0),
+    ]
+    (line,) = expert_floors.lines([*rows, dataclasses.replace(rows[0], gpu="NVIDIA H200")])
+    assert line[:4] == ["qwen3-30b-a3b x 2", "1", "8", f"{1.6 * read:.0f}"]
+    assert line[4:8] == [f"{read:.0f}", "1.60", "1.60", "yes"]
+    assert line[8:] == ["one-shot + norm, grouped experts", "1.49", "1.50", "no", "2.39", "abc"]
+    assert expert_floors.experts_read(expert_floors.ARCHITECTURES["qwen3-30b-a3b"], 2) == 15.5

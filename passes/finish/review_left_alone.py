@@ -73,10 +73,11 @@ ROUTES: frozenset[object] = frozenset(
         aten.sum.dim_IntList,
         aten.add.Tensor,
         aten.where.self,
+        getitem,
         DETERMINISTIC,
     }
 )
-"""Ops that bring the slots of a token together, or the rows of an expert."""
+"""Ops that bring the slots of a token together, or the rows of an expert, and what takes one of several results."""
 CLAMPS: frozenset[object] = frozenset(
     {
         aten.clamp.default,

@@ -16,6 +16,9 @@ MATMULS: dict[str, ReasonCode] = {
     "aten::_grouped_mm": ReasonCode.GROUPED_MATMUL,
     "aten::_scaled_grouped_mm": ReasonCode.GROUPED_MATMUL,
     "aten::_scaled_grouped_mm_v2": ReasonCode.GROUPED_MATMUL,
+    # Those of `transformers` in fp32, which torch's own does not take.
+    "transformers::grouped_mm_fallback": ReasonCode.GROUPED_MATMUL,
+    "transformers::grouped_mm_fallback_backward": ReasonCode.GROUPED_MATMUL,
     "aten::_int_mm": ReasonCode.QUANTIZED_MATMUL,
     "aten::_weight_int8pack_mm": ReasonCode.QUANTIZED_MATMUL,
     "aten::_weight_int4pack_mm": ReasonCode.QUANTIZED_MATMUL,

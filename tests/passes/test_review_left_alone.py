@@ -141,8 +141,18 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] 
     "grouped": (grouped, (X, W), "grouped_matmul", "_grouped_mm"),
     "gather, then routed": (lambda x, w: routed(all_gather(x), w), (X, W), "grouped_matmul", "_grouped_mm"),
     "routed, by inverse": (lambda a, w: all_reduce(summed_by_inverse(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
-    "routed, scattered": (lambda a, w: reduce_scatter(summed_by_scatter(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
-    "routed, by TorchTitan": (lambda a, w: reduce_scatter(summed_by_titan(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
+    "routed, scattered": (
+        lambda a, w: reduce_scatter(summed_by_scatter(a, w)),
+        (A, W),
+        "grouped_matmul",
+        "_grouped_mm",
+    ),
+    "routed, by TorchTitan": (
+        lambda a, w: reduce_scatter(summed_by_titan(a, w)),
+        (A, W),
+        "grouped_matmul",
+        "_grouped_mm",
+    ),
     "to experts": (lambda a, w: routed(to_experts(a), w), (A, W), "unequal_splits", ""),
     "from experts": (lambda a, w: to_experts(routed(a, w)), (A, W), "unequal_splits", ""),
     "to others": (lambda a: to_experts(a).sin(), (A,), "no_matmul", ""),
@@ -168,11 +178,33 @@ def test_the_reason_and_its_node(fn: Callable[..., Any], args: tuple[torch.Tenso
     assert not op or reason.culprit.op.split(".")[1] == op, reason.culprit
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_grouped_matmul_of_transformers(backward: bool) -> None:
+    """In fp32, whose gradients are two results of one op."""
+    pytest.importorskip("transformers.integrations.moe")
+    ops: Any = torch.ops.transformers
+
+    def fn(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        slots = torch.arange(2 * a.shape[0], device=a.device).flip(0)
+        rows, weights = a[slots // 2], torch.stack([w, w])
+        ends = torch.tensor([a.shape[0], 2 * a.shape[0]], dtype=torch.int32)
+        out = ops.grouped_mm_fallback(rows, weights, ends)
+        if backward:
+            out = ops.grouped_mm_fallback_backward(rows, weights, ends, out)[0]
+        return all_reduce(out[slots].view(a.shape[0], 2, -1).sum(1))
+
+    (reason,) = left_alone(fn, A, W)
+    op = "grouped_mm_fallback" + "_backward" * backward
+    assert reason.code == "grouped_matmul" and reason.culprit.op.split(".")[1] == op
+
+
 def test_every_name_is_read() -> None:
     """Where this torch has the op; a name that no version has would never be noticed."""
+    pytest.importorskip("transformers.integrations.moe")
     graph = fx.Graph()
-    known = {name: getattr(aten, name.removeprefix("aten::"), None) for name in MATMULS}
-    for name, packet in known.items():
+    for name in MATMULS:
+        namespace, _, op = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), op, None)
         assert packet is not None, name
         for overload in packet.overloads():
             assert other_matmul(graph.call_function(getattr(packet, overload))) is MATMULS[name]

@@ -1,0 +1,76 @@
+"""How near a decode step of a mixture of experts is to the speed of reading: the table of the guide on experts.
+
+On two H100s, inside CUDA graphs, the newest rows of every mixture. A step reads the weights of attention and of the
+router, and of those experts that some token takes. Experts are drawn with the same probability, so their number is the
+one to be expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tabulate import tabulate
+
+from benchmarks.decode_floors import BYTES_PER_US, GPU, WORLD, answer
+from benchmarks.models.architecture import Architecture
+from benchmarks.models.request import TITLES
+from benchmarks.models.tables import Contest, contests, number
+from benchmarks.models.zoo import MODELS as ARCHITECTURES
+from benchmarks.models.zoo import position
+from benchmarks.records import MODELS, Row, read_csv
+
+LEAST = {1: 1.5, 8: 1.3, 32: 1.2}
+"""By the number of tokens, how many times as fast as the best rival a step is to be."""
+MOST = 1.6
+"""How many times as long as reading a step may take."""
+HEADERS = (
+    *("layers", "tokens", "experts read", "Ditron, us", "reading, us", "Ditron / reading", "at most", "reached"),
+    *("best rival", "best rival / Ditron", "at least", "reached", "rival / reading", "commit"),
+)
+
+
+def experts_read(arch: Architecture, tokens: int) -> float:
+    """How many experts of a layer some of the tokens takes, in the mean."""
+    return arch.experts * (1 - (1 - arch.top_k / arch.experts) ** tokens)
+
+
+def reading_us(one: Contest) -> float:
+    """How long a rank reads, at the speed of a copy: weights of two bytes an element."""
+    arch, tokens, ranks = ARCHITECTURES[one.model], int(one.sizes["batch"]), one.where[1]
+    attention, _ = arch.layer_weights()
+    width = arch.inner * experts_read(arch, tokens) + arch.shared
+    divided = attention + arch.hidden * width * (3 if arch.gated else 2)
+    elements = divided / ranks + arch.hidden * arch.experts
+    return 2 * int(one.sizes["layers"]) * elements / BYTES_PER_US
+
+
+def is_judged(one: Contest) -> bool:
+    """Whether it is a cell that floors were set for."""
+    known = one.routed and not ARCHITECTURES[one.model].engine
+    here = one.phase == "decode" and one.where == (GPU, WORLD) and one.sizes["form"] == "ar"
+    return bool(known and here and int(one.sizes["batch"]) in LEAST and one.best_gain)
+
+
+def line(one: Contest) -> list[str]:
+    """The line of a cell. A floor is reached if it is by the numbers that stand in the line."""
+    tokens, us, reading = int(one.sizes["batch"]), one.us("ditron") or 0.0, reading_us(one)
+    best, gain, over = one.best_other, one.best_gain or 0.0, us / reading
+    rival = TITLES[best.contestant] if best else "-"
+    reached = answer(round(gain, 2) >= LEAST[tokens])
+    return [
+        *(f"{one.model} x {one.sizes['layers']}", str(tokens)),
+        number(experts_read(ARCHITECTURES[one.model], tokens), 0),
+        *(f"{us:.0f}", f"{reading:.0f}", f"{over:.2f}", f"{MOST:.2f}", answer(round(over, 2) <= MOST)),
+        *(rival, f"{gain:.2f}", f"{LEAST[tokens]:.2f}", reached, f"{gain * over:.2f}", one.rows[0].commit),
+    ]
+
+
+def lines(rows: Iterable[Row]) -> list[list[str]]:
+    """A line for each cell, by models and tokens."""
+    found = filter(is_judged, contests(rows))
+    return [line(one) for one in sorted(found, key=lambda one: (position(one.model), int(one.sizes["batch"])))]
+
+
+def part() -> str:
+    """The table."""
+    return tabulate(lines(read_csv(MODELS)), HEADERS, "github", disable_numparse=True)
