@@ -40,6 +40,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.fuse.sorted_experts import sorted_experts
 from ditron_inductor.passes.graph import proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
@@ -212,4 +213,4 @@ def expert_projections(graph: fx.Graph, *, options: Options) -> int:
     found = [match for match in matches if match is not None]
     for match in found:
         rewrite(graph, match, options)
-    return len(found)
+    return len(found) + sorted_experts(graph, options)

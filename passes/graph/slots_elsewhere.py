@@ -37,7 +37,16 @@ def ids_of(experts: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | None
     token differ, as the indices of a topk do, and lie between 0 and `num_experts` - 1.
     """
     marked = expert_rows.unclamped(experts, num_experts)
-    if marked is None or marked.target is not aten.where.self:
+    chosen = None if marked is None else choices_behind(marked, num_experts)
+    unclamped = _unclamped(experts)
+    return None if chosen is None or unclamped is None else (unclamped, chosen)
+
+
+def choices_behind(marked: fx.Node, num_experts: int) -> fx.Node | None:
+    """Returns the indices of a topk of which `marked` has the experts of this rank, and `num_experts` or more in the
+    place of other ones; None if it is made otherwise.
+    """
+    if marked.target is not aten.where.self:
         return None
     elsewhere, instead, own = marked.args
     assert isinstance(elsewhere, fx.Node)
@@ -48,10 +57,7 @@ def ids_of(experts: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | None
     chosen = proofs.operand(own)
     parts = quotient(proofs.operand(elsewhere)) if elsewhere.target is aten.ne.Scalar else None
     ranked = parts is not None and parts == (chosen, num_experts) and isinstance(elsewhere.args[1], int)
-    unclamped = _unclamped(experts)
-    if not ranked or chosen.target is not getitem or chosen.args[1] != 1:
-        return None
-    return None if unclamped is None else (unclamped, chosen)
+    return chosen if ranked and chosen.target is getitem and chosen.args[1] == 1 else None
 
 
 def _unclamped(experts: fx.Node) -> fx.Node | None:

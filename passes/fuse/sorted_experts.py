@@ -1,0 +1,203 @@
+"""The grouped matmuls of a few tokens' experts become `ditron::expert_projections`, and their slots are not sorted.
+
+Before, with T tokens that take k experts each, in S = T * k slots, as `transformers` writes it (`grouped_mm`):
+
+    topk -> getitem 1 [T, k] -> reshape [S] -> sort -> the sorted ids [S], the slots [S]
+    x [T, K] -> index(x, [slots // k]) [S, K] -> _grouped_mm(.., weight [E, K, N], offs=ends [E]) [S, N]
+    ends: the sorted ids -> histc -> cumsum
+    what the last matmul returns -> index(.., [places]) [S, N]         places: the inverse of the slots
+
+After:
+
+    x, getitem 1 -> reshape [S], [weight] -> ditron.expert_projections -> getitem 0 [S, N]
+
+The call finds the rows of each expert by the ids, in whatever order they are. So the slots stay in theirs, token by
+token: the sort, the indices by it and the way back go, and what is behind is what `expert_projections` has for the form
+that copies weights.
+
+Nothing is communicated. It must not fire where `expert_projections` must not, nor if
+* anything reads what is sorted otherwise than row by row, up to where the order is undone (see graph/place_order.py);
+* the ends are not those of the sorted ids;
+* a grouped matmul has a bias, or another dtype for its result;
+* something writes into what is read by the slots, or back by their places: it would be read later;
+* the tensors are not on a GPU, unless the strategy is `tile`: where no kernel runs, the call copies the weights of each
+  slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import expert_rows, place_order, proofs, rewriting, slots_elsewhere
+from ditron_inductor.passes.graph.all_to_all import written
+from ditron_inductor.passes.graph.place_order import Kind
+from ditron_inductor.passes.graph.rows_behind import drop_masks
+from ditron_inductor.passes.graph.sorts import SORTS, sorted_slots
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
+
+aten = torch.ops.aten
+GPUS = ("cuda",)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A sort of slots whose order does not matter. ids: [S], what is sorted. grouped: the grouped matmuls. kinds: those
+    of all nodes that have something in the order of the sort. has_absent: ids may be E, for an expert elsewhere.
+    """
+
+    sort: fx.Node
+    ids: fx.Node
+    top_k: int
+    grouped: tuple[fx.Node, ...]
+    kinds: dict[fx.Node, Kind]
+    has_absent: bool
+
+
+def find_sorted_experts(sort: fx.Node) -> Match | None:
+    """Proves that a sort is one of the slots of a few tokens, as drawn above; None if it is not."""
+    ids = proofs.arguments(sort)["self"]
+    value = proofs.tensor(ids)
+    if value is None or value.ndim != 1 or value.dtype != torch.int64:
+        return None
+    kinds = place_order.kinds_of(sort)
+    grouped = tuple(node for node in kinds or () if node.target is proofs.GROUPED)
+    if kinds is None or not grouped or not all(_is_taken(node) for node in grouped):
+        return None
+    counts = {proofs.fake(proofs.arguments(node)["mat2"]).shape[0] for node in grouped}
+    (num_experts, *others) = counts
+    if others or not isinstance(num_experts, int):
+        return None
+    source = proofs.views_up(ids)[-1]
+    elsewhere = slots_elsewhere.choices_behind(source, num_experts)
+    top_k = _taken_of(source if elsewhere is None else elsewhere, num_experts, elsewhere is not None)
+    S = value.shape[0]
+    if top_k is None or not isinstance(S, int) or not 0 < S <= MOST_EXPERT_TOKENS * top_k or S % top_k:
+        return None
+    if not expert_rows.range_of(source).most <= num_experts - (elsewhere is None) or not _are_kept(sort, kinds):
+        return None
+    return Match(sort, ids, top_k, grouped, kinds, elsewhere is not None)
+
+
+def _taken_of(chosen: fx.Node, num_experts: int, of_ranks: bool) -> int | None:
+    """Returns how many experts each token takes if `chosen` are the indices of a topk, and so differ for a token."""
+    if chosen.target is not getitem or chosen.args[1] != 1 or not isinstance(chosen.args[0], fx.Node):
+        return None
+    topk = chosen.args[0]
+    if topk.target is not aten.topk.default:
+        return None
+    bound = proofs.arguments(topk)
+    scores, value = proofs.fake(bound["self"]), proofs.fake(chosen)
+    top_k, choices = value.shape[-1], scores.shape[-1]
+    if bound["dim"] % scores.ndim != scores.ndim - 1 or not isinstance(top_k, int) or not isinstance(choices, int):
+        return None
+    return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None
+
+
+def _are_kept(sort: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
+    """Returns whether nothing writes into the ids, or into what is read by the slots or by their places."""
+    indices = [node for node in sort.graph.find_nodes(op="call_function", target=aten.index.Tensor)]
+    tables = [node.args[0] for node in indices if any(source in kinds for source in node.all_input_nodes)]
+    return written((proofs.operand(sort), *tables)) is None
+
+
+def _is_taken(grouped: fx.Node) -> bool:
+    """Returns whether a grouped matmul has operands that the call takes."""
+    bound = proofs.arguments(grouped)
+    rows, weight = proofs.fake(bound["self"]), proofs.fake(bound["mat2"])
+    plain = bound["bias"] is None and bound["out_dtype"] is None
+    copied = proofs.indexed_rows(bound["self"])
+    read = (bound["self"], bound["mat2"], *(() if copied is None else copied[:1]))
+    few = rows.ndim == 2 and weight.ndim == 3 and rows.dtype == weight.dtype and rows.dtype in OPERAND_DTYPES
+    lies = any(proofs.known_equal(stride, 1) for stride in weight.stride()[1:])
+    return plain and few and lies and written(read) is None
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> int:
+    """Puts a call in the place of each matmul, and leaves the slots in their order. Returns how many calls."""
+    nodes = list(match.kinds)
+    order = next((node for node, kind in match.kinds.items() if kind is Kind.SLOTS), None)
+    places = [node for node, kind in match.kinds.items() if kind is Kind.PLACES]
+    for ends in {proofs.arguments(grouped)["offs"] for grouped in match.grouped}:
+        nodes += _between(ends, match.ids)
+    for grouped in match.grouped:
+        _call(graph, match, grouped, order, options)
+    # What was brought into the order of the places, or back, is as it was, or as it is.
+    for index in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        table, indices = index.args
+        by_place = index in match.kinds and indices == [order] and _has_rows(table, match)
+        if by_place or (len(indices) == 1 and indices[0] in places):
+            index.replace_all_uses_with(table)
+            nodes.append(index)
+    for place in places:
+        nodes += [source for source in place.all_input_nodes if source not in match.kinds]
+    for user in match.sort.users:
+        if user.args[1] == 0:
+            user.replace_all_uses_with(match.ids)
+    rewriting.erase_unused(graph, nodes)
+    left = set(graph.nodes)
+    read = [node for node in (order, *places) if node is not None and node in left and node.users]
+    if read:
+        with graph.inserting_before(match.sort):
+            in_order = rewriting.integers(graph, match.ids, proofs.fake(match.ids).shape[0], torch.int64)
+        for node in read:
+            node.replace_all_uses_with(in_order)
+        rewriting.erase_unused(graph, left.intersection(nodes))
+    return len(match.grouped)
+
+
+def _has_rows(table: object, match: Match) -> bool:
+    """Returns whether a tensor has as many rows as there are slots."""
+    value = proofs.tensor(table) if isinstance(table, fx.Node) else None
+    return value is not None and proofs.known_equal(value.shape[0], proofs.fake(match.ids).shape[0])
+
+
+def _between(ends: fx.Node, ids: fx.Node) -> list[fx.Node]:
+    """Returns what leads from the ids to `ends`."""
+    found: list[fx.Node] = []
+    left = [ends]
+    while left:
+        node = left.pop()
+        if node not in found and node is not ids:
+            found.append(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _call(graph: fx.Graph, match: Match, grouped: fx.Node, order: fx.Node | None, options: Options) -> None:
+    """Replaces a grouped matmul by a call, whose rows are those of the tokens if they were copied from there."""
+    bound = proofs.arguments(grouped)
+    rows, weight, value = bound["self"], bound["mat2"], proofs.fake(grouped)
+    indexed = proofs.indexed_rows(rows)
+    of_tokens = indexed is not None and order is not None and sorted_slots(indexed[1]) == (order, match.top_k)
+    if of_tokens and indexed is not None and proofs.row_major(proofs.fake(indexed[0])):
+        rows = indexed[0]
+    else:
+        of_tokens = False
+    task = ExpertProjections(match.top_k, of_tokens, 1, strategy=options.strategy, has_absent=match.has_absent)
+    with graph.inserting_before(grouped):
+        operands = {"x": rows, "experts": match.ids, "weights": [weight]}
+        shape = tuple(value.shape)
+        product = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
+        call = rewriting.call_task(graph, task, operands, grouped, [product])
+        output = rewriting.output(graph, call, 0, grouped)
+    grouped.replace_all_uses_with(output)
+
+
+def sorted_experts(graph: fx.Graph, options: Options) -> int:
+    """Makes a call of each grouped matmul of the experts of a few tokens, and returns how many."""
+    drop_masks(graph)
+    count = 0
+    for target in SORTS:
+        for sort in graph.find_nodes(op="call_function", target=target):
+            runs = options.strategy == "tile" or proofs.fake(proofs.operand(sort)).device.type in GPUS
+            match = find_sorted_experts(sort) if runs else None
+            if match is not None:
+                count += rewrite(graph, match, options)
+    return count
