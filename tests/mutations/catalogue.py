@@ -7,6 +7,7 @@ from tests.mutations.measuring import MEASURING
 from tests.mutations.mutation import Mutation
 from tests.mutations.norming import NORMING
 from tests.mutations.routing import ROUTING
+from tests.mutations.unsorting import UNSORTING
 
 SIGNALS = "ditron_inductor/core/signals.py"
 CREDITS = "tests/core/test_signals.py::test_a_slot_is_overwritten_with_the_credits_of_all_peers_only"
@@ -581,4 +582,4 @@ PASSES: tuple[Mutation, ...] = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *DECIDING, *NORMING, *ROUTING, *MEASURING)
+MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *DECIDING, *NORMING, *ROUTING, *UNSORTING, *MEASURING)

@@ -1,0 +1,75 @@
+"""The mutations of experts whose slots are not sorted any more."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+PLACES = "passes/graph/place_order.py"
+SORTED_EXPERTS = "passes/fuse/sorted_experts.py"
+UNSORTED = "tests/passes/test_sorted_experts.py"
+
+UNSORTING: tuple[Mutation, ...] = (
+    Mutation(
+        "a number of each slot is taken for one of all places",
+        PLACES,
+        "return given.ndim < value.ndim or bool(proofs.known_equal(given.shape[0], 1))",
+        "return True",
+        f"{UNSORTED}::test_where_the_order_matters_it_stays[a_number_for_each_place]",
+    ),
+    Mutation(
+        "the ends may be those of other ids",
+        PLACES,
+        'return ids if expert_rows.are_experts_of_rows(ids, bound["offs"], num_experts) else None',
+        "return ids",
+        f"{UNSORTED}::test_where_the_order_matters_it_stays[ends_of_other_ids]",
+    ),
+    Mutation(
+        "what is brought into the order again counts as brought back",
+        PLACES,
+        "if named is Kind.PLACES and indexed in",
+        "if named in (Kind.PLACES, Kind.SLOTS) and indexed in",
+        f"{UNSORTED}::test_where_the_order_matters_it_stays[back_by_the_slots]",
+    ),
+    Mutation(
+        "rows may be put over each other",
+        PLACES,
+        "(adds or kinds[named] is Kind.SLOTS)",
+        "True",
+        f"{UNSORTED}::test_where_the_order_matters_it_stays[put_without_its_slot]",
+    ),
+    Mutation(
+        "slots of any number of tokens are left unsorted",
+        SORTED_EXPERTS,
+        "not 0 < S <= MOST_EXPERT_TOKENS * top_k",
+        "not 0 < S",
+        f"{UNSORTED}::test_more_tokens_are_sorted",
+    ),
+    Mutation(
+        "weights of slots are read after they were written",
+        SORTED_EXPERTS,
+        " or not _are_kept(sort, kinds)",
+        "",
+        f"{UNSORTED}::test_weights_that_are_written_meanwhile",
+    ),
+    Mutation(
+        "weights are copied where no kernel runs",
+        SORTED_EXPERTS,
+        'options.strategy == "tile" or proofs',
+        "True or proofs",
+        f"{UNSORTED}::test_it_can_be_left_out[on_the_CPU_device]",
+    ),
+    Mutation(
+        "rows of tokens may have gaps",
+        SORTED_EXPERTS,
+        " and proofs.row_major(proofs.fake(indexed[0]))",
+        "",
+        f"{UNSORTED}::test_a_token_whose_row_has_gaps_is_copied",
+    ),
+    Mutation(
+        "experts of other ranks are computed",
+        SORTED_EXPERTS,
+        "has_absent=match.has_absent",
+        "has_absent=False",
+        f"{UNSORTED}::test_experts_of_other_ranks",
+    ),
+)
