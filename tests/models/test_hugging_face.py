@@ -77,9 +77,9 @@ def test_model(rank_pools: RankPools, setup: Setup) -> None:
 MIXTURES = [
     replace(Setup(name, form, train), sizes=Sizes(kv_heads=4), strategy="library")
     for name, form, train in (
-        ("gpt_oss", "ep", False),
-        ("mixtral", "hf", True),
         ("mixtral", "hf", False),
+        ("mixtral", "hf", True),
+        ("gpt_oss", "ep", False),
         ("qwen3_moe", "hf", True),
         ("qwen3_moe", "ep", True),
         ("deepseek_v3", "hf", False),
