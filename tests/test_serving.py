@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ditron_inductor import serving
 from ditron_inductor.tools.demo_model import Llama, LlamaConfig, tensor_parallel
 from tests.cases import rare
+from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPools
 
@@ -64,37 +66,99 @@ def test_options() -> None:
     assert found["guard_filter_fn"] is torch.compiler.skip_guard_on_all_nn_modules_unsafe
 
 
-def generated(ctx: RankContext) -> int:
-    """How many collectives were fused while `generate` with a static cache made the tokens of eager mode."""
-    import transformers
-    from transformers import AutoModelForCausalLM, CompileConfig
+@dataclass(frozen=True)
+class Generation:
+    """A model of `transformers` in one of its forms, the cache of its keys and values, and how its experts compute."""
+
+    name: str
+    form: str = "hf"
+    cache: str = "static"
+    experts: str = "grouped_mm"
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.form}-{self.cache}" + f"-{self.experts}" * (self.experts != "grouped_mm")
+
+
+def generated(ctx: RankContext, case: Generation) -> dict[str, int]:
+    """What was fused while the compiled model's `generate` made the tokens of eager mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
     from transformers.distributed import DistributedConfig
 
     torch._dynamo.reset()
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4)
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=96, max_position_embeddings=64)
-    with tempfile.TemporaryDirectory() as own, without_generated_code():
-        folder = [own]
+    architecture, sizes = ARCHITECTURES[case.name], Sizes()
+    own = {name: value(sizes) for name, value in architecture.from_sizes.items()}
+    config = AutoConfig.for_model(architecture.model_type, **(sizes.config(LAYERS) | architecture.config | own))
+    with tempfile.TemporaryDirectory() as mine, without_generated_code():
+        folder = [mine]
         dist.broadcast_object_list(folder)
         torch.manual_seed(0)
         if ctx.rank == 0:
-            transformers.LlamaForCausalLM(config).save_pretrained(folder[0])
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder[0])
         dist.barrier()
-        distributed: Any = DistributedConfig(tp_size=ctx.world_size)
+        parallel: dict[str, Any] = {"ep_size": ctx.world_size, "ep_implementation": "all_reduce"}
+        distributed: Any = DistributedConfig(tp_size=ctx.world_size, **(parallel if case.form == "ep" else {}))
         model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=distributed).eval()
-        tokens = torch.arange(1, 9).view(1, -1)
-        how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        if architecture.chooses:
+            model.set_experts_implementation(case.experts)
+        tokens = torch.arange(1, 17).view(2, -1)
+        how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         wanted = model.generate(tokens, **how, disable_compile=True)
         with pytest.raises(ValueError, match="was replaced"):
             serving.local_parameters(model)
-        compiled = CompileConfig(backend="ditron", mode=None, options=serving.options(cudagraphs=False))
-        compiled._compile_all_devices = True
+        options = serving.options(cudagraphs=False)
         counters.clear()
-        got = model.generate(tokens, **how, cache_implementation="static", compile_config=compiled)
-    assert torch.equal(got, wanted)
-    return counters["ditron"]["name_sites"]
+        if case.cache == "static":
+            compiled = CompileConfig(backend="ditron", mode=None, options=options)
+            compiled._compile_all_devices = True
+            got = model.generate(tokens, **how, cache_implementation="static", compile_config=compiled)
+        else:
+            model.forward = torch.compile(model.forward, backend="ditron", options=options)
+            got = model.generate(tokens, **how)
+    assert got.shape == (2, 8 + 4) and torch.equal(got, wanted)
+    return dict(counters["ditron"])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra 'models'")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra 'models'"
+)
+
+
+@needs_transformers
 def test_generate_with_a_static_cache(rank_pools: RankPools) -> None:
-    assert rank_pools.get("cpu", 2, label="accelerate").run(generated, timeout=200.0) == [2 + 2 * LAYERS] * 2
+    for fused in rank_pools.get("cpu", 2, label="accelerate").run(generated, Generation("llama"), timeout=200.0):
+        assert fused["name_sites"] == 2 + 2 * LAYERS
+
+
+MIXTURES = {"mixtral": ("hf", 4, 2), "qwen3_moe": ("hf", 4, 2), "deepseek_v3": ("hf", 3, 2), "gpt_oss": ("ep", 4, 4)}
+"""With a static cache, which sees each step in a graph: the form, the sites, and the matmuls of experts of few tokens.
+GPT-OSS has two graphs.
+"""
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Generation(name, MIXTURES[name][0], "static", "batched_mm") for name in ("mixtral", "gpt_oss")),
+        *rare(
+            *(Generation(name, MIXTURES[name][0], "static", "batched_mm") for name in ("qwen3_moe", "deepseek_v3")),
+            *(Generation(name, MIXTURES[name][0], "static") for name in MIXTURES),
+            *(
+                Generation(name, MIXTURES[name][0], "dynamic", how)
+                for name in MIXTURES
+                for how in ("grouped_mm", "batched_mm")
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_generate_of_a_mixture(rank_pools: RankPools, case: Generation) -> None:
+    _, sites, projections = MIXTURES[case.name]
+    projections = projections if case.experts == "batched_mm" else 0
+    for fused in rank_pools.get("cpu", 2, label="accelerate").run(generated, case, timeout=200.0):
+        found = fused["name_sites"], fused["expert_projections"]
+        if case.cache == "static":
+            assert found == (sites, projections)
+        else:
+            # The prompt is compiled too, and the steps again once the length is a symbol.
+            assert found[0] > sites and (found[1] > projections) is (case.experts == "batched_mm")

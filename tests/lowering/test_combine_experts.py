@@ -17,9 +17,9 @@ from tests.ranks import RankPools
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` that take `top_k` of `experts`, whose products have `n` columns. routing: `random`; or `one`, where all
-    tokens take the same experts. absent: there are as many experts elsewhere, whose slots count as 0. biased: the
-    experts have biases. in_order: the products lie token by token.
+    """`tokens` that take `top_k` of `experts`, whose products have `n` columns. routing: `random`; `one`, where all
+    tokens take the same experts; or `elsewhere`, where they take none of these. absent: there are as many experts
+    elsewhere, whose slots count as 0. biased: the experts have biases. in_order: the products lie token by token.
     """
 
     tokens: int
@@ -50,6 +50,7 @@ CASES = (
     Case(23, 3, 6, 80, biased=True, scale_dtype=torch.bfloat16),
     Case(19, 3, 4, 72, absent=True, added=True, biased=True),
     Case(9, 3, 7, 56, added=True, in_order=True),
+    Case(19, 3, 4, 72, routing="elsewhere", absent=True, added=True, biased=True),
 )
 LARGE_CASES = (
     Case(1000, 4, 32, 2880, added=True, scale_dtype=torch.bfloat16),
@@ -65,6 +66,9 @@ Operands = tuple[torch.Tensor | None, ...]
 def routed(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(the weight of each slot as the products lie, its expert, its place among the slots of all tokens)."""
     scores = torch.rand(case.tokens, case.experts * (1 + case.absent), generator=generator)
+    if case.routing == "elsewhere":
+        assert case.absent
+        scores[:, : case.experts] = -1.0
     weights, chosen = (scores[:1].expand_as(scores) if case.routing == "one" else scores).topk(case.top_k)
     if case.in_order:
         return weights.reshape(-1), chosen.reshape(-1), torch.arange(chosen.numel())

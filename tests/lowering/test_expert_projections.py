@@ -30,7 +30,8 @@ CLAMPED = f"cast(maximum(cast(mm1 + odd(x1), bf16), -0.5) + 1.0, bf16) * cast({G
 class Case:
     """`tokens` that take `top_k` of `experts`, whose weights are [k, n] for each of `columns`.
 
-    routing: `random`; `one`, where all tokens take the same experts; or `apart`, where as few as possible share one.
+    routing: `random`; `one`, where all tokens take the same experts; `apart`, where as few as possible share one; or
+    `elsewhere`, where they take none of these.
     absent: half of the experts that tokens take are elsewhere. across: the columns of the weights are contiguous.
     interleaved: two weights lie column by column in one.
     """
@@ -74,6 +75,9 @@ CASES = (
     Case(9, 3, 4, 48, (48, 48), epilogue=SWIGLU, absent=True, across=True),
     Case(7, 2, 3, 33, (40,), by_token=False, absent=True, across=True),
     Case(1, 2, 4, 32, (16,), routing="one", across=True),
+    # Nobody takes an expert of this rank: a program for each slot, and one for each expert.
+    Case(1, 2, 4, 32, (16,), routing="elsewhere", absent=True),
+    Case(9, 3, 4, 48, (48, 48), epilogue=SWIGLU, routing="elsewhere", absent=True),
     # Biases of experts, and two products in one weight.
     Case(7, 2, 5, 48, (40,), epilogue="mm0 + expert(x0)", by_token=False),
     Case(9, 2, 3, 48, (40, 40), epilogue="mm1 * expert(x0); mm0 + expert(x1)", absent=True),
@@ -124,6 +128,9 @@ def operands(
     scores = torch.rand(case.tokens, case.experts * (1 + case.absent), generator=generator)
     if case.routing == "one":
         scores = scores[:1].expand_as(scores)
+    if case.routing == "elsewhere":
+        assert case.absent
+        scores[:, : case.experts] = -1.0
     chosen = scores.topk(case.top_k).indices
     if case.routing == "apart":
         chosen = (torch.arange(S) % case.experts).view(case.tokens, case.top_k)

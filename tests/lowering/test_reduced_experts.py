@@ -55,6 +55,7 @@ CPU = (
     Layer(40, 2, 8, 72, absent=True, biased=True, added=True),
     # Distances that no 16 bytes divide, so the copy unit cannot load the weights.
     Layer(9, 2, 8, 40, routing="one", biased=True, apart=4),
+    Layer(21, 3, 4, 96, routing="elsewhere", absent=True, added=True),
 )
 CUDA = (
     Layer(1000, 4, 32, 2880, added=True, scale_dtype=BF16, k=360),
@@ -66,6 +67,7 @@ CUDA = (
     Layer(1000, 4, 32, 2880, biased=True, scale_dtype=BF16, k=1440, columns=False),
     Layer(1000, 4, 16, 2880, absent=True, biased=True, added=True, k=2880, columns=False),
     Layer(333, 2, 8, 1032, routing="one", biased=True, k=512),
+    Layer(1000, 4, 32, 2048, routing="elsewhere", absent=True, added=True, k=768),
 )
 CPU_SCATTERED = (
     # Three runs for each rank.
@@ -78,6 +80,7 @@ CPU_SCATTERED = (
     Layer(24, 3, 5, 96, biased=True, scale_dtype=BF16, columns=False),
     Layer(40, 2, 8, 72, absent=True, biased=True),
     Layer(12, 2, 8, 40, routing="one", biased=True),
+    Layer(24, 3, 4, 96, routing="elsewhere", absent=True),
 )
 CUDA_SCATTERED = (
     Layer(1020, 4, 32, 2880, added=True, scale_dtype=BF16, k=360),
@@ -89,6 +92,7 @@ CUDA_SCATTERED = (
     Layer(1020, 4, 32, 2880, biased=True, scale_dtype=BF16, k=1440, columns=False),
     Layer(1020, 4, 16, 2880, absent=True, biased=True, k=2880, columns=False),
     Layer(336, 2, 8, 1032, routing="one", biased=True, k=512),
+    Layer(1020, 4, 32, 2048, routing="elsewhere", absent=True, k=768),
 )
 # Calls of a test, each with a routing of its own; more calls, which take the same slots again, follow each other below.
 SEEDS = {"cpu": 2, "cuda": 3}

@@ -43,6 +43,7 @@ class Sizes:
     inner: int = 128
     vocabulary: int = 96
     longest: int = 64
+    experts: int = 4
     dtype: torch.dtype = torch.float32
 
     def config(self, num_layers: int) -> dict[str, Any]:
@@ -225,14 +226,16 @@ def _plain(columns: tuple[str, ...], norms: tuple[str, ...] = LLAMA_NORMS, **con
     )
 
 
-def _experts(model_type: str, own_plan: bool = True, **config: Any) -> Architecture:
-    """A mixture of experts, of which a token takes two; by its own plans only."""
+def _experts(model_type: str, number: str, own_plan: bool = True, **config: Any) -> Architecture:
+    """A mixture of experts, of which a token takes two; by its own plans only. number: the config value that says how
+    many there are.
+    """
     config = {"num_experts_per_tok": 2, "pad_token_id": 0} | config
-    return Architecture(model_type, (), (), LLAMA_NORMS, (), config=config, chooses=True, own_plan=own_plan)
+    how: dict[str, Any] = {"config": config, "from_sizes": {number: lambda sizes: sizes.experts}}
+    return Architecture(model_type, (), (), LLAMA_NORMS, (), chooses=True, own_plan=own_plan, **how)
 
 
 ALL_TOKENS = {
-    "n_routed_experts": 4,
     "n_shared_experts": 1,
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 0,
@@ -296,12 +299,13 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", (), (), LLAMA_NORMS, (), config={"pad_token_id": 0}),
     "granite": Architecture("granite", (), (), LLAMA_NORMS, (), config=GRANITE),
     "olmo2": Architecture("olmo2", (), (), GEMMA3_NORMS[1::2], (), config={"pad_token_id": 0}),
-    "mixtral": _experts("mixtral", num_local_experts=4),
-    "qwen3_moe": _experts("qwen3_moe", num_experts=4, moe_intermediate_size=32, head_dim=16),
+    "mixtral": _experts("mixtral", "num_local_experts"),
+    "qwen3_moe": _experts("qwen3_moe", "num_experts", moe_intermediate_size=32, head_dim=16),
     # One expert for all tokens beside those that are chosen; the second has latent attention, which is not cut.
-    "glm4_moe": _experts("glm4_moe", **ALL_TOKENS, head_dim=16),
+    "glm4_moe": _experts("glm4_moe", "n_routed_experts", **ALL_TOKENS, head_dim=16),
     "deepseek_v3": _experts(
         "deepseek_v3",
+        "n_routed_experts",
         **ALL_TOKENS,
         q_lora_rank=16,
         kv_lora_rank=16,
@@ -311,7 +315,7 @@ ARCHITECTURES = {
         num_key_value_heads=4,
     ),
     # Its experts have biases, and it has a plan for expert parallelism only.
-    "gpt_oss": _experts("gpt_oss", own_plan=False, num_local_experts=4, head_dim=16),
+    "gpt_oss": _experts("gpt_oss", "num_local_experts", own_plan=False, head_dim=16),
     "plain_llama": _plain(LLAMA_COLUMNS),
     "plain_neox": _plain(
         ("self_attn.qkv_proj", "mlp.up_proj"), activation="gelu", bias=True, gated=False, packed=True, parallel=True

@@ -78,6 +78,8 @@ def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
 
 
 NARROW = replace(Sizes(), dtype=torch.bfloat16)
+# On four ranks every one has a head of keys and two experts: one alone is no mixture, and nothing is proved of it.
+FOUR = replace(NARROW, kv_heads=4, experts=8)
 SETUPS = (
     pytest.param(Setup("mixtral", "hf", num_layers=2), marks=pytest.mark.all_cases),
     *rare(Setup("deepseek_v3", "hf")),
@@ -155,3 +157,30 @@ TRAINED = (
 @pytest.mark.parametrize(("setup", "forward"), TRAINED, ids=str)
 def test_training_reduces_in_a_call(rank_pools: RankPools, setup: Setup, forward: int) -> None:
     assert rank_pools.get("cpu", 2).run(_trained, setup, timeout=200) == [(forward, 1)] * 2
+
+
+DECODED_BY_FOUR = (
+    (Setup("gpt_oss", "ep", sizes=FOUR, batch=3, seq_len=1), (2, 1, 1)),
+    *rare((Setup("deepseek_v3", "hf", sizes=Sizes(kv_heads=4), batch=1, seq_len=1), (2, 2, 0))),
+)
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize(("setup", "wanted"), DECODED_BY_FOUR, ids=str)
+def test_four_ranks_decode(rank_pools: RankPools, setup: Setup, wanted: tuple[int, int, int]) -> None:
+    assert rank_pools.get("cpu", 4).run(_decoded, setup, timeout=200) == [wanted] * 4
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.all_cases
+@pytest.mark.parametrize(("name", "form"), [("qwen3_moe", "hf"), ("qwen3_moe", "ep"), ("gpt_oss", "ep")])
+def test_four_ranks_reduce_a_prompt_in_a_call(rank_pools: RankPools, name: str, form: str) -> None:
+    setup = Setup(name, form, sizes=FOUR, batch=5, seq_len=16)
+    assert rank_pools.get("cpu", 4).run(_reduced, setup, timeout=200) == [setup.num_layers] * 4
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.all_cases
+def test_four_ranks_train(rank_pools: RankPools) -> None:
+    setup = Setup("mixtral", "hf", train=True, sizes=FOUR, strategy="library", batch=5, seq_len=16)
+    assert rank_pools.get("cpu", 4).run(_trained, setup, timeout=200) == [(1, 1)] * 4

@@ -1,5 +1,5 @@
-"""Models of `transformers` on 2 ranks of the CPU device: they compute what eager does, and `hugging_face_sites.txt`
-says what becomes of each of their collectives.
+"""Models of `transformers` on 2 ranks of the CPU device, and mixtures of experts on 4: they compute what eager does,
+and `hugging_face_sites.txt` says what becomes of each of their collectives.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ OTHERWISE = {
 """What torch before 2.13, of which the table is, does otherwise."""
 
 
-def check(rank_pools: RankPools, setup: Setup, device_type: str = "cpu") -> None:
+def check(rank_pools: RankPools, setup: Setup, device_type: str = "cpu", world_size: int = table.WORLD_SIZE) -> None:
     """Run the model; AssertionError where ranks differ or its sites are not those of the table."""
     if not (HAS_TRANSFORMERS or ARCHITECTURES[setup.name].plain):
         pytest.skip("needs transformers: pip install 'ditron-inductor[models]'")
     if OLDER and str(setup) in OTHERWISE:
         pytest.skip(f"torch {torch.__version__}: {OTHERWISE[str(setup)]}")
-    pool = rank_pools.get(device_type, table.WORLD_SIZE)
+    pool = rank_pools.get(device_type, world_size)
     by_rank = pool.run(run_model, setup, timeout=280)
     assert all(counts == by_rank[0] for counts in by_rank), f"ranks differ: {by_rank}"
     for direction, counts in by_rank[0].items():
@@ -72,6 +72,26 @@ def check(rank_pools: RankPools, setup: Setup, device_type: str = "cpu") -> None
 @pytest.mark.parametrize("setup", CHOSEN, ids=str)
 def test_model(rank_pools: RankPools, setup: Setup) -> None:
     check(rank_pools, setup)
+
+
+MIXTURES = [
+    replace(Setup(name, form, train), sizes=Sizes(kv_heads=4), strategy="library")
+    for name, form, train in (
+        ("mixtral", "hf", False),
+        ("mixtral", "hf", True),
+        ("gpt_oss", "ep", False),
+        ("qwen3_moe", "hf", True),
+        ("qwen3_moe", "ep", True),
+        ("deepseek_v3", "hf", False),
+        ("deepseek_v3", "ep", True),
+        ("gpt_oss", "ep", True),
+    )
+]
+
+
+@pytest.mark.parametrize("setup", [MIXTURES[0], *rare(*MIXTURES[1:])], ids=str)
+def test_mixture_on_four_ranks(rank_pools: RankPools, setup: Setup) -> None:
+    check(rank_pools, setup, world_size=4)
 
 
 EVERY = [
