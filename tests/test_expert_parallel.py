@@ -36,11 +36,17 @@ def one_by_one(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
     return compute
 
 
-def operands(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens of a rank, the experts that they take, and weights."""
+def operands(rank: int, world_size: int, routing: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tokens of a rank, the experts that they take, and weights. routing: `first` where all ranks' tokens take
+    experts of rank 0, `equal` where all scores are equal.
+    """
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(T, D, generator=generator, dtype=torch.float64)
     scores = torch.rand(T, LOCAL * world_size, generator=generator, dtype=torch.float64)
+    if routing == "first":
+        scores[:, :LOCAL] += 1
+    if routing == "equal":
+        scores = torch.ones_like(scores)
     weights, ids = scores.topk(K)
     return x, ids, weights
 
@@ -53,30 +59,34 @@ def gradients(call: Callable[..., torch.Tensor], *given: torch.Tensor) -> list[t
     return [out.detach(), *(one.grad for one in leaves if one.grad is not None)]
 
 
-def divided(ctx: RankContext) -> int:
+def divided(ctx: RankContext, routing: str = "") -> int:
     """Eager and compiled, against all experts here. Returns the graphs that were compiled."""
+    given = operands(ctx.rank, ctx.world_size, routing)
     weight = torch.randn(LOCAL * ctx.world_size, D, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     mine = weight.chunk(ctx.world_size)[ctx.rank]
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ops.experts(one_by_one(weight), x, ids, weights, num_local=LOCAL)
 
-    wanted = gradients(
-        lambda x, ids, weights, weight: one_by_one(weight)(x, ids, weights), *operands(ctx.rank, ctx.world_size), weight
-    )
+    wanted = gradients(lambda x, ids, weights, weight: one_by_one(weight)(x, ids, weights), *given, weight)
     # The gradients of an expert come from the tokens of all ranks.
     dist.all_reduce(wanted[-1])
     wanted[-1] = wanted[-1].chunk(ctx.world_size)[ctx.rank]
     with collect_sites() as sink:
         compiled = torch.compile(layer, backend=interpreted({}), fullgraph=True)
         for call in (layer, compiled):
-            got = gradients(call, *operands(ctx.rank, ctx.world_size), mine)
+            got = gradients(call, *given, mine)
             torch.testing.assert_close(got, wanted)
     return len(sink.graphs)
 
 
 def test_values_and_gradients(rank_pools: RankPools) -> None:
     assert rank_pools.get("cpu", 2).run(divided) == [2, 2], "forward and backward"
+
+
+@pytest.mark.parametrize("routing", ["first", "equal"])
+def test_ranks_whose_experts_nobody_takes_and_scores_that_are_equal(rank_pools: RankPools, routing: str) -> None:
+    assert rank_pools.get("cpu", 4).run(divided, routing) == [2] * 4
 
 
 @pytest.mark.parametrize(
