@@ -1,4 +1,5 @@
-"""Bars of how many times as fast as Inductor each contestant is, one chart per phase: as SVG text, and as PNG.
+"""Bars of how many times as fast as the best rival Inductor and Ditron are, one chart per phase and machine: as SVG
+text, and as PNG.
 
 The SVG is written by hand because `models.html` is one file whose bars say their contestant and value under the
 pointer, and which every run writes, and the tests compare, where there is no matplotlib; the PNG is matplotlib's.
@@ -13,18 +14,18 @@ from pathlib import Path
 
 from benchmarks.models.request import TITLES
 from benchmarks.models.tables import contests
-from benchmarks.models.zoo import PHASES
+from benchmarks.models.zoo import PHASES, position
 from benchmarks.records import Row
 
-COLOURS = {"eager": "#bbbbbb", "async_tp": "#d95f02", "ditron": "#1b6f8a"}
-"""Inductor is the line at 1."""
+COLOURS = {"inductor": "#bbbbbb", "ditron": "#1b6f8a"}
+"""The best rival is the line at 1, and Inductor where no other one is faster."""
 NOTE = "layers with random weights; of each rank the median, of ranks the slowest; NVLink multicast off for everybody"
 WIDTH, LABEL_WIDTH, BAR, GAP = 980, 330, 13, 12
 
 
 @dataclass(frozen=True)
 class Bars:
-    """The bars of one cell: its contestants, and how many times as fast as Inductor each of them is."""
+    """The bars of one cell: whose they are, and how many times as fast as the best rival each of them is."""
 
     label: str
     values: tuple[tuple[str, float], ...]
@@ -32,9 +33,10 @@ class Bars:
 
 @dataclass(frozen=True)
 class Chart:
-    """One phase on one machine."""
+    """One phase on one machine. place: the number of ranks and the GPU, as in `2xH100`."""
 
     phase: str
+    place: str
     title: str
     bars: tuple[Bars, ...]
 
@@ -45,17 +47,17 @@ class Chart:
 
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
-    """By phase and machine; cells without Inductor have no bars."""
+    """By phase and machine; cells without rivals have no bars."""
     groups: dict[tuple[str, str, int], list[Bars]] = {}
-    for one in contests(rows):
-        base = one.us("inductor")
-        if base is None:
+    for one in sorted(contests(rows), key=lambda one: position(one.model)):
+        best = one.best_other
+        if best is None or best.p50_us is None:
             continue
-        values = tuple((name, base / us) for name in COLOURS if (us := one.us(name)))
+        values = tuple((name, best.p50_us / us) for name in COLOURS if (us := one.us(name)))
         groups.setdefault((one.phase, *one.where), []).append(Bars(one.label, values))
     ordered = sorted(groups.items(), key=lambda item: (PHASES.index(item[0][0].partition(" ")[0]), item[0]))
     return [
-        Chart(phase, _title(phase, world, gpu), tuple(bars))
+        Chart(phase, f"{world}x{gpu.removeprefix('NVIDIA ').split()[0]}", _title(phase, world, gpu), tuple(bars))
         for (phase, gpu, world), bars in ordered
         if any(one.values for one in bars)
     ]
@@ -63,7 +65,7 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
 
 def _title(phase: str, world: int, gpu: str) -> str:
     where = "the CPU device, which says nothing about speed" if gpu == "cpu" else gpu
-    return f"{phase}, {world} ranks, {where}: times as fast as Inductor"
+    return f"{phase}, {world} ranks, {where}: times as fast as the best rival"
 
 
 def svg(chart: Chart) -> str:
@@ -91,7 +93,7 @@ def svg(chart: Chart) -> str:
         for place, (name, colour) in enumerate(COLOURS.items())
     )
     axis = f'<line x1="{line:.1f}" x2="{line:.1f}" y1="24" y2="{y:.0f}" stroke="#444" stroke-dasharray="4 3"/>'
-    under = f'<text x="{line:.1f}" y="{y + 12:.0f}" text-anchor="middle">Inductor</text>'
+    under = f'<text x="{line:.1f}" y="{y + 12:.0f}" text-anchor="middle">best rival</text>'
     return (
         f'<svg viewBox="0 0 {WIDTH} {y + 18:.0f}" role="img" aria-label="{html.escape(chart.title)}">'
         f"{legend}{axis}{''.join(parts)}{under}</svg>"
@@ -101,8 +103,7 @@ def svg(chart: Chart) -> str:
 def png_path(results: Path, chart: Chart) -> Path:
     """Beside the CSV."""
     phase = chart.phase.lower().replace(" ", "_")
-    machine = chart.title.partition(", ")[2].partition(" ranks")[0]
-    return results.with_name(f"{results.stem}_{phase}_{machine}.png")
+    return results.with_name(f"{results.stem}_{phase}_{chart.place}.png")
 
 
 def png(chart: Chart, path: Path) -> None:
@@ -119,7 +120,7 @@ def png(chart: Chart, path: Path) -> None:
         for row, one in enumerate(chart.bars):
             value = dict(one.values).get(name)
             if value is not None:
-                label = TITLES[name] if name not in axis.get_legend_handles_labels()[1] else None
+                label = TITLES[name] if TITLES[name] not in axis.get_legend_handles_labels()[1] else None
                 y = row + (place - (len(names) - 1) / 2) * height
                 axis.barh(y, value, height * 0.9, color=COLOURS[name], label=label)
                 axis.text(value, y, f" {value:.2f}", va="center", fontsize=7)
