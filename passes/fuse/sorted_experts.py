@@ -44,6 +44,8 @@ from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
 GPUS = ("cuda",)
+AS_IT_LIES: frozenset[object] = frozenset({aten.as_strided.default, aten.as_strided_copy.default})
+"""Ops that read memory by strides of their own."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,16 @@ class Match:
     grouped: tuple[fx.Node, ...]
     kinds: dict[fx.Node, Kind]
     has_absent: bool
+
+    @property
+    def slots(self) -> list[fx.Node]:
+        """The nodes that have the slot at each place."""
+        return [node for node, kind in self.kinds.items() if kind is Kind.SLOTS]
+
+    @property
+    def places(self) -> list[fx.Node]:
+        """The nodes that have the place of each slot."""
+        return [node for node, kind in self.kinds.items() if kind is Kind.PLACES]
 
 
 def find_sorted_experts(sort: fx.Node) -> Match | None:
@@ -122,27 +134,23 @@ def _is_taken(grouped: fx.Node) -> bool:
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> int:
     """Puts a call in the place of each matmul, and leaves the slots in their order. Returns how many calls."""
     nodes = list(match.kinds)
-    order = next((node for node, kind in match.kinds.items() if kind is Kind.SLOTS), None)
-    places = [node for node, kind in match.kinds.items() if kind is Kind.PLACES]
     for ends in {proofs.arguments(grouped)["offs"] for grouped in match.grouped}:
         nodes += _between(ends, match.ids)
+    for place in match.places:
+        # What the places were put into, and what was put there. An input remains one.
+        nodes += [made for made in place.all_input_nodes if made.op == "call_function" and not made.all_input_nodes]
     for grouped in match.grouped:
-        _call(graph, match, grouped, order, options)
-    # What was brought into the order of the places, or back, is as it was, or as it is.
+        _call(graph, match, grouped, options)
     for index in graph.find_nodes(op="call_function", target=aten.index.Tensor):
-        table, indices = index.args
-        by_place = index in match.kinds and indices == [order] and _has_rows(table, match)
-        if by_place or (len(indices) == 1 and indices[0] in places):
-            index.replace_all_uses_with(table)
+        if _changes_nothing(index, match):
+            index.replace_all_uses_with(index.args[0])
             nodes.append(index)
-    for place in places:
-        nodes += [source for source in place.all_input_nodes if source not in match.kinds]
     for user in match.sort.users:
         if user.args[1] == 0:
             user.replace_all_uses_with(match.ids)
     rewriting.erase_unused(graph, nodes)
     left = set(graph.nodes)
-    read = [node for node in (order, *places) if node is not None and node in left and node.users]
+    read = [node for node in (*match.slots, *match.places) if node in left and node.users]
     if read:
         with graph.inserting_before(match.sort):
             in_order = rewriting.integers(graph, match.ids, proofs.fake(match.ids).shape[0], torch.int64)
@@ -152,42 +160,65 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> int:
     return len(match.grouped)
 
 
-def _has_rows(table: object, match: Match) -> bool:
-    """Returns whether a tensor has as many rows as there are slots."""
-    value = proofs.tensor(table) if isinstance(table, fx.Node) else None
-    return value is not None and proofs.known_equal(value.shape[0], proofs.fake(match.ids).shape[0])
+def _changes_nothing(index: fx.Node, match: Match) -> bool:
+    """Returns whether index(table, [rows]) is the table once slots and places are in the order of the slots. It stays a
+    copy where that has other strides, where its memory is read as it lies, and where the graph returns it, since the
+    table may be an input, or be returned too.
+    """
+    table, indices = index.args
+    if not isinstance(indices, (list, tuple)) or len(indices) != 1 or indices[0] not in (*match.slots, *match.places):
+        return False
+    given, value = proofs.tensor(table), proofs.fake(index)
+    if given is None or not proofs.same_shape(tuple(given.shape), tuple(value.shape)) or not _lie_alike(given, value):
+        return False
+    views = proofs.reached([index], lambda view: filter(_is_view, view.users))
+    return not any(user.op == "output" or user.target in AS_IT_LIES for view in views for user in view.users)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Returns whether a node may lie in the memory of what it reads."""
+    target = node.target
+    return target in rewriting.MOVES or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+
+
+def _lie_alike(given: torch.Tensor, value: torch.Tensor) -> bool:
+    """Returns whether two tensors of one shape have the same strides."""
+    strides = zip(given.shape, given.stride(), value.stride(), strict=True)
+    return all(proofs.known_equal(size, 1) or proofs.known_equal(one, other) for size, one, other in strides)
 
 
 def _between(ends: fx.Node, ids: fx.Node) -> list[fx.Node]:
-    """Returns what leads from the ids to `ends`."""
-    found: list[fx.Node] = []
-    left = [ends]
-    while left:
-        node = left.pop()
-        if node not in found and node is not ids:
-            found.append(node)
-            left += node.all_input_nodes
-    return found
+    """Returns what leads from the ids, or from what these are a view of, to `ends`."""
+    sources = proofs.views_up(ids)
+    return list(proofs.reached([ends], lambda node: [one for one in node.all_input_nodes if one not in sources]))
 
 
-def _call(graph: fx.Graph, match: Match, grouped: fx.Node, order: fx.Node | None, options: Options) -> None:
+def _call(graph: fx.Graph, match: Match, grouped: fx.Node, options: Options) -> None:
     """Replaces a grouped matmul by a call, whose rows are those of the tokens if they were copied from there."""
     bound = proofs.arguments(grouped)
     rows, weight, value = bound["self"], bound["mat2"], proofs.fake(grouped)
-    indexed = proofs.indexed_rows(rows)
-    of_tokens = indexed is not None and order is not None and sorted_slots(indexed[1]) == (order, match.top_k)
-    if of_tokens and indexed is not None and proofs.row_major(proofs.fake(indexed[0])):
-        rows = indexed[0]
-    else:
-        of_tokens = False
-    task = ExpertProjections(match.top_k, of_tokens, 1, strategy=options.strategy, has_absent=match.has_absent)
+    tokens = _tokens_of(rows, match)
+    by_token = tokens is not None
+    task = ExpertProjections(match.top_k, by_token, 1, strategy=options.strategy, has_absent=match.has_absent)
     with graph.inserting_before(grouped):
-        operands = {"x": rows, "experts": match.ids, "weights": [weight]}
+        operands = {"x": rows if tokens is None else tokens, "experts": match.ids, "weights": [weight]}
         shape = tuple(value.shape)
         product = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
         call = rewriting.call_task(graph, task, operands, grouped, [product])
         output = rewriting.output(graph, call, 0, grouped)
     grouped.replace_all_uses_with(output)
+
+
+def _tokens_of(rows: fx.Node, match: Match) -> fx.Node | None:
+    """Returns x [T, K], without gaps, if `rows` has the row of x for the token of the slot at each place; else None."""
+    indexed = proofs.indexed_rows(rows)
+    quotients = None if indexed is None else sorted_slots(indexed[1])
+    if indexed is None or quotients is None or quotients[0] not in match.slots or quotients[1] != match.top_k:
+        return None
+    x = proofs.fake(indexed[0])
+    # There may be more rows than tokens that take experts.
+    whole = proofs.known_equal(x.shape[0], proofs.fake(match.ids).shape[0] // match.top_k)
+    return indexed[0] if whole and proofs.row_major(x) else None
 
 
 def sorted_experts(graph: fx.Graph, options: Options) -> int:

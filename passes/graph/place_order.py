@@ -138,14 +138,19 @@ def _of_adding(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Any:
         (named,) = bound["indices"]
     if not isinstance(named, fx.Node) or not isinstance(source, fx.Node) or kinds.get(named) not in ROWWISE:
         return None
+    numbers, values, given = proofs.fake(named), proofs.fake(source), proofs.fake(bound["self"])
+    if numbers.dtype not in (torch.int64, torch.int32):
+        # A mask counts the places.
+        return None
     adds = "indices" not in bound or bool(bound["accumulate"])
     if kinds.get(source) in ROWWISE:
+        # Of fewer dimensions, the first one would not be that of the places.
+        whole = "indices" not in bound or values.ndim == numbers.ndim + given.ndim - 1
+        fits = whole and proofs.known_equal(numbers.shape[0], values.shape[0])
         # Without adding, every slot has to be named once.
-        fits = proofs.known_equal(proofs.fake(named).shape[0], proofs.fake(source).shape[0])
         return UNORDERED if fits and (adds or kinds[named] is Kind.SLOTS) else None
     counts = not adds and kinds[named] is Kind.SLOTS and source not in kinds and _counts(source, S)
-    whole = proofs.same_shape(tuple(proofs.fake(node).shape), (S,))
-    return Kind.PLACES if counts and whole else None
+    return Kind.PLACES if counts and proofs.same_shape(tuple(given.shape), (S,)) else None
 
 
 ROWWISE = (Kind.ROWS, Kind.SLOTS)

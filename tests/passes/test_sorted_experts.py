@@ -190,6 +190,12 @@ def returned_by_place(out: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -
     return out
 
 
+def along_columns(out: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Row s of a square table has the slots at all places, so column p has the one at place p."""
+    table = torch.zeros(T * K, T * K).index_put((order,), order * 1.5, accumulate=True)
+    return (out[places_of(order)] + table[:, :1]).view(-1, K, D).sum(1)
+
+
 NEVER: dict[str, dict[str, Any]] = {
     "the result lies by place": {"finish": returned_by_place},
     "it is summed along the places": {"between": lambda rows, **_: rows.cumsum(0)},
@@ -205,6 +211,10 @@ NEVER: dict[str, dict[str, Any]] = {
     "the order descends": {"descending": True},
     "a sum of other rows": {"finish": lambda out, order, x: added(order.flip(0), out, x)},
     "put without its slot": {"finish": lambda out, order, x: put(order // K, out, x)},
+    "put by a mask": {
+        "finish": lambda out, order, x: torch.zeros_like(out).index_put((order >= 0,), out, accumulate=True)
+    },
+    "numbers put along columns": {"finish": lambda out, order, x: along_columns(out, order)},
     "back by the slots": {"finish": lambda out, order, x: out[order].view(-1, K, D).sum(1)},
 }
 
@@ -242,6 +252,68 @@ def test_a_token_whose_row_has_gaps_is_copied() -> None:
 
     module = same_results(gaps)
     assert [task.by_token for _, task in local_calls(module.graph) if task.kind == KIND] == [False, False]
+
+
+def test_more_rows_than_tokens_that_take_experts() -> None:
+    module = same_results(experts, (torch.empty(T + 3, D).to(BF16), *OPERANDS[1:]))
+    assert [task.by_token for _, task in local_calls(module.graph) if task.kind == KIND] == [False, False]
+
+
+def test_an_input_that_is_not_read_any_more_remains_an_input() -> None:
+    def with_room(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        def finish(out: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            places = rest[-1].long().index_put((order,), torch.arange(T * K))
+            return out[places].view(-1, K, D).sum(1)
+
+        return experts(x, *rest[:-1], finish=finish)
+
+    room = torch.empty(T * K, dtype=torch.int64)
+    module = graph_of(with_room, (*OPERANDS, room))
+    inputs = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    assert made(module) == 2 and inputs == [node.name for node in module.graph.nodes if node.op == "placeholder"]
+
+
+RETURNED: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
+    "an input": lambda out, order, places, scale: (scale[order][places],),
+    "a column of an input": lambda out, order, places, scale: (scale[order][places].select(1, 0),),
+    "a result twice": lambda out, order, places, scale: (out[places], out[places].view(-1, K, D)),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED, ids=lambda name: name.replace(" ", "_"))
+def test_what_is_returned_shares_no_memory(name: str) -> None:
+    def call(x: torch.Tensor, norm: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found: list[torch.Tensor] = []
+
+        def finish(out: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            places = places_of(order)
+            found.extend(RETURNED[name](out, order, places, rest[-1]))
+            return out[places].view(-1, K, D).sum(1)
+
+        return (experts(all_reduce(x @ norm), *rest[:-1], finish=finish), *found)
+
+    (module,) = compiled_graphs(call, X, NORM, *OPERANDS[1:], torch.empty(T * K, 3))
+    assert made(module) == 2
+    shapes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [[torch.randn(one.shape).to(one.dtype) for one in shapes] for _ in range(WORLD_SIZE)]
+    for given, got in zip(inputs, run_ranks(module, inputs), strict=True):
+        memory = [one.untyped_storage().data_ptr() for one in (*given, *got)]
+        assert len(set(memory)) == len(memory)
+
+
+def test_slots_that_are_read_by_two_nodes() -> None:
+    module = graph_of(experts)
+    before = twin(module)
+    (sort,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.sort.default)
+    slots = next(user for user in sort.users if user.args[1] == 1)
+    with module.graph.inserting_after(sort):
+        again = module.graph.node_copy(slots)
+    reader = next(user for user in slots.users if user.target is torch.ops.aten.index.Tensor)
+    reader.replace_input_with(slots, again)
+    assert made(module) == 2 and "aten.sort" not in text(module.graph)
+    inputs = [[torch.randn(one.shape).to(one.dtype) for one in (X, NORM, *OPERANDS[1:])] for _ in range(WORLD_SIZE)]
+    for (got,), (wanted,) in zip(run_ranks(module, inputs), run_ranks(before, inputs), strict=True):
+        assert relative_error(got, wanted) < 2e-2
 
 
 def test_weights_that_are_written_meanwhile() -> None:
