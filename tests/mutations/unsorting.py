@@ -61,8 +61,8 @@ UNSORTING: tuple[Mutation, ...] = (
     Mutation(
         "rows of tokens may have gaps",
         SORTED_EXPERTS,
-        " and proofs.row_major(proofs.fake(indexed[0]))",
-        "",
+        "whole and proofs.row_major(x)",
+        "whole",
         f"{UNSORTED}::test_a_token_whose_row_has_gaps_is_copied",
     ),
     Mutation(
@@ -71,5 +71,19 @@ UNSORTING: tuple[Mutation, ...] = (
         "has_absent=match.has_absent",
         "has_absent=False",
         f"{UNSORTED}::test_experts_of_other_ranks",
+    ),
+    Mutation(
+        "what is returned may share memory with an input",
+        SORTED_EXPERTS,
+        'user.op == "output" or ',
+        "",
+        f"{UNSORTED}::test_what_is_returned_shares_no_memory",
+    ),
+    Mutation(
+        "tokens are more rows than take experts",
+        SORTED_EXPERTS,
+        "return indexed[0] if whole and",
+        "return indexed[0] if",
+        f"{UNSORTED}::test_more_rows_than_tokens_that_take_experts",
     ),
 )
