@@ -176,9 +176,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the product by one op call and returns that call."""
     value: torch.Tensor = match.result.meta["val"]
     S, N = value.shape
-    task = ExpertProjections(
-        match.top_k, match.by_token, 1, strategy=options.strategy, has_absent=match.has_absent
-    )
+    task = ExpertProjections(match.top_k, match.by_token, 1, strategy=options.strategy, has_absent=match.has_absent)
     with graph.inserting_before(match.bmm):
         rows, factor = operands_of(graph, match)
         operands = {"x": rows, "experts": match.experts, "weights": [factor]}
@@ -213,4 +211,8 @@ def expert_projections(graph: fx.Graph, *, options: Options) -> int:
     found = [match for match in matches if match is not None]
     for match in found:
         rewrite(graph, match, options)
-    return len(found) + sorted_experts(graph, options)
+
+    def make(top_k: int, by_token: bool, has_absent: bool) -> ExpertProjections:
+        return ExpertProjections(top_k, by_token, 1, strategy=options.strategy, has_absent=has_absent)
+
+    return len(found) + sorted_experts(graph, make, anywhere=options.strategy == "tile")

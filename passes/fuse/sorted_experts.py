@@ -26,24 +26,28 @@ Nothing is communicated. It must not fire where `expert_projections` must not, n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import getitem
 
 import torch
 from torch import fx
 
-from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import expert_rows, place_order, proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.place_order import Kind
 from ditron_inductor.passes.graph.rows_behind import drop_masks
 from ditron_inductor.passes.graph.sorts import SORTS, sorted_slots
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
 GPUS = ("cuda",)
+MakeTask = Callable[[int, bool, bool], Node]
+"""Makes the Task node of a call, given (the experts of a token, whether there is a row for each token rather than for
+each slot, whether ids may be E).
+"""
 AS_IT_LIES: frozenset[object] = frozenset({aten.as_strided.default, aten.as_strided_copy.default})
 """Ops that read memory by strides of their own."""
 
@@ -131,7 +135,7 @@ def _is_taken(grouped: fx.Node) -> bool:
     return plain and few and lies and written(read) is None
 
 
-def rewrite(graph: fx.Graph, match: Match, options: Options) -> int:
+def rewrite(graph: fx.Graph, match: Match, make: MakeTask) -> int:
     """Puts a call in the place of each matmul, and leaves the slots in their order. Returns how many calls."""
     nodes = list(match.kinds)
     for ends in {proofs.arguments(grouped)["offs"] for grouped in match.grouped}:
@@ -140,7 +144,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> int:
         # What the places were put into, and what was put there. An input remains one.
         nodes += [made for made in place.all_input_nodes if made.op == "call_function" and not made.all_input_nodes]
     for grouped in match.grouped:
-        _call(graph, match, grouped, options)
+        _call(graph, match, grouped, make)
     for index in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         if _changes_nothing(index, match):
             index.replace_all_uses_with(index.args[0])
@@ -193,13 +197,13 @@ def _between(ends: fx.Node, ids: fx.Node) -> list[fx.Node]:
     return list(proofs.reached([ends], lambda node: [one for one in node.all_input_nodes if one not in sources]))
 
 
-def _call(graph: fx.Graph, match: Match, grouped: fx.Node, options: Options) -> None:
+def _call(graph: fx.Graph, match: Match, grouped: fx.Node, make: MakeTask) -> None:
     """Replaces a grouped matmul by a call, whose rows are those of the tokens if they were copied from there."""
     bound = proofs.arguments(grouped)
     rows, weight, value = bound["self"], bound["mat2"], proofs.fake(grouped)
     tokens = _tokens_of(rows, match)
     by_token = tokens is not None
-    task = ExpertProjections(match.top_k, by_token, 1, strategy=options.strategy, has_absent=match.has_absent)
+    task = make(match.top_k, by_token, match.has_absent)
     with graph.inserting_before(grouped):
         operands = {"x": rows if tokens is None else tokens, "experts": match.ids, "weights": [weight]}
         shape = tuple(value.shape)
@@ -221,14 +225,16 @@ def _tokens_of(rows: fx.Node, match: Match) -> fx.Node | None:
     return indexed[0] if whole and proofs.row_major(x) else None
 
 
-def sorted_experts(graph: fx.Graph, options: Options) -> int:
-    """Makes a call of each grouped matmul of the experts of a few tokens, and returns how many."""
+def sorted_experts(graph: fx.Graph, make: MakeTask, *, anywhere: bool) -> int:
+    """Makes a call of each grouped matmul of the experts of a few tokens, and returns how many. anywhere: on devices
+    other than GPUs too.
+    """
     drop_masks(graph)
     count = 0
     for target in SORTS:
         for sort in graph.find_nodes(op="call_function", target=target):
-            runs = options.strategy == "tile" or proofs.fake(proofs.operand(sort)).device.type in GPUS
+            runs = anywhere or proofs.fake(proofs.operand(sort)).device.type in GPUS
             match = find_sorted_experts(sort) if runs else None
             if match is not None:
-                count += rewrite(graph, match, options)
+                count += rewrite(graph, match, make)
     return count

@@ -54,8 +54,8 @@ UNSORTING: tuple[Mutation, ...] = (
     Mutation(
         "weights are copied where no kernel runs",
         SORTED_EXPERTS,
-        'options.strategy == "tile" or proofs',
-        "True or proofs",
+        "runs = anywhere or proofs",
+        "runs = True or proofs",
         f"{UNSORTED}::test_it_can_be_left_out[on_the_CPU_device]",
     ),
     Mutation(
@@ -68,8 +68,8 @@ UNSORTING: tuple[Mutation, ...] = (
     Mutation(
         "experts of other ranks are computed",
         SORTED_EXPERTS,
-        "has_absent=match.has_absent",
-        "has_absent=False",
+        "make(match.top_k, by_token, match.has_absent)",
+        "make(match.top_k, by_token, False)",
         f"{UNSORTED}::test_experts_of_other_ranks",
     ),
     Mutation(
