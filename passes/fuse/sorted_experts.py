@@ -13,7 +13,7 @@ After:
 
 The call finds the rows of each expert by the ids, in whatever order they are. So the slots stay in theirs, token by
 token: the sort, the indices by it and the way back go, and what is behind is what `expert_projections` has for the form
-that copies weights.
+that copies weights. What the graph returns stays a copy, by the numbers 0 .. S - 1.
 
 Nothing is communicated. It must not fire where `expert_projections` must not, nor if
 * anything reads what is sorted otherwise than row by row, up to where the order is undone (see graph/place_order.py);

@@ -59,6 +59,8 @@ class Kind(enum.Enum):
     """The slot at each place, a special case of rows."""
     PLACES = enum.auto()
     """The place of each slot."""
+    UNORDERED = enum.auto()
+    """Nothing in the order of the sort, though it was made of what has."""
 
 
 def kinds_of(sort: fx.Node) -> dict[fx.Node, Kind] | None:
@@ -74,18 +76,14 @@ def kinds_of(sort: fx.Node) -> dict[fx.Node, Kind] | None:
             found = _kind(node, kinds, ids.shape[0])
             if found is None:
                 return None
-            if found is not UNORDERED:
+            if found is not Kind.UNORDERED:
                 kinds[node] = found
         node = node.next
     return kinds
 
 
-UNORDERED: Any = object()
-"""Stands for a node that has nothing in the order of the sort, though it was made of what has."""
-
-
-def _kind(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Any:
-    """Returns the kind of a node that reads what has one, or UNORDERED; None if it depends on the order otherwise."""
+def _kind(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Kind | None:
+    """Returns the kind of a node that reads what has one; None if it depends on the order otherwise."""
     if node.op != "call_function":
         return None
     read = {kinds[source] for source in node.all_input_nodes if source in kinds}
@@ -99,13 +97,13 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Any:
         return None
     if node.target in WITHOUT_ORDER:
         # Weights of what is counted have an order.
-        return UNORDERED if len(node.all_input_nodes) == 1 else None
+        return Kind.UNORDERED if len(node.all_input_nodes) == 1 else None
     if node.target is proofs.GROUPED:
         return Kind.ROWS if _multiplies_rows(node, kinds) else None
     return Kind.ROWS if _is_by_row(node, kinds, S) else None
 
 
-def _of_index(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Any:
+def _of_index(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Kind | None:
     """The kind of index(table, [rows])."""
     table, indices = node.args
     assert isinstance(table, fx.Node) and isinstance(indices, (list, tuple))
@@ -116,7 +114,7 @@ def _of_index(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Any:
         return None
     named, indexed = kinds.get(indices[0]), kinds.get(table)
     if named is Kind.PLACES and indexed in (Kind.ROWS, Kind.SLOTS):
-        return UNORDERED
+        return Kind.UNORDERED
     return Kind.ROWS if named in (Kind.ROWS, Kind.SLOTS) and indexed is None else None
 
 
@@ -125,7 +123,7 @@ def _is_adding(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.name in ADDING
 
 
-def _of_adding(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Any:
+def _of_adding(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Kind | None:
     """The kind of an op that puts or adds rows to the rows of another tensor that are named."""
     bound = proofs.arguments(node)
     if bound["self"] in kinds or bound.get("dim", 0) != 0:
@@ -148,7 +146,7 @@ def _of_adding(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Any:
         whole = "indices" not in bound or values.ndim == numbers.ndim + given.ndim - 1
         fits = whole and proofs.known_equal(numbers.shape[0], values.shape[0])
         # Without adding, every slot has to be named once.
-        return UNORDERED if fits and (adds or kinds[named] is Kind.SLOTS) else None
+        return Kind.UNORDERED if fits and (adds or kinds[named] is Kind.SLOTS) else None
     counts = not adds and kinds[named] is Kind.SLOTS and source not in kinds and _counts(source, S)
     return Kind.PLACES if counts and proofs.same_shape(tuple(given.shape), (S,)) else None
 
