@@ -133,7 +133,8 @@ def test_sorted_slots_of_a_few_tokens_are_two_calls_a_layer(rank_pools: RankPool
 @pytest.mark.all_cases
 @pytest.mark.parametrize(("name", "form"), [("mixtral", "hf"), ("deepseek_v3", "hf"), ("gpt_oss", "ep")])
 def test_rows_of_a_prompt_are_not_copied(rank_pools: RankPools, name: str, form: str) -> None:
-    setup = Setup(name, form, sizes=NARROW, batch=5, seq_len=15)
+    # With 15 tokens rounding chooses between two experts of one token of GPT-OSS, by Inductor alone too.
+    setup = Setup(name, form, sizes=NARROW, batch=5, seq_len=16)
     found = rank_pools.get("cpu", 2).run(_read, setup, timeout=200)
     assert [taken for _, taken in found] == [setup.num_layers] * 2
 
