@@ -37,10 +37,7 @@ def experts_read(arch: Architecture, tokens: int) -> float:
 def reading_us(one: Contest) -> float:
     """How long a rank reads, at the speed of a copy: weights of two bytes an element."""
     arch, tokens, ranks = ARCHITECTURES[one.model], int(one.sizes["batch"]), one.where[1]
-    attention, _ = arch.layer_weights()
-    width = arch.inner * experts_read(arch, tokens) + arch.shared
-    divided = attention + arch.hidden * width * (3 if arch.gated else 2)
-    elements = divided / ranks + arch.hidden * arch.experts
+    elements = sum(arch.layer_weights(experts_read(arch, tokens))) / ranks + arch.hidden * arch.experts
     return 2 * int(one.sizes["layers"]) * elements / BYTES_PER_US
 
 

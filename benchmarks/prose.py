@@ -79,8 +79,12 @@ def _is(one: Contest, *, world: int | None = None, phase: str = "prefill", **siz
 
 def _older(rows: Iterable[Row], **cell: object) -> list[Contest]:
     """Every run of the cells that have these sizes, the oldest first."""
-    found = (Contest(tuple(run)) for lines in grouped(rows).values() for run in runs(lines))
-    return [one for one in found if _is(one, **cell)]  # type: ignore[arg-type]
+    return [one for one in _runs(rows) if _is(one, **cell)]  # type: ignore[arg-type]
+
+
+def _runs(rows: Iterable[Row]) -> list[Contest]:
+    """Every run of every cell, the oldest of a cell first."""
+    return [Contest(tuple(run)) for lines in grouped(rows).values() for run in runs(lines)]
 
 
 def readme(models: Sequence[Row], facts: Sequence[Fact], generated: Sequence[Row]) -> list[Claim]:
@@ -248,9 +252,8 @@ def beside_max_autotune(every: Sequence[Row]) -> list[Claim]:
     """Returns a claim for each line of the table of one sequence in docs/models.md, in us, of the newest runs that have
     max-autotune. every: the rows of all runs.
     """
-    found = (Contest(tuple(run)) for lines in grouped(every).values() for run in runs(lines))
     times: dict[str, tuple[float | None, ...]] = {}
-    for one in found:
+    for one in _runs(every):
         tuned = one.us("max_autotune") or one.us("max_autotune_select")
         if one.phase == "decode" and one.label.endswith(" ar, 1 x 1") and one.where[1] == 2 and tuned:
             times[one.model] = one.us("inductor"), tuned, one.us("ditron")

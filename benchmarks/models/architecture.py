@@ -95,14 +95,14 @@ class Architecture:
         """How many elements of a head have rotary positions."""
         return self.rotary_dim or self.head_dim
 
-    def layer_weights(self) -> tuple[int, int]:
-        """Elements of the weights of (attention, feed-forward) of a layer."""
+    def layer_weights(self, experts: float | None = None) -> tuple[int, float]:
+        """Elements of the weights of (attention, feed-forward) of a layer. experts: so many of them, all by default."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         if self.query_latent:
             of_queries = self.query_latent * (self.hidden + self.heads * (self.head_dim + self.rotary_dim))
             of_keys = self.key_latent * (self.hidden + self.heads * 2 * self.head_dim) + self.hidden * self.rotary_dim
             attention = of_queries + of_keys + self.heads * self.head_dim * self.hidden
-        width = self.inner * max(self.experts, 1) + self.shared
+        width = self.inner * max(self.experts if experts is None else experts, 1) + self.shared
         return attention, self.hidden * width * (3 if self.gated else 2)
 
     def make_norm(self, width: int) -> nn.Module:

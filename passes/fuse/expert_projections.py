@@ -33,7 +33,6 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
@@ -41,15 +40,13 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.sorted_experts import sorted_experts
-from ditron_inductor.passes.graph import proofs, rewriting, slots_elsewhere
+from ditron_inductor.passes.graph import expert_rows, proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
-INDICES = 1
-"""The output of a topk that holds the indices."""
 
 
 @dataclass(frozen=True)
@@ -131,21 +128,9 @@ def _slots_of_a_token(experts: fx.Node, found: fx.Node, num_experts: Any, of_ran
     than experts, unless they are of several ranks; else None.
     """
     value = proofs.tensor(experts)
-    if value is None or value.ndim != 1 or value.dtype != torch.int64:
+    if value is None or value.ndim != 1 or value.dtype != torch.int64 or not isinstance(num_experts, int):
         return None
-    if found.target is not getitem or found.args[1] != INDICES:
-        return None
-    topk = found.args[0]
-    if not isinstance(topk, fx.Node) or topk.target is not aten.topk.default:
-        return None
-    bound = proofs.arguments(topk)
-    scores, chosen = proofs.tensor(bound["self"]), proofs.tensor(found)
-    if scores is None or chosen is None or bound["dim"] % scores.ndim != scores.ndim - 1:
-        return None
-    top_k, choices = chosen.shape[-1], scores.shape[-1]
-    if not (isinstance(top_k, int) and isinstance(choices, int) and isinstance(num_experts, int)):
-        return None
-    return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None
+    return expert_rows.taken_of(found, num_experts, of_ranks=of_ranks)
 
 
 def _as_matrix(bmm: fx.Node, rows: int, columns: Any) -> fx.Node | None:

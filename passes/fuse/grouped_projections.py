@@ -94,14 +94,9 @@ def library_wins(matches: Sequence[Match]) -> bool:
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the product by one op call and returns that call."""
-    value = proofs.fake(match.grouped)
     task = GroupedProjections(1, strategy=options.strategy)
     operands = {"x": match.x, "rows": match.rows, "ends": match.ends, "weights": [match.weight]}
-    with graph.inserting_before(match.grouped):
-        product = rewriting.fake_like(value, tuple(value.shape), rewriting.contiguous_strides(value.shape))
-        call = rewriting.call_task(graph, task, operands, match.grouped, [product])
-        output = rewriting.output(graph, call, 0, match.grouped)
-    match.grouped.replace_all_uses_with(output)
+    call = rewriting.replace_by_call(graph, task, operands, match.grouped)
     rewriting.erase_unused(graph, [match.grouped, match.copied])
     return call
 

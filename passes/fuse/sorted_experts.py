@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import getitem
 
 import torch
 from torch import fx
@@ -92,28 +91,13 @@ def find_sorted_experts(sort: fx.Node) -> Match | None:
         return None
     source = proofs.views_up(ids)[-1]
     elsewhere = slots_elsewhere.choices_behind(source, num_experts)
-    top_k = _taken_of(source if elsewhere is None else elsewhere, num_experts, elsewhere is not None)
+    top_k = expert_rows.taken_of(elsewhere or source, num_experts, of_ranks=elsewhere is not None)
     S = value.shape[0]
     if top_k is None or not isinstance(S, int) or not 0 < S <= MOST_EXPERT_TOKENS * top_k or S % top_k:
         return None
     if not expert_rows.range_of(source).most <= num_experts - (elsewhere is None) or not _are_kept(sort, kinds):
         return None
     return Match(sort, ids, top_k, grouped, kinds, elsewhere is not None)
-
-
-def _taken_of(chosen: fx.Node, num_experts: int, of_ranks: bool) -> int | None:
-    """Returns how many experts each token takes if `chosen` are the indices of a topk, and so differ for a token."""
-    if chosen.target is not getitem or chosen.args[1] != 1 or not isinstance(chosen.args[0], fx.Node):
-        return None
-    topk = chosen.args[0]
-    if topk.target is not aten.topk.default:
-        return None
-    bound = proofs.arguments(topk)
-    scores, value = proofs.fake(bound["self"]), proofs.fake(chosen)
-    top_k, choices = value.shape[-1], scores.shape[-1]
-    if bound["dim"] % scores.ndim != scores.ndim - 1 or not isinstance(top_k, int) or not isinstance(choices, int):
-        return None
-    return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None
 
 
 def _are_kept(sort: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
@@ -200,17 +184,10 @@ def _between(ends: fx.Node, ids: fx.Node) -> list[fx.Node]:
 def _call(graph: fx.Graph, match: Match, grouped: fx.Node, make: MakeTask) -> None:
     """Replaces a grouped matmul by a call, whose rows are those of the tokens if they were copied from there."""
     bound = proofs.arguments(grouped)
-    rows, weight, value = bound["self"], bound["mat2"], proofs.fake(grouped)
-    tokens = _tokens_of(rows, match)
-    by_token = tokens is not None
-    task = make(match.top_k, by_token, match.has_absent)
-    with graph.inserting_before(grouped):
-        operands = {"x": rows if tokens is None else tokens, "experts": match.ids, "weights": [weight]}
-        shape = tuple(value.shape)
-        product = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
-        call = rewriting.call_task(graph, task, operands, grouped, [product])
-        output = rewriting.output(graph, call, 0, grouped)
-    grouped.replace_all_uses_with(output)
+    tokens = _tokens_of(bound["self"], match)
+    task = make(match.top_k, tokens is not None, match.has_absent)
+    operands = {"x": tokens or bound["self"], "experts": match.ids, "weights": [bound["mat2"]]}
+    rewriting.replace_by_call(graph, task, operands, grouped)
 
 
 def _tokens_of(rows: fx.Node, match: Match) -> fx.Node | None:

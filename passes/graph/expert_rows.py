@@ -109,6 +109,26 @@ def range_of(node: fx.Node) -> Range:
     return ANY
 
 
+def taken_of(chosen: fx.Node, num_experts: int, *, of_ranks: bool) -> int | None:
+    """Returns how many experts each token takes if `chosen` are the indices of a topk along the last dimension, so that
+    those of a token differ; None if they are not, or if there are more choices than experts, unless they are of several
+    ranks.
+    """
+    if chosen.target is not getitem or chosen.args[1] != 1:
+        return None
+    topk = chosen.args[0]
+    if not isinstance(topk, fx.Node) or topk.target is not aten.topk.default:
+        return None
+    bound = proofs.arguments(topk)
+    scores, value = proofs.tensor(bound["self"]), proofs.tensor(chosen)
+    if scores is None or value is None or bound["dim"] % scores.ndim != scores.ndim - 1:
+        return None
+    top_k, choices = value.shape[-1], scores.shape[-1]
+    if not isinstance(top_k, int) or not isinstance(choices, int):
+        return None
+    return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None
+
+
 def _of_output(call: fx.Node, index: object) -> Range:
     """Returns the range of output `index` of a call."""
     if call.target in SORTS and index == 0:

@@ -63,6 +63,9 @@ class Kind(enum.Enum):
     """Nothing in the order of the sort, though it was made of what has."""
 
 
+ROWWISE = (Kind.ROWS, Kind.SLOTS)
+
+
 def kinds_of(sort: fx.Node) -> dict[fx.Node, Kind] | None:
     """Returns all nodes that have something in the order of a sort of one dimension; None if its order may matter."""
     bound = proofs.arguments(sort)
@@ -90,7 +93,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Kind | None:
     if read == {Kind.SORT}:
         return None if node.target is not getitem else Kind.ROWS if node.args[1] == 0 else Kind.SLOTS
     if node.target is aten.index.Tensor:
-        return _of_index(node, kinds, S)
+        return _of_index(node, kinds)
     if _is_adding(node):
         return _of_adding(node, kinds, S)
     if Kind.PLACES in read:
@@ -103,7 +106,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Kind | None:
     return Kind.ROWS if _is_by_row(node, kinds, S) else None
 
 
-def _of_index(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Kind | None:
+def _of_index(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind | None:
     """The kind of index(table, [rows])."""
     table, indices = node.args
     assert isinstance(table, fx.Node) and isinstance(indices, (list, tuple))
@@ -113,9 +116,9 @@ def _of_index(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Kind | None:
     if value is None or value.ndim != 1 or value.dtype not in (torch.int64, torch.int32):
         return None
     named, indexed = kinds.get(indices[0]), kinds.get(table)
-    if named is Kind.PLACES and indexed in (Kind.ROWS, Kind.SLOTS):
+    if named is Kind.PLACES and indexed in ROWWISE:
         return Kind.UNORDERED
-    return Kind.ROWS if named in (Kind.ROWS, Kind.SLOTS) and indexed is None else None
+    return Kind.ROWS if named in ROWWISE and indexed is None else None
 
 
 def _is_adding(node: fx.Node) -> bool:
@@ -149,9 +152,6 @@ def _of_adding(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> Kind | None
         return Kind.UNORDERED if fits and (adds or kinds[named] is Kind.SLOTS) else None
     counts = not adds and kinds[named] is Kind.SLOTS and source not in kinds and _counts(source, S)
     return Kind.PLACES if counts and proofs.same_shape(tuple(given.shape), (S,)) else None
-
-
-ROWWISE = (Kind.ROWS, Kind.SLOTS)
 
 
 def _counts(node: fx.Node, S: Any) -> bool:

@@ -204,6 +204,18 @@ def call_task(
     return call
 
 
+def replace_by_call(graph: fx.Graph, task: Node, operands: Mapping[str, Any], node: fx.Node) -> fx.Node:
+    """Puts a call, whose only result is contiguous, in the place of `node`, which loses its users. Returns the call."""
+    value: torch.Tensor = node.meta["val"]
+    shape = tuple(value.shape)
+    with graph.inserting_before(node):
+        made = fake_like(value, shape, contiguous_strides(shape))
+        found = call_task(graph, task, operands, node, [made])
+        result = output(graph, found, 0, node)
+    node.replace_all_uses_with(result)
+    return found
+
+
 def values_of(operands: Mapping[str, fx.Node | None]) -> dict[str, Any]:
     """The fake tensors of operands by name."""
     return {name: node.meta["val"] for name, node in operands.items() if node is not None}

@@ -37,7 +37,7 @@ BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "experts may be numbered beyond the weights",
-        FINDER,
+        ROWS,
         "return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None",
         "return top_k if 0 < top_k else None",
         f"{FOUND}::test_more_scores_than_experts_prove_nothing",

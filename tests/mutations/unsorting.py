@@ -68,8 +68,8 @@ UNSORTING: tuple[Mutation, ...] = (
     Mutation(
         "experts of other ranks are computed",
         SORTED_EXPERTS,
-        "make(match.top_k, by_token, match.has_absent)",
-        "make(match.top_k, by_token, False)",
+        "make(match.top_k, tokens is not None, match.has_absent)",
+        "make(match.top_k, tokens is not None, False)",
         f"{UNSORTED}::test_experts_of_other_ranks",
     ),
     Mutation(
