@@ -68,6 +68,13 @@ FEW_ROWS = {
 PROJECTIONS = {**FEW_ROWS, 128: Config(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=4).validate()}
 """The tile shapes of `projections`, by the rows of a tile."""
 
+ROW = {
+    step: Config(block_m=1, block_n=1, block_k=step, num_warps=step // 256, num_stages=1) for step in (2048, 1024, 512)
+}
+"""The tile shapes of a single row, which needs no `tl.dot`, by the elements of K in a step, which the threads of a
+program load at once.
+"""
+
 EXPERTS = {most: replace(config, num_stages=4) for most, config in FEW_ROWS.items()}
 PAIRED_EXPERTS = {**EXPERTS, 16: Config(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=4).validate()}
 """The tile shapes for the weights of experts that few tokens take, by the largest number of tokens that fits, for one
@@ -122,12 +129,27 @@ def select_few_rows_config(
     return replace(shapes[most], block_k=64) if dtype == torch.float32 else shapes[most]
 
 
-def select_projections_config(
-    *, rows: int, columns: Sequence[int], dtype: torch.dtype, interpreted: bool, num_sms: int
-) -> Config:
-    """Returns the tile shape for products of at most 128 rows with weights of so many columns. A tile has the fewest
-    rows with which all programs still run at once, so that each of them loads the least.
+def select_row_config(k: int, *, interpreted: bool) -> Config:
+    """Returns the tile shape for one row of length `k`: that whose steps load the least beyond it, and then the widest
+    one with two steps. Every tile has one column, so it is for kernels that have no signal for each tile.
     """
+    if interpreted:
+        return replace(INTERPRETER, block_m=1)
+
+    def rank(step: int) -> tuple[int, bool, int]:
+        return -(-k // step) * step, 2 * step > k, -step
+
+    return ROW[min(ROW, key=rank)]
+
+
+def select_projections_config(
+    *, rows: int, k: int, columns: Sequence[int], dtype: torch.dtype, interpreted: bool, num_sms: int
+) -> Config:
+    """Returns the tile shape for products of at most 128 rows of length `k` with weights of so many columns. A tile has
+    the fewest rows with which all programs still run at once, so that each of them loads the least.
+    """
+    if rows == 1:
+        return select_row_config(k, interpreted=interpreted)
 
     def programs(most: int) -> int:
         return sum(-(-n // PROJECTIONS[most].block_n) for n in columns) * -(-rows // most)

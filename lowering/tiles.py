@@ -13,7 +13,7 @@ LEAST_STEP = 16
 
 
 def tiles_of(x: torch.Tensor, config: Config) -> Tiles:
-    """Returns the Tiles for rows of x [M, K]."""
+    """Returns the Tiles for rows of x [.., K]."""
     return Tiles(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -22,7 +22,7 @@ def tiles_of(x: torch.Tensor, config: Config) -> Tiles:
         DESCRIPTORS=False,
         K_MAJOR=0,
         # The steps of two weights are half as wide.
-        EVEN_K=x.shape[1] % max(config.block_k, LEAST_STEP) == 0,
+        EVEN_K=x.shape[-1] % max(config.block_k, LEAST_STEP) == 0,
         PRECISION=dot_precision(x.dtype),
         UPCAST=x.device.type == "cpu",
         THREADS=0,
@@ -32,4 +32,7 @@ def tiles_of(x: torch.Tensor, config: Config) -> Tiles:
 
 def pair_of(tile: Tiles) -> Tiles:
     """Returns the Tiles of two weights that are multiplied together."""
+    if tile.BLOCK_M == 1:
+        # One row is multiplied by one weight after the other.
+        return tile
     return tile._replace(BLOCK_K=max(tile.BLOCK_K // 2, LEAST_STEP))

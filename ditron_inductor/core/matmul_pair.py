@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece, matmul_steps_of_few_rows
+from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece
+from ditron_inductor.core.matmul_row import product_of_few_rows, product_of_row
 
 
 @triton.jit
@@ -97,8 +98,7 @@ def interleaved_pair_of_few_rows(rows, weight, column, N, K, TILES: tl.constexpr
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
-    acc = matmul_steps_of_few_rows(acc, rows, weight, 2 * column, 2 * N, K, WIDE)
+    acc = product_of_few_rows(rows, weight, 2 * column, 2 * N, K, WIDE)
     first, second = tl.split(tl.reshape(acc.T, (BLOCK_M, BLOCK_N, 2)))
     return first, second
 
@@ -106,6 +106,17 @@ def interleaved_pair_of_few_rows(rows, weight, column, N, K, TILES: tl.constexpr
 @triton.jit
 def matmul_pair_of_few_rows(rows, weight, other, column, N, K, TILES: tl.constexpr):
     """Returns (A @ B, A @ other) of these Rows of A, each as `matmul_tile_of_few_rows` computes it."""
+    if TILES.BLOCK_M == 1:
+        # One after the other: with steps of both in turns, gate and up of 8B took 43.6 us instead of 40.9 on an H100.
+        first = product_of_row(rows, weight, column, N, K, TILES)
+        return first.T, product_of_row(rows, other, column, N, K, TILES).T
+    else:
+        return matmul_pair_by_tensor_cores(rows, weight, other, column, N, K, TILES)
+
+
+@triton.jit
+def matmul_pair_by_tensor_cores(rows, weight, other, column, N, K, TILES: tl.constexpr):
+    """Returns what `matmul_pair_of_few_rows` does, of any number of rows but one."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     offs_n = (column + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]

@@ -21,19 +21,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.config import select_few_rows_config
-from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
-from ditron_inductor.lowering.matmul_all_reduce_rms_norm.divided_product import (
-    DTYPES,
-    INTERPRETED_PROGRAMS,
-    MOST_ROWS,
-    Depths,
-    DividedProduct,
-    divided_product_kernel,
-)
-from ditron_inductor.lowering.tiles import tiles_of
+from ditron_inductor.lowering.matmul_all_reduce_rms_norm.divided_product import DTYPES, MOST_ROWS, product_in_parts
 from ditron_inductor.task import reference, schema
 from ditron_inductor.task.nodes import ChooseExperts
 
@@ -133,7 +123,7 @@ def prepare(
     lies = x.is_contiguous() and router.stride(0) == 1 and (bias is None or bias.is_contiguous())
     if not fits or not lies or facts_of(x.device).tile_problem:
         return by_library(node)
-    product = product_in_parts(x, E)
+    product = product_in_parts(x, T, E)
     has = node.scores == "softmax", node.normalised, node.has_bias
     block = triton.next_power_of_2(E)
     at_once = min(MOST_AT_ONCE, max(1, MOST_LOADED // block))
@@ -154,17 +144,6 @@ def prepare(
         return [values, experts]
 
     return run
-
-
-def product_in_parts(x: torch.Tensor, columns: int) -> DividedProduct:
-    """Returns the product of x [M, K], of few rows, with weights of so many columns, in parts for all SMs."""
-    M, K = x.shape
-    facts, interpreted = facts_of(x.device), x.device.type == "cpu"
-    config = select_few_rows_config(rows=M, dtype=x.dtype, interpreted=interpreted).for_arch(facts.arch)
-    programs = INTERPRETED_PROGRAMS if interpreted else facts.num_sms
-    part = round_up(ceil_div(K, max(1, programs // ceil_div(columns, config.block_n))), config.block_k)
-    launcher = local_launcher(divided_product_kernel, x.device)
-    return DividedProduct(M, columns, Depths(K, part), ceil_div(K, part), config, tiles_of(x, config), launcher)
 
 
 def by_library(node: ChooseExperts) -> Runner:

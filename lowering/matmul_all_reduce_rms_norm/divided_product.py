@@ -2,11 +2,12 @@
 
 Problem. A product of few rows takes as long as reading its weight. A weight with few columns, as that of a down
 projection, has fewer tiles than the GPU has SMs. The library then divides K among programs and adds up what they have
-computed in a second launch. Algorithm. A program computes a tile of 64 columns and of one part of K (see
-`matmul_steps_of_few_rows`), and stores it in fp32. There is no second launch, because the kernel that reduces the
-product over the ranks (see all_reduce_rms_norm/norm_in_band.py) adds up the parts when it loads them. There are as many
-parts as give each SM one program at most. Nothing is communicated, and no program waits. Limits. There are few rows of
-16-bit elements, K of the weight is contiguous, and one product is not added to another one or to a bias.
+computed in a second launch. Algorithm. A program computes a tile of 64 columns, or one column of a single row, and of
+one part of K (see `product_of_few_rows`), and stores it in fp32. There is no second launch, because the kernel
+that reduces the product over the ranks (see all_reduce_rms_norm/norm_in_band.py) adds up the parts when it loads them.
+There are as many parts as give each SM one program at most, and one part if there are more tiles than SMs. Nothing is
+communicated, and no program waits. Limits. There are few rows of 16-bit elements, K of the weight is contiguous, and
+one product is not added to another one or to a bias.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import Rows, Tiles, Weight, matmul_steps_of_few_rows
+from ditron_inductor.core.matmul import Rows, Tiles, Weight
+from ditron_inductor.core.matmul_row import product_of_few_rows
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.config import FEW_ROWS, Config, select_few_rows_config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.config import FEW_ROWS, Config, select_few_rows_config, select_row_config
+from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.lowering.host.local_calls import facts_of
+from ditron_inductor.lowering.tiles import tiles_of
 
 MOST_ROWS = max(FEW_ROWS)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -57,9 +60,8 @@ def divided_product_kernel(x, weight, out, M, depths, columns, TILES: tl.constex
     first = part * depths.part
     places = tl.arange(0, BLOCK_M)
     rows = Rows(x + first + places.to(tl.int64) * depths.K, places < M)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     depth = tl.minimum(depths.part, depths.K - first)
-    acc = matmul_steps_of_few_rows(acc, rows, Weight(weight + first, 1, columns.stride), column, N, depth, TILES)
+    acc = product_of_few_rows(rows, Weight(weight + first, 1, columns.stride), column, N, depth, TILES)
     offs_n = column + tl.arange(0, BLOCK_N)
     at = (part * M + places).to(tl.int64)[:, None] * N + offs_n[None, :]
     tl.store(out + at, acc.T, mask=(places < M)[:, None] & (offs_n < N)[None, :])
@@ -94,17 +96,24 @@ class DividedProduct:
         return out
 
 
-def divided_product(launch: Launch, a: torch.Tensor, rows: int, columns: int) -> DividedProduct | None:
-    """Returns the DividedProduct for a [.., K] with so many rows, and a weight with so many columns; None if the
+def divided_product(x: torch.Tensor, rows: int, columns: int) -> DividedProduct | None:
+    """Returns the DividedProduct for x [.., K] with so many rows, and a weight with so many columns; None if the
     library is to compute the product. The ranks need not agree on it.
     """
-    K = a.shape[-1]
-    if a.dtype not in DTYPES or not 0 < rows <= MOST_ROWS or 0 in (columns, K):
+    if x.dtype not in DTYPES or not 0 < rows <= MOST_ROWS or 0 in (columns, x.shape[-1]):
         return None
-    config = select_few_rows_config(rows=rows, dtype=a.dtype, interpreted=launch.interpreted)
-    config = config.for_arch(launch.workspace.capabilities.arch)
-    programs = INTERPRETED_PROGRAMS if launch.interpreted else facts_of(a.device).num_sms
+    return product_in_parts(x, rows, columns)
+
+
+def product_in_parts(x: torch.Tensor, rows: int, columns: int) -> DividedProduct:
+    """Returns what `divided_product` does where the kernel can run."""
+    K = x.shape[-1]
+    facts, interpreted = facts_of(x.device), x.device.type == "cpu"
+    if rows == 1:
+        config = select_row_config(K, interpreted=interpreted)
+    else:
+        config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted).for_arch(facts.arch)
+    programs = INTERPRETED_PROGRAMS if interpreted else facts.num_sms
     part = round_up(ceil_div(K, max(1, programs // ceil_div(columns, config.block_n))), config.block_k)
-    tiles = launch.tile(config, a, ())._replace(GROUP_M=1, DESCRIPTORS=False, PIECE=0)
-    launcher = local_launcher(divided_product_kernel, a.device)
-    return DividedProduct(rows, columns, Depths(K, part), ceil_div(K, part), config, tiles, launcher)
+    launcher = local_launcher(divided_product_kernel, x.device)
+    return DividedProduct(rows, columns, Depths(K, part), ceil_div(K, part), config, tiles_of(x, config), launcher)

@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import Rows, matmul_steps_of_few_rows, weight_of
+from ditron_inductor.core.matmul import Rows, Weight, weight_of
 from ditron_inductor.core.matmul_pair import interleaved_pair_of_few_rows, matmul_pair_of_few_rows
+from ditron_inductor.core.matmul_row import product_of_few_rows
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_projections_config
 from ditron_inductor.lowering.epilogues import (
@@ -58,12 +59,42 @@ def projections_kernel(
     weights that are multiplied in one tile. PAIR: the Tiles of two weights.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
-    blocks = tl.cdiv(M, BLOCK_M)
+    # Tiles of one row are for one row.
+    blocks = 1 if BLOCK_M == 1 else tl.cdiv(M, BLOCK_M)
     # Programs of the same columns follow each other, so a weight is read from memory once.
     places = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = Rows(x + places.to(tl.int64) * K, places < M)
+    rows = Rows(x + places.to(tl.int64) * K, places < (1 if BLOCK_M == 1 else M))
     tile = tl.program_id(0) // blocks
-    store_projections(tile, rows, Places(places, 0), weights, extras, outs, widths, K, GROUPS, EPILOGUE, TILES, PAIR)
+    if EPILOGUE is None:
+        store_products(tile, rows, places, weights, outs, widths, K, TILES)
+    else:
+        store_projections(
+            tile, rows, Places(places, 0), weights, extras, outs, widths, K, GROUPS, EPILOGUE, TILES, PAIR
+        )
+
+
+@triton.jit
+def store_products(tile, rows, places, weights, outs, widths, K, TILES: tl.constexpr):
+    """Does `store_projections` for weights with contiguous K, without an epilogue. The weight of a program is chosen at
+    run time, so all run the same instructions.
+    """
+    NUM_WEIGHTS: tl.constexpr = len(weights)
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    pointer, out, stride, N = weights[0], outs[0], widths.strides_bn[0], widths.columns[0]
+    first = 0
+    begin = 0
+    for i in tl.static_range(1, NUM_WEIGHTS):
+        begin += tl.cdiv(widths.columns[i - 1], BLOCK_N)
+        reached = tile >= begin
+        first = tl.where(reached, begin, first)
+        pointer, out = tl.where(reached, weights[i], pointer), tl.where(reached, outs[i], out)
+        stride = tl.where(reached, widths.strides_bn[i], stride)
+        N = tl.where(reached, widths.columns[i], N)
+    column = (tile - first) * BLOCK_N
+    acc = product_of_few_rows(rows, Weight(pointer, 1, stride), column, N, K, TILES).T
+    offs_n = column + tl.arange(0, BLOCK_N)
+    at = out + places.to(tl.int64)[:, None] * N + offs_n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=rows.inside[:, None] & (offs_n < N)[None, :])
 
 
 @triton.jit
@@ -76,7 +107,6 @@ def store_projections(
     of such a weight. See `projections_kernel`.
     """
     NUM_WEIGHTS: tl.constexpr = len(weights)
-    BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
     # Outputs have the dtype of the rows where the epilogue says nothing else.
@@ -94,9 +124,8 @@ def store_projections(
                     second = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
                     accs = matmul_pair_of_few_rows(rows, first, second, column, N, K, PAIR)
             else:
-                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
                 weight = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
-                accs = (matmul_steps_of_few_rows(acc, rows, weight, column, N, K, TILES).T,)
+                accs = (product_of_few_rows(rows, weight, column, N, K, TILES).T,)
             offs_n = column + tl.arange(0, BLOCK_N)
             store_group(accs, places, rows.inside, offs_n, N, extras, outs, g, GROUPS, DTYPE, EPILOGUE)
         # For the program whose tile this was, it is negative from now on.
@@ -134,6 +163,7 @@ def prepare(
     arrangement = arrange(node.parsed, node.num_weights)
     config = select_projections_config(
         rows=M,
+        k=K,
         columns=[weights[arrangement.weights[first]].shape[1] for first in arrangement.first_weights],
         dtype=x.dtype,
         interpreted=x.device.type == "cpu",

@@ -28,6 +28,7 @@ from ditron_inductor.lowering.matmul_all_to_all.tile import matmul_all_to_all_ke
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
 from ditron_inductor.lowering.norms.rows import HAS_RESIDUAL, HAS_WEIGHT, Norms
 from ditron_inductor.lowering.projections.projections_kernel import projections_kernel
+from ditron_inductor.lowering.tiles import pair_of
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import Listing
@@ -228,9 +229,7 @@ def compile_case(case: Case) -> Compiled:
         "EARLY": case.early,
         "INTERLEAVED": not case.descriptors and case.kernel != "two_shot",
         "TILES": tile,
-        "PAIR": tile._replace(
-            BLOCK_K=fits.block_k // (1 if case.interleaved else 2), BLOCK_N=fits.block_n * (1 + case.interleaved)
-        ),
+        "PAIR": tile._replace(BLOCK_N=2 * fits.block_n) if case.interleaved else pair_of(tile),
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,

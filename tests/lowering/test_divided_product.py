@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ import torch
 from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Tiles
-from ditron_inductor.lowering.config import FEW_ROWS, Config, select_few_rows_config
+from ditron_inductor.lowering.config import FEW_ROWS, ROW, Config, select_few_rows_config, select_row_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import local_launcher
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import divided_product as lowering
@@ -94,13 +94,9 @@ def test_other_products_are_the_library_s(rank_pools: RankPools) -> None:
 
 @pytest.mark.parametrize(("rows", "columns", "k"), [(65, 8, 16), (0, 8, 16), (2, 0, 16), (2, 8, 0)])
 def test_products_that_are_not_divided(rows: int, columns: int, k: int) -> None:
-    workspace = SimpleNamespace(capabilities=SimpleNamespace(arch=""))
-    launch: Any = SimpleNamespace(
-        interpreted=True, workspace=workspace, tile=lambda config, *_: _tiles(config, True, True)
-    )
     x = torch.empty(rows, k, dtype=torch.bfloat16)
-    assert lowering.divided_product(launch, x, rows, columns) is None
-    few = lowering.divided_product(launch, torch.empty(2, 48, dtype=torch.bfloat16), 2, 8)
+    assert lowering.divided_product(x, rows, columns) is None
+    few = lowering.divided_product(torch.empty(2, 48, dtype=torch.bfloat16), 2, 8)
     assert few is not None and (few.parts, few.depths) == (2, (48, 32))
 
 
@@ -121,7 +117,10 @@ def _check_parts(ctx: RankContext, rows: int, k: int, n: int) -> None:
     x = torch.randn(rows, k, device=ctx.device).to(torch.bfloat16)
     weight = (torch.randn(n, k, device=ctx.device) * k**-0.5).to(torch.bfloat16).t()
     interpreted = ctx.device.type == "cpu"
-    config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted)
+    if rows == 1:
+        config = select_row_config(k, interpreted=interpreted)
+    else:
+        config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted)
     tiles = _tiles(config, k % config.block_k == 0, interpreted)
     for wanted in (1, 3, 5):
         launcher = local_launcher(lowering.divided_product_kernel, x.device)
@@ -143,17 +142,17 @@ def _check_all_parts(ctx: RankContext, sizes: list[tuple[int, int, int]]) -> Non
 
 
 def test_parts_are_those_of_the_product(rank_pools: RankPools) -> None:
-    rank_pools.get("cpu", 1).run(_check_all_parts, [(1, 64, 32), (5, 141, 33), (3, 1, 64)])
+    rank_pools.get("cpu", 1).run(_check_all_parts, [(1, 64, 32), (1, 141, 33), (5, 141, 33), (3, 1, 64)])
 
 
 @pytest.mark.gpu
 def test_parts_are_those_of_the_product_on_a_gpu(rank_pools: RankPools) -> None:
-    sizes = [(1, 7168, 4096), (32, 2048, 4096), (64, 3000, 777), (3, 1, 64)]
+    sizes = [(1, 7168, 4096), (1, 1001, 33), (32, 2048, 4096), (64, 3000, 777), (3, 1, 64)]
     rank_pools.get("cuda", 1).run(_check_all_parts, sizes, timeout=100)
 
 
-def _compiled(target: str, rows: int) -> Any:
-    config = FEW_ROWS[rows].for_arch(target)
+def _compiled(target: str, config: Config) -> Any:
+    config = config.for_arch(target)
     tiles = _tiles(config, True, False)
     kernel, pair = lowering.divided_product_kernel, ("i32", "i32")
     kinds: dict[str, Any] = {"x": "*bf16", "weight": "*bf16", "out": "*fp32", "M": "i32", "TILES": "constexpr"}
@@ -170,7 +169,7 @@ def _compiled(target: str, rows: int) -> Any:
 @pytest.mark.parametrize("rows", FEW_ROWS)
 def test_it_compiles_for_nvidia(rows: int) -> None:
     """Several steps of K are under way at once, 16 bytes for each thread, and nothing is in memory of its own."""
-    compiled, config = _compiled("sm_90", rows), FEW_ROWS[rows]
+    compiled, config = _compiled("sm_90", FEW_ROWS[rows]), FEW_ROWS[rows]
     listing = Listing(compiled.asm["ptx"])
     ((first, last),) = listing.loops(NVIDIA.dot)
     copies = [line for line in listing.lines[first:last] if "cp.async.cg" in line]
@@ -180,7 +179,14 @@ def test_it_compiles_for_nvidia(rows: int) -> None:
 
 
 def test_it_compiles_for_amd() -> None:
-    assert "v_mfma" in _compiled("gfx942", 16).asm["amdgcn"]
+    assert "v_mfma" in _compiled("gfx942", FEW_ROWS[16]).asm["amdgcn"]
+
+
+def test_one_row_is_read_by_wide_loads() -> None:
+    listing = Listing(_compiled("sm_90", ROW[1024]).asm["ptx"])
+    ((first, last),) = listing.loops(r"\bfma\.")
+    loads = [line for line in listing.lines[first:last] if re.search(r"\bld\.", line)]
+    assert loads and all("v4.b32" in line for line in loads) and not listing.places(NVIDIA.dot)
 
 
 def _among_others(ctx: RankContext, count: int) -> None:

@@ -59,6 +59,11 @@ class Case:
 CASES = (
     # Fewer slots than experts: a program for each slot.
     Case(1, 2, 8, 64, (32, 16)),
+    # One token, whose rows are multiplied without tensor cores.
+    Case(1, 3, 8, 41, (33, 17), torch.float16),
+    Case(1, 4, 3 + 4, 64, (48, 48), epilogue=SWIGLU, absent=True),
+    Case(1, 5, 4 + 5, 48, (20, 20), epilogue="mm0 * column(x0); mm1 + full(x1)", by_token=False),
+    Case(1, 2, 4, 32, (24, 24), epilogue=CLAMPED, absent=True, interleaved=True),
     Case(3, 2, 8, 70, (33, 17), torch.float16),
     # More slots than experts, some of which nobody takes.
     Case(17, 3, 7, 41, (40,), torch.float32),
@@ -92,6 +97,9 @@ CASES = (
 )
 LARGE_CASES = (
     Case(1, 8, 128, 2048, (384, 384), epilogue=SWIGLU),
+    Case(1, 8, 128, 384, (2048,), by_token=False),
+    Case(1, 2, 8, 4096, (7168, 7168), epilogue=SWIGLU),
+    Case(1, 2, 8, 7168, (4096,), by_token=False, absent=True),
     Case(32, 8, 128, 2048, (384, 384), epilogue=SWIGLU),
     Case(32, 8, 128, 384, (2048,), by_token=False),
     Case(64, 2, 8, 4096, (7168, 7168), epilogue=SWIGLU),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,10 @@ class Case:
 
 CASES = (
     Case(1, 64, (32, 16, 16)),
+    Case(1, 70, (33, 17, 5), torch.float16),
+    Case(1, 41, (64, 1), torch.float32),
+    Case(1, 33, (50, 50, 17), epilogue=f"{SWIGLU}; mm2 + row(x0)"),
+    Case(2, 64, (32, 16, 16)),
     Case(3, 70, (33, 17, 5), torch.float16),
     Case(17, 41, (64, 1), torch.float32),
     Case(64, 96, (40, 40)),
@@ -60,6 +65,10 @@ CASES = (
 # As wide as a model's, and odd.
 LARGE_CASES = (
     Case(1, 4096, (2048, 512, 512)),
+    Case(1, 4096, (7168, 7168), epilogue=SWIGLU),
+    Case(1, 2880, (2048, 256, 77), torch.float16),
+    Case(1, 1, (40, 1), torch.float32),
+    Case(1, 1001, (33, 17, 9)),
     Case(16, 8192, (1024, 256, 256)),
     Case(64, 4096, (7168, 7168), epilogue=SWIGLU),
     # Rows in tiles of 64 and 16, and in one of 128.
@@ -133,7 +142,7 @@ def test_rows_in_several_tiles_in_the_interpreter(rank_pools: RankPools, case: C
 @pytest.mark.parametrize(
     ("rows", "columns", "rows_of_tile"),
     [
-        (1, (2048, 512, 512), 16),
+        (2, (2048, 512, 512), 16),
         (64, (1024, 256, 256), 16),
         (64, (2048, 512, 512), 32),
         (64, (4096, 512, 512), 64),
@@ -149,9 +158,20 @@ def test_rows_in_several_tiles_in_the_interpreter(rank_pools: RankPools, case: C
 def test_all_programs_run_at_once_where_they_can(rows: int, columns: tuple[int, ...], rows_of_tile: int) -> None:
     """By these columns of each group, on a GPU with 132 SMs."""
     selected = config.select_projections_config(
-        rows=rows, columns=columns, dtype=torch.bfloat16, interpreted=False, num_sms=132
+        rows=rows, k=4096, columns=columns, dtype=torch.bfloat16, interpreted=False, num_sms=132
     )
     assert selected == config.PROJECTIONS[rows_of_tile]
+
+
+@pytest.mark.parametrize(
+    ("k", "step"),
+    [(100, 512), (1000, 1024), (1024, 512), (2048, 1024), (2880, 1024), (4096, 2048), (7168, 1024), (8192, 2048)],
+)
+def test_a_row_has_two_steps_that_load_little_beyond_it(k: int, step: int) -> None:
+    selected = config.select_projections_config(
+        rows=1, k=k, columns=(64,), dtype=torch.float32, interpreted=False, num_sms=132
+    )
+    assert selected == config.ROW[step]
 
 
 @pytest.mark.gpu
@@ -187,8 +207,8 @@ def test_other_layouts_and_many_rows_go_to_the_library() -> None:
 def test_compiles_for_gpus(target: str, epilogue: str) -> None:
     for tile in (config.PROJECTIONS[16], config.PROJECTIONS[64], config.PROJECTIONS[128]):
         compiled = compile_case(Compilation("projections", target, tile, "bf16", epilogue=epilogue))
-        # Some compilers split a loop.
-        assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
+        # Some compilers split a loop. There is one for all weights.
+        assert compiled.listing.loops(dialect_of(target).dot)
         if target == "sm_90":
             # Several steps of K under way at once, and nothing in memory of its own.
             step = (
@@ -198,6 +218,28 @@ def test_compiles_for_gpus(target: str, epilogue: str) -> None:
             )
             assert compiled.shared_bytes > 3 * step * 2
             assert resources(compiled.assembly).spilled_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "epilogue", "even_k"), [("sm_90", "", True), ("sm_90", SWIGLU, False), *rare(("sm_90", SWIGLU, True))]
+)
+def test_one_row_is_read_by_wide_loads(target: str, epilogue: str, even_k: bool) -> None:
+    for tile in config.ROW.values():
+        case = Compilation("projections", target, tile, "bf16", even_k=even_k, epilogue=epilogue)
+        compiled, dialect = compile_case(case), dialect_of(target)
+        loops = compiled.listing.loops(r"\bfma\.")
+        # One for each weight of an epilogue, and one for whichever weight it is.
+        assert len(loops) >= (NUM_WEIGHTS if epilogue else 1) and not compiled.listing.places(dialect.dot)
+        for first, last in loops:
+            loads = [line for line in compiled.listing.lines[first:last] if re.search(r"\bld\.", line)]
+            assert loads and all("v4.b32" in line for line in loads), loads
+            assert any("evict_first" in line for line in loads)
+        assert compiled.shared_bytes < 1 << 10 and resources(compiled.assembly).spilled_bytes == 0
+
+
+def test_one_row_compiles_for_amd() -> None:
+    compiled = compile_case(Compilation("projections", "gfx942", config.ROW[2048], "bf16", epilogue=SWIGLU))
+    assert not compiled.listing.places(dialect_of("gfx942").dot)
 
 
 def test_operands_are_not_kept_alive() -> None:
