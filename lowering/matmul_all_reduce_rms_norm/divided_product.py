@@ -22,13 +22,13 @@ import triton.language as tl
 from ditron_inductor.core.matmul import Rows, Tiles, Weight
 from ditron_inductor.core.matmul_row import product_of_few_rows
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.config import FEW_ROWS, Config, select_few_rows_config, select_row_config
+from ditron_inductor.lowering.config import DIVIDED, Config, select_few_rows_config, select_row_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.lowering.host.local_calls import facts_of
 from ditron_inductor.lowering.tiles import tiles_of
 
-MOST_ROWS = max(FEW_ROWS)
+MOST_ROWS = max(DIVIDED)
 DTYPES = (torch.bfloat16, torch.float16)
 INTERPRETED_PROGRAMS = 4
 """The programs among which the interpreter divides a product, so that small test problems have several parts."""
@@ -112,7 +112,8 @@ def product_in_parts(x: torch.Tensor, rows: int, columns: int) -> DividedProduct
     if rows == 1:
         config = select_row_config(K, interpreted=interpreted)
     else:
-        config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted).for_arch(facts.arch)
+        config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=DIVIDED)
+    config = config.for_arch(facts.arch)
     programs = INTERPRETED_PROGRAMS if interpreted else facts.num_sms
     part = round_up(ceil_div(K, max(1, programs // ceil_div(columns, config.block_n))), config.block_k)
     launcher = local_launcher(divided_product_kernel, x.device)

@@ -165,6 +165,7 @@ def prepare(
         rows=M,
         k=K,
         columns=[weights[arrangement.weights[first]].shape[1] for first in arrangement.first_weights],
+        paired=arrangement.together > 1,
         dtype=x.dtype,
         interpreted=x.device.type == "cpu",
         num_sms=facts.num_sms,

@@ -13,7 +13,7 @@ import torch
 from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Tiles
-from ditron_inductor.lowering.config import FEW_ROWS, ROW, Config, select_few_rows_config, select_row_config
+from ditron_inductor.lowering.config import DIVIDED, ROW, Config, select_few_rows_config, select_row_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import local_launcher
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import divided_product as lowering
@@ -120,7 +120,7 @@ def _check_parts(ctx: RankContext, rows: int, k: int, n: int) -> None:
     if rows == 1:
         config = select_row_config(k, interpreted=interpreted)
     else:
-        config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted)
+        config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=DIVIDED)
     tiles = _tiles(config, k % config.block_k == 0, interpreted)
     for wanted in (1, 3, 5):
         launcher = local_launcher(lowering.divided_product_kernel, x.device)
@@ -166,20 +166,20 @@ def _compiled(target: str, config: Config) -> Any:
     return compile_for(target, source, config.options)
 
 
-@pytest.mark.parametrize("rows", FEW_ROWS)
+@pytest.mark.parametrize("rows", DIVIDED)
 def test_it_compiles_for_nvidia(rows: int) -> None:
     """Several steps of K are under way at once, 16 bytes for each thread, and nothing is in memory of its own."""
-    compiled, config = _compiled("sm_90", FEW_ROWS[rows]), FEW_ROWS[rows]
+    compiled, config = _compiled("sm_90", DIVIDED[rows]), DIVIDED[rows]
     listing = Listing(compiled.asm["ptx"])
     ((first, last),) = listing.loops(NVIDIA.dot)
     copies = [line for line in listing.lines[first:last] if "cp.async.cg" in line]
     assert copies and all(", 0x10, " in line for line in copies), copies
-    assert 3 * (rows + config.block_n) * config.block_k * 2 < compiled.metadata.shared <= 227 << 10
+    assert 2 * (rows + config.block_n) * config.block_k * 2 < compiled.metadata.shared <= 227 << 10
     assert resources(compiled.asm["ptx"]).spilled_bytes == 0
 
 
 def test_it_compiles_for_amd() -> None:
-    assert "v_mfma" in _compiled("gfx942", FEW_ROWS[16]).asm["amdgcn"]
+    assert "v_mfma" in _compiled("gfx942", DIVIDED[16]).asm["amdgcn"]
 
 
 def test_one_row_is_read_by_wide_loads() -> None:

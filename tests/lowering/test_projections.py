@@ -158,7 +158,7 @@ def test_rows_in_several_tiles_in_the_interpreter(rank_pools: RankPools, case: C
 def test_all_programs_run_at_once_where_they_can(rows: int, columns: tuple[int, ...], rows_of_tile: int) -> None:
     """By these columns of each group, on a GPU with 132 SMs."""
     selected = config.select_projections_config(
-        rows=rows, k=4096, columns=columns, dtype=torch.bfloat16, interpreted=False, num_sms=132
+        rows=rows, k=4096, columns=columns, paired=False, dtype=torch.bfloat16, interpreted=False, num_sms=132
     )
     assert selected == config.PROJECTIONS[rows_of_tile]
 
@@ -169,7 +169,7 @@ def test_all_programs_run_at_once_where_they_can(rows: int, columns: tuple[int, 
 )
 def test_a_row_has_two_steps_that_load_little_beyond_it(k: int, step: int) -> None:
     selected = config.select_projections_config(
-        rows=1, k=k, columns=(64,), dtype=torch.float32, interpreted=False, num_sms=132
+        rows=1, k=k, columns=(64,), paired=False, dtype=torch.float32, interpreted=False, num_sms=132
     )
     assert selected == config.ROW[step]
 
@@ -205,7 +205,8 @@ def test_other_layouts_and_many_rows_go_to_the_library() -> None:
 @pytest.mark.parametrize("epilogue", [*rare(""), SWIGLU], ids=["plain", "epilogue"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_compiles_for_gpus(target: str, epilogue: str) -> None:
-    for tile in (config.PROJECTIONS[16], config.PROJECTIONS[64], config.PROJECTIONS[128]):
+    shapes = config.PAIRS if epilogue else config.PROJECTIONS
+    for tile in (shapes[16], shapes[32], shapes[64], shapes[128]):
         compiled = compile_case(Compilation("projections", target, tile, "bf16", epilogue=epilogue))
         # Some compilers split a loop. There is one for all weights.
         assert compiled.listing.loops(dialect_of(target).dot)
@@ -216,7 +217,7 @@ def test_compiles_for_gpus(target: str, epilogue: str) -> None:
                 if epilogue
                 else ((tile.block_m + tile.block_n) * tile.block_k)
             )
-            assert compiled.shared_bytes > 3 * step * 2
+            assert compiled.shared_bytes > 2 * step * 2
             assert resources(compiled.assembly).spilled_bytes == 0
 
 
