@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.deciding import DECIDING
 from tests.mutations.measuring import MEASURING
+from tests.mutations.multiplying import MULTIPLYING
 from tests.mutations.mutation import Mutation
 from tests.mutations.norming import NORMING
 from tests.mutations.routing import ROUTING
@@ -582,4 +583,14 @@ PASSES: tuple[Mutation, ...] = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = (*DEVICE, *LOWERING, *PASSES, *DECIDING, *NORMING, *ROUTING, *UNSORTING, *MEASURING)
+MUTATIONS: tuple[Mutation, ...] = (
+    *DEVICE,
+    *LOWERING,
+    *PASSES,
+    *DECIDING,
+    *MULTIPLYING,
+    *NORMING,
+    *ROUTING,
+    *UNSORTING,
+    *MEASURING,
+)

@@ -1,0 +1,55 @@
+"""The mutations of products that nothing is communicated for."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+ROW = "ditron_inductor/core/matmul_row.py"
+PROJECTIONS = "lowering/projections/projections_kernel.py"
+PROJECTED = "tests/lowering/test_projections.py"
+THREE = f"{PROJECTED}::test_near_the_reference_in_the_interpreter[1x70-33-17-5-float16]"
+
+MULTIPLYING: tuple[Mutation, ...] = (
+    Mutation(
+        "the last step of a row goes beyond K",
+        ROW,
+        "in_k = offs_k < K - k * BLOCK_K",
+        "in_k = offs_k < K",
+        THREE,
+    ),
+    Mutation(
+        "a row begins anew in each step",
+        ROW,
+        "a_ptrs += BLOCK_K",
+        "a_ptrs += 0",
+        THREE,
+    ),
+    Mutation(
+        "the row of a pair is multiplied by the same weight twice",
+        "ditron_inductor/core/matmul_pair.py",
+        "return first.T, product_of_row(rows, other,",
+        "return first.T, product_of_row(rows, weight,",
+        f"{PROJECTED}::test_near_the_reference_in_the_interpreter[1x33-50-50-17-bfloat16-epilogue]",
+    ),
+    Mutation(
+        "the first tile of a weight is that of the one before",
+        PROJECTIONS,
+        "reached = tile >= begin",
+        "reached = tile > begin",
+        THREE,
+    ),
+    Mutation(
+        "tiles of a weight are counted from the first weight on",
+        PROJECTIONS,
+        "column = (tile - first) * BLOCK_N",
+        "column = tile * BLOCK_N",
+        THREE,
+    ),
+    Mutation(
+        "a row is one step",
+        "lowering/config.py",
+        "-(-k // step) * step, 2 * step > k, -step",
+        "-(-k // step) * step, -step",
+        f"{PROJECTED}::test_a_row_has_two_steps_that_load_little_beyond_it[2048-1024]",
+    ),
+)
