@@ -49,16 +49,24 @@ def experts(
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise ValueError("experts: no group is given, and torch.distributed is not initialised")
-    rows, chosen, factors = (_gathered(one, found) for one in (x, ids, weights))
-    local = chosen - dist.get_rank(found) * num_local
-    absent = (local < 0) | (local >= num_local)
-    partial = compute(rows, torch.where(absent, num_local, local), factors.masked_fill(absent, 0.0))
+    rows, chosen, factors = tokens_of_all(x, ids, weights, num_local, found)
+    partial = compute(rows, chosen, factors)
     if partial.shape != rows.shape:
         expected = f"{tuple(rows.shape)}, the shape of its rows"
         raise InvalidOperands(
             op="experts", tensor="what compute returns", found=str(tuple(partial.shape)), expected=expected
         )
-    return _summed_part(partial, found)
+    return summed_part(partial, found)
+
+
+def tokens_of_all(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_local: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what the experts of this rank get in `experts`, the tokens of all ranks: (rows, numbers, weights)."""
+    rows, chosen, factors = (_gathered(one, group) for one in (x, ids, weights))
+    local = chosen - dist.get_rank(group) * num_local
+    absent = (local < 0) | (local >= num_local)
+    return rows, torch.where(absent, num_local, local), factors.masked_fill(absent, 0.0)
 
 
 def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -80,7 +88,7 @@ def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _waited(gather(x.contiguous(), 0, group))
 
 
-def _summed_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def summed_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[W * n, ..] of each rank, added up, as the [n, ..] of this rank."""
     scatter: Any = getattr(funcol, "reduce_scatter_single_autograd", funcol.reduce_scatter_tensor_autograd)
     return _waited(scatter(x.contiguous(), "sum", 0, group))

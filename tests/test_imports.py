@@ -44,6 +44,7 @@ LAYERS = (
     "recompilations",
     "backend",
     "expert_parallel",
+    "torchtitan",
     "ops",
     "graph_meeting",
     "report",

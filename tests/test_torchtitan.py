@@ -44,6 +44,7 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "guide" / "other_stacks.md"
 LLAMA, MIXTURE = ("llama3", "llama3_debugmodel"), ("qwen3", "qwen3_moe_debug")
+OF_EXPERTS = "ditron_inductor.torchtitan"
 LENGTH = 32
 GATHERS_AND_SCATTERS = {"all_gather_matmul": 4, "matmul_reduce_scatter": 4}
 REDUCTIONS = {"matmul_all_reduce": 4}
@@ -89,6 +90,8 @@ def overrides(ctx: RankContext) -> Iterator[None]:
             yield
         finally:
             clear_overrides()
+            # The next import registers its override again.
+            sys.modules.pop(OF_EXPERTS, None)
             del sys.modules[guide.__name__], sys.modules[own.__name__]
 
 
@@ -144,9 +147,7 @@ def randomize(model: Any) -> None:
             part.copy_(1 + 0.1 * drawn if part.ndim == 1 else 0.05 * drawn)
 
 
-def step(
-    model: Any, context: Any, train: bool, device: torch.device, length: int = LENGTH
-) -> dict[str, torch.Tensor]:
+def step(model: Any, context: Any, train: bool, device: torch.device, length: int = LENGTH) -> dict[str, torch.Tensor]:
     """The outputs of a step, and the gradients."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 2048, (2, length), generator=generator).to(device)
@@ -185,9 +186,11 @@ def run_llama(ctx: RankContext, arguments: list[str], train: bool, skip_fsdp: bo
     return Counter(counters["ditron"])
 
 
-def train_mixture(ctx: RankContext, arguments: list[str], length: int) -> tuple[Counter[str], set[str]]:
+def train_mixture(
+    ctx: RankContext, arguments: list[str], length: int, override: str = ""
+) -> tuple[Counter[str], set[str]]:
     """What the passes counted while a compiled layer with experts computed what an eager one does, in bfloat16, and the
-    reasons of the collectives that were left alone.
+    reasons of the collectives that were left alone. override: of the compiled layer alone, behind those of `arguments`.
     """
     from torchtitan.config import CompileConfig
     from torchtitan.models.qwen3 import parallelize
@@ -198,12 +201,14 @@ def train_mixture(ctx: RankContext, arguments: list[str], length: int) -> tuple[
             stack.enter_context(mock.patch.object(parallelize, name))
         if ctx.device.type == "cpu":
             stack.enter_context(without_generated_code())
-        arguments = [*arguments, f"--training.seq_len={length}"]
+        arguments = [f"--training.seq_len={length}", *arguments]
         config = configured(*arguments, world_size=ctx.world_size, model=MIXTURE)
-        results = []
+        eager, results = (config, CompileConfig()), []
+        if override:
+            config = configured(*arguments, override, world_size=ctx.world_size, model=MIXTURE)
         with collect_sites() as sink:
-            for compile_config in (CompileConfig(), config.compile):
-                model, context = built(config, compile_config, ctx.device)
+            for chosen, compile_config in (eager, (config, config.compile)):
+                model, context = built(chosen, compile_config, ctx.device)
                 model = model.bfloat16()
                 randomize(model)
                 counters.clear()
@@ -265,6 +270,88 @@ def test_experts_on_several_ranks_train(rank_pools: RankPools, world_size: int) 
         assert counted["all_gather_matmul"] == counted["matmul_reduce_scatter"] == 2
         # The counts of the tokens are exchanged, too.
         assert left == {"unequal_splits", "no_matmul"}
+
+
+GATHERED = f"{OF_EXPERTS}.gathered_experts"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "override"),
+    [
+        pytest.param(2, [*PARTIAL, *NAMED], GATHERED, id="partial_dtensor"),
+        # Of `spmd_types` Gloo cannot run the all-to-alls with which TorchTitan's own dispatcher is eager.
+        pytest.param(2, [*NAMED, GATHERED], "", id="spmd_types"),
+        pytest.param(4, [*PARTIAL, *NAMED], GATHERED, id="partial_dtensor-4", marks=pytest.mark.all_cases),
+    ],
+)
+def test_experts_on_several_ranks_train_in_static_shapes(
+    rank_pools: RankPools, world_size: int, arguments: list[str], override: str
+) -> None:
+    """By the dispatcher of `ditron_inductor.torchtitan`: no size is read from the device."""
+    pool = rank_pools.get("cpu", world_size, label="torchtitan")
+    arguments = [*EXCHANGE, str(world_size), *arguments]
+    fused = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "grouped_matmul_reduce_scatter": 1}
+    for counted, left in pool.run(train_mixture, arguments, 512, override, timeout=250.0):
+        assert {name: counted[name] for name in fused} == fused
+        # The gathered tokens, ids and weights, and the gradients of the tokens, of two grouped matmuls.
+        assert left == {"grouped_matmul", "no_matmul"}
+
+
+ROUTINGS = {
+    "random": lambda W, T, K, E: torch.rand(T, E).topk(K).indices,
+    "one expert": lambda W, T, K, E: torch.tensor([E - 1, *range(K - 1)]).repeat(T, 1),
+    "the experts of rank 0": lambda W, T, K, E: torch.rand(T, E // W).topk(K).indices,
+}
+
+
+def dispatch(ctx: RankContext, routing: str, num_local: int, top_k: int) -> None:
+    """Experts that multiply rows by their number reach all tokens, and gradients come back. What is behind the rows of
+    a rank's experts is no number.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ditron_inductor.torchtitan import GatheredTokenDispatcher
+
+    W, T, E = ctx.world_size, 6, num_local * ctx.world_size
+    torch.manual_seed(ctx.rank)
+    ids = ROUTINGS[routing](W, T, top_k, E)
+    x, scores = torch.randn(T, 4, requires_grad=True), torch.rand(T, top_k, requires_grad=True)
+    dispatcher = GatheredTokenDispatcher(GatheredTokenDispatcher.Config(num_experts=E, top_k=top_k))
+    dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (W,)))
+    rows, held, slots = dispatcher.dispatch(x, scores, ids, torch.zeros(E))
+    assert rows.shape == (W * T * top_k, 4) and held.shape == (num_local,)
+    numbers = torch.arange(1, num_local + 1).repeat_interleave(held.long()) + ctx.rank * num_local
+    factors = torch.full((len(rows),), torch.nan)
+    factors[: len(numbers)] = numbers.float()
+    out = dispatcher.combine(rows * factors.unsqueeze(1), slots, x)
+    wanted = (x.unsqueeze(1) * (ids + 1).unsqueeze(2) * scores.unsqueeze(2)).sum(1)
+    weights = torch.randn(T, 4)
+    got = torch.autograd.grad((out * weights).sum(), (x, scores))
+    for one, other in zip(
+        (out, *got), (wanted, *torch.autograd.grad((wanted * weights).sum(), (x, scores))), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("num_local", "top_k"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_token_reaches_its_experts(rank_pools: RankPools, routing: str, num_local: int, top_k: int) -> None:
+    own_ranks(rank_pools).run(dispatch, routing, num_local, top_k)
+
+
+def test_one_rank_dispatches_as_torchtitan_does() -> None:
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from ditron_inductor.torchtitan import GatheredTokenDispatcher
+
+    given = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices, torch.tensor([4, 3, 3])
+    results = []
+    for kind in (GatheredTokenDispatcher, LocalTokenDispatcher):
+        dispatcher = kind(kind.Config(num_experts=3, top_k=2))
+        rows, held, slots = dispatcher.dispatch(*given)
+        results.append([rows, held, dispatcher.combine(rows.sin(), slots, given[0])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_flex_attention(rank_pools: RankPools) -> None:

@@ -3,7 +3,7 @@
 Before, with T tokens that take k experts each, in S = T * k slots sorted by expert, as `transformers` writes it:
 
     _grouped_mm(..) [S, N] -> [add(.., index(bias [E, N], [experts [S]]))] -> [where(absent [S, 1], 0, ..)]
-    -> mul(.., unsqueeze(scale [S], -1))
+    -> mul(.., unsqueeze(scale [S], -1)) -> [where(absent [S, 1], 0, ..), if there is none before]
     -> index(.., [places [S]]) -> reshape [T, k, N] -> sum over k -> [cast] -> [add(.., added)]
 
 and as TorchTitan writes it, also with `index_add` and `index_put`:
@@ -174,18 +174,19 @@ def _scattered(total: fx.Node, least: int) -> Match | None:
 
 def _terms(node: fx.Node) -> ScaledProducts | None:
     """Reads `node` as products of a grouped matmul, perhaps with factors, which may be cast before and behind that, and
-    set to 0 before it in the rows of a mask.
+    set to 0 before or behind it in the rows of a mask.
     """
-    scaled = proofs.operand(node) if casts(node) else node
+    masked = proofs.operand(node) if casts(node) else node
+    late, scaled = _unmasked(masked)
     factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
     multiplied = scaled.target is aten.mul.Tensor and len(factors) == 2
     for factor, scale in (factors, factors[::-1]) if multiplied else ((scaled, None),):
         kept = proofs.operand(factor) if casts(factor) else factor
-        absent, summed = _unmasked(kept)
+        absent, summed = _unmasked(kept) if late is None else (late, kept)
         bias = _biased(summed)
         grouped = summed if bias is None else bias.grouped
         if grouped.target is proofs.GROUPED:
-            behind = tuple(dict.fromkeys((kept, factor, scaled, node)))
+            behind = tuple(dict.fromkeys((kept, factor, scaled, masked, node)))
             return ScaledProducts(grouped, bias, scale, absent, tuple(step for step in behind if step is not summed))
     return None
 

@@ -36,6 +36,13 @@ BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
 ROUTING: tuple[Mutation, ...] = (
     Mutation(
+        "a mask behind the weights is forgotten",
+        "passes/fuse/combine_experts.py",
+        "if late is None else (late, kept)",
+        "if late is None else (None, kept)",
+        "tests/passes/test_combine_experts.py::test_masked_rows_are_marked[masked_behind_the_weights]",
+    ),
+    Mutation(
         "experts may be numbered beyond the weights",
         ROWS,
         "return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None",

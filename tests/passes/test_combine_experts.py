@@ -37,16 +37,25 @@ def any_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "LEAST_SCATTERED", 0)
 
 
-def routed(
-    up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor, here: int = E
-) -> torch.Tensor:
+def routed(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor, here: int = E) -> torch.Tensor:
     """The products of all slots, scaled, with the places of the slots of each token: as `transformers` writes it."""
     # A reduction that is fused, without which nothing is.
     return slots(up, all_reduce(x @ up[0].mT @ up[0]), scores, down, here)
 
 
-def slots(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor, here: int = E) -> torch.Tensor:
-    """here: the products of the experts from this one on are set to 0."""
+def slots(
+    up: torch.Tensor,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    down: torch.Tensor,
+    here: int = E,
+    *,
+    behind: bool = False,
+    columns: bool = False,
+) -> torch.Tensor:
+    """here: the products of the experts from this one on are set to 0. behind: some terms are, or with `columns` some
+    columns of all.
+    """
     weights, chosen = scores.topk(K)
     ids, order = chosen.reshape(-1).sort()
     ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
@@ -55,6 +64,8 @@ def slots(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.T
     if here < E:
         products = products.masked_fill((ids >= here).unsqueeze(-1), 0.0)
     terms = products * weights.reshape(-1)[order].unsqueeze(-1)
+    if behind:
+        terms = terms.masked_fill(torch.arange(D) > D // 2 if columns else (ids >= E // 2).unsqueeze(-1), 0.0)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return terms[places]
@@ -73,6 +84,21 @@ def with_another(*operands: torch.Tensor) -> torch.Tensor:
 def masked(*operands: torch.Tensor) -> torch.Tensor:
     """Products that are 0 in some rows, as under expert parallelism those of slots of other ranks' experts."""
     return all_reduce(routed(*operands, here=E // 2).view(-1, K, D).sum(1).bfloat16())
+
+
+def masked_behind_the_weights(*operands: torch.Tensor, before: int = E, columns: bool = False) -> torch.Tensor:
+    """before: products of the experts from this one on are 0, too. columns: the mask has a number for each column."""
+    up, x, scores, down = operands
+    x = all_reduce(x @ up[0].mT @ up[0])
+    return all_reduce(slots(up, x, scores, down, before, behind=True, columns=columns).view(-1, K, D).sum(1).bfloat16())
+
+
+def masked_twice(*operands: torch.Tensor) -> torch.Tensor:
+    return masked_behind_the_weights(*operands, before=E // 4)
+
+
+def masked_columns(*operands: torch.Tensor) -> torch.Tensor:
+    return masked_behind_the_weights(*operands, columns=True)
 
 
 def calls(module: fx.GraphModule, options: Options = DEFAULT) -> int:
@@ -106,7 +132,9 @@ def from_products(module: fx.GraphModule) -> str:
 
 
 def test_golden_experts_of_a_prompt() -> None:
-    expecttest.assert_expected_inline(from_products(same_results(experts, made=1)), """\
+    expecttest.assert_expected_inline(
+        from_products(same_results(experts, made=1)),
+        """\
 _grouped_mm_1 [160, 16] = aten._grouped_mm(getitem_5, permute_2, cumsum)
 view_1 [160] = aten.reshape(getitem, [-1])
 index_1 [160] = aten.index.Tensor(view_1, [getitem_3])
@@ -120,12 +148,14 @@ getitem_6 [20, 16] = combine_experts[0]
 after__default = ditron.after_(getitem_6, getitem_7)
 all_reduce_1 [20, 16] = _c10d_functional.all_reduce(getitem_6, 'sum', '0')
 wait_tensor_1 [20, 16] = _c10d_functional.wait_tensor(all_reduce_1)
-return (wait_tensor_1,)""")
+return (wait_tensor_1,)""",
+    )
 
 
-def test_masked_rows_are_marked() -> None:
+@pytest.mark.parametrize("fn", [masked, masked_behind_the_weights])
+def test_masked_rows_are_marked(fn: Callable[..., Any]) -> None:
     call = "ditron.combine_experts([_grouped_mm_1, index_put, reshape_default, reshape_default_1], 'top_k=8 has_absent'"
-    assert call in from_products(same_results(masked, made=1))
+    assert call in from_products(same_results(fn, made=1))
 
 
 def sorted_slots(
@@ -174,7 +204,9 @@ def test_a_sum_without_a_scale_has_one_of_ones() -> None:
 
 
 def test_golden_sums_by_scatter() -> None:
-    expecttest.assert_expected_inline(from_products(same_results(scattered, made=1)), """\
+    expecttest.assert_expected_inline(
+        from_products(same_results(scattered, made=1)),
+        """\
 _grouped_mm_1 [160, 16] = aten._grouped_mm(getitem_5, permute_2, cumsum)
 view_1 [160] = aten.reshape(getitem, [-1])
 index_1 [160] = aten.index.Tensor(view_1, [getitem_3])
@@ -189,7 +221,8 @@ view_4 [2, 10, 16] = aten.reshape(getitem_6, [2, -1, 16])
 after__default = ditron.after_(view_4, getitem_7)
 all_reduce_1 [2, 10, 16] = _c10d_functional.all_reduce(view_4, 'sum', '0')
 wait_tensor_1 [2, 10, 16] = _c10d_functional.wait_tensor(all_reduce_1)
-return (wait_tensor_1,)""")
+return (wait_tensor_1,)""",
+    )
 
 
 def test_few_tokens_are_left_to_atomic_additions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,6 +448,8 @@ REFUSED = (
     used_elsewhere,
     slots_of_others,
     fewer_places,
+    masked_twice,
+    masked_columns,
     scaled_columns,
     scaled_by_a_number,
     summed_as_integers,
