@@ -42,7 +42,7 @@ def test_what_is_imported_is_depended_on() -> None:
     declared = {re.match(r"[\w-]+", text)[0] for text in PROJECT["dependencies"]}  # type: ignore[index]
     folders = [ROOT / name for name in ("ditron_inductor", "passes", "lowering")]
     imported = {name for folder in folders for path in folder.rglob("*.py") for name in top_level(path)}
-    # vLLM is looked at where it is there, and TorchTitan imports the module that is for it; types are read by mypy only,
+    # vLLM is looked at where it is there, and TorchTitan imports a module that is for it. Types are read by mypy alone,
     # and functorch is a part of torch.
     elsewhere = {"vllm", "torchtitan", "typing_extensions", "functorch"}
     assert imported - elsewhere - PICTURES - MODELS <= declared
