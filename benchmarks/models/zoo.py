@@ -174,7 +174,7 @@ DECODES = (1, 32, 128, 8)
 TRAININGS = ((1, 4096), (2, 4096), (1, 2048))
 CONTEXTS = ((1, 32768), (1, 65536))
 """Tokens of all ranks."""
-CACHES = ((1, 65536), (8, 65536), (1, 262144), (32, 16384))
+CACHES = ((1, 65536), (8, 65536), (1, 262144), (32, 16384), (1, 4096))
 """(batch, tokens of all ranks)."""
 LONG = ("llama3-8b",)
 """The models of `cp` and `kv`."""
