@@ -1,10 +1,11 @@
 """TorchTitan's experts on several ranks, in operations of static shapes (see expert_parallel.py). A run takes them by
 
-    --override.imports ditron_inductor.torchtitan.gathered_experts
+    --override.imports ditron_inductor.torchtitan.gathered_experts --training.disable_cuda_graphs
 
 Its own dispatcher sends each token to the ranks of its experts and reads from the device how many these are. This one
 gathers the tokens of all ranks, sorts the slots of this rank's experts to the front, and adds up and scatters what they
-return, so that a step with experts is one graph. It needs TorchTitan 0.3, and the ranks of an expert group on one host.
+return, so that a step with experts is one graph. TorchTitan's trainer accepts only dispatchers that it knows together
+with its own CUDA graphs. It needs TorchTitan 0.3, and the ranks of an expert group on one host.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class GatheredTokenDispatcher(BaseEPTokenDispatcher):
         """
         if self.ep_mesh is None:
             return LocalTokenDispatcher.dispatch(self, x, scores, ids, counts)
-        num_local = self.num_experts // self.ep_mesh.size()
+        num_local, left = divmod(self.num_experts, self.ep_mesh.size())
+        if left:
+            raise ValueError(f"num_experts = {self.num_experts} has to be a multiple of {self.ep_mesh.size()} ranks")
         rows, chosen, factors = tokens_of_all(x, ids, scores, num_local, self.ep_mesh.get_group())
         experts, order = torch.sort(chosen.flatten(), stable=True)
         slots = SortedSlots(order, (experts >= num_local).unsqueeze(1), factors.flatten()[order])

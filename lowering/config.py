@@ -125,8 +125,8 @@ def select_config(
 def select_few_rows_config(
     *, rows: int, dtype: torch.dtype, interpreted: bool, shapes: Mapping[int, Config] = FEW_ROWS
 ) -> Config:
-    """Returns the tile shape for a tile of few rows. It is equal on all ranks. shapes: FEW_ROWS, PROJECTIONS, or the
-    shapes for the weights of experts, by the largest number of rows that fits.
+    """Returns the tile shape for a tile of few rows. It is equal on all ranks. shapes: any by rows, such as
+    FEW_ROWS or those for the weights of experts, by the largest number of rows that fits.
     """
     most = min(most for most in shapes if most >= rows)
     if interpreted:

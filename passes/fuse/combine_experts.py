@@ -77,14 +77,15 @@ class SlotBias:
 @dataclass(frozen=True)
 class ScaledProducts:
     """The scaled products of all slots. bias: what is added to the products, or None. scale: [S, 1], or None if there
-    is none. absent: bool [S, 1], the slots that count as 0, or None. steps: the nodes from behind `summed` to the
-    terms.
+    is none. absent: bool [S, 1], the slots that count as 0, or None. late: they do so whatever their scale is. steps:
+    the nodes from behind `summed` to the terms.
     """
 
     grouped: fx.Node
     bias: SlotBias | None
     scale: fx.Node | None
     absent: fx.Node | None
+    late: bool
     steps: tuple[fx.Node, ...]
 
     @property
@@ -187,7 +188,8 @@ def _terms(node: fx.Node) -> ScaledProducts | None:
         grouped = summed if bias is None else bias.grouped
         if grouped.target is proofs.GROUPED:
             behind = tuple(dict.fromkeys((kept, factor, scaled, masked, node)))
-            return ScaledProducts(grouped, bias, scale, absent, tuple(step for step in behind if step is not summed))
+            steps = tuple(step for step in behind if step is not summed)
+            return ScaledProducts(grouped, bias, scale, absent, late is not None, steps)
     return None
 
 
@@ -289,7 +291,12 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
     if terms.scale is None:
         scale = rewriting.full(graph, terms.grouped, (S,), 1.0, like.dtype)
     else:
-        scale = rewriting.call(graph, aten.reshape.default, (terms.scale, [-1]), terms.scale, (S,))
+        scale = terms.scale
+        if terms.late:
+            # The node multiplies what is absent by its scale, which need not be finite.
+            zero = rewriting.full(graph, scale, (), 0.0, proofs.fake(scale).dtype)
+            scale = rewriting.call(graph, aten.where.self, (terms.absent, zero, scale), scale, (S, 1))
+        scale = rewriting.call(graph, aten.reshape.default, (scale, [-1]), scale, (S,))
     places = _inverse(graph, match.index) if match.sorts else match.index
     operands = {"places": places, "scale": scale}
     if terms.absent is not None:

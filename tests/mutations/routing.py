@@ -36,6 +36,13 @@ BIASED = "tests/passes/test_expert_biases.py::test_it_must_not_fire"
 
 ROUTING: tuple[Mutation, ...] = (
     Mutation(
+        "a mask behind the weights does not hide them",
+        "passes/fuse/combine_experts.py",
+        "        if terms.late:",
+        "        if False:",
+        "tests/passes/test_combine_experts.py::test_a_mask_behind_the_weights_hides_them",
+    ),
+    Mutation(
         "a mask behind the weights is forgotten",
         "passes/fuse/combine_experts.py",
         "if late is None else (late, kept)",

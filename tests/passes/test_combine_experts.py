@@ -158,6 +158,24 @@ def test_masked_rows_are_marked(fn: Callable[..., Any]) -> None:
     assert call in from_products(same_results(fn, made=1))
 
 
+def test_a_mask_behind_the_weights_hides_them() -> None:
+    """Here they are no numbers where the mask is, as quotients of 0 and 0 are."""
+
+    def layer(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        x = all_reduce(x @ up[0].mT @ up[0])
+        ids, order = scores.topk(K).indices.reshape(-1).sort()
+        ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+        products = torch._grouped_mm(torch._grouped_mm(x[order // K], up.mT, offs=ends), down.mT, offs=ends)
+        absent = (ids >= E // 2).unsqueeze(-1)
+        weights = torch.where(absent, torch.nan, scores.topk(K).values.reshape(-1)[order].unsqueeze(-1))
+        terms = (products * weights).masked_fill(absent, 0.0)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return all_reduce(terms[places].view(-1, K, D).sum(1).bfloat16())
+
+    same_results(layer, made=1)
+
+
 def sorted_slots(
     up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
