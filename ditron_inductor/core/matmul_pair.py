@@ -1,7 +1,7 @@
 """One tile of two matrix products with the same rows: every block of A is loaded once for both. See core/matmul.py.
 
 Two accumulators of half the columns need the registers of one whole accumulator, and a step loads as many bytes for as
-many products.
+many products. A single row (see core/matmul_row.py) is multiplied by one weight after the other instead.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
 
 @triton.jit
 def interleaved_pair_of_few_rows(rows, weight, column, N, K, TILES: tl.constexpr, WIDE: tl.constexpr):
-    """Returns (A @ B, A @ other) of these Rows of A, each as `matmul_tile_of_few_rows` computes it. Column n of B and
+    """Returns (A @ B, A @ other) of these Rows of A, each as `product_of_few_rows` computes it. Column n of B and
     of the other one are columns 2 n and 2 n + 1 of `weight`, which is read once. WIDE: TILES with twice the columns.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
@@ -105,7 +105,7 @@ def interleaved_pair_of_few_rows(rows, weight, column, N, K, TILES: tl.constexpr
 
 @triton.jit
 def matmul_pair_of_few_rows(rows, weight, other, column, N, K, TILES: tl.constexpr):
-    """Returns (A @ B, A @ other) of these Rows of A, each as `matmul_tile_of_few_rows` computes it."""
+    """Returns (A @ B, A @ other) of these Rows of A, each as `product_of_few_rows` computes it."""
     if TILES.BLOCK_M == 1:
         # One after the other: with steps of both in turns, gate and up of 8B took 43.6 us instead of 40.9 on an H100.
         first = product_of_row(rows, weight, column, N, K, TILES)

@@ -6,11 +6,12 @@ tokens by expert in several launches. Algorithm. One grid has a program for each
 columns. If there are fewer slots than experts, the pairs are of slots and tiles, and the first slot of an expert stands
 for all of its slots. A program reads all slots, which are few, and masks the tokens that do not take its expert, so
 nothing is sorted or copied. The tokens are the rows of one tile (see `matmul_tile_of_few_rows`), and each weight is
-read once. Products that an epilogue combines, such as gate and up, are computed in one tile; if their columns lie in
-turns in one weight, a tile of twice the columns is computed and then separated. Slots of other ranks'
-experts get zeros: from their own program, or from those of the first expert. Nothing is communicated, and no program
-waits. Limits. There are few tokens, K of x is contiguous, and so are K or the columns of the weights, and the experts
-of one token differ. Anything else is computed by the library, which copies the weights of each slot.
+read once. Products that an epilogue combines, such as gate and up, are computed in one tile, or, for one token with
+long rows, one after the other; if their columns lie in turns in one weight, a tile of twice the columns is computed
+and then separated. Slots of other ranks' experts get zeros: from their own program, or from those of the first expert.
+Nothing is communicated, and no program waits. Limits. There are few tokens, K of x is contiguous, and so are K or the
+columns of the weights, and the experts of one token differ. Anything else is computed by the library, which copies the
+weights of each slot.
 """
 
 from __future__ import annotations

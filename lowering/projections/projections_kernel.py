@@ -76,8 +76,8 @@ def projections_kernel(
 
 @triton.jit
 def store_products(tile, rows, places, weights, outs, widths, K, TILES: tl.constexpr):
-    """Does `store_projections` for weights with contiguous K, without an epilogue. The weight of a program is chosen at
-    run time, so all run the same instructions.
+    """Does `store_projections` for weights with contiguous K, without an epilogue, and for tiles that there are. The
+    weight of a program is chosen at run time, so all run the same instructions.
     """
     NUM_WEIGHTS: tl.constexpr = len(weights)
     BLOCK_N: tl.constexpr = TILES.BLOCK_N

@@ -217,7 +217,7 @@ def test_compiles_for_gpus(target: str, epilogue: str) -> None:
                 if epilogue
                 else ((tile.block_m + tile.block_n) * tile.block_k)
             )
-            assert compiled.shared_bytes > 2 * step * 2
+            assert compiled.shared_bytes > (tile.num_stages - 2) * step * 2
             assert resources(compiled.assembly).spilled_bytes == 0
 
 
