@@ -107,6 +107,11 @@ LARGE_CASES = (
     Case(7, 5, 11, 1000, (333, 333), torch.float16),
     Case(9, 4, 32, 512, (384, 40), torch.float32),
     Case(1, 4, 64, 2880, (5760,), absent=True, across=True),
+    # One row without tensor cores, at lengths that no step divides, too.
+    Case(1, 4, 32, 2880, (2880, 2880), epilogue=CLAMPED, absent=True, interleaved=True),
+    Case(1, 4, 32, 2880, (1440, 1440), torch.float16, epilogue=SWIGLU),
+    Case(1, 8, 16, 3001, (517,), torch.float16, by_token=False, absent=True),
+    Case(1, 2, 8, 2049, (130,), torch.float32),
     Case(1, 4, 64, 2880, (2880, 2880), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
     Case(32, 4, 64, 2880, (2880, 2880), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
     Case(64, 4, 32, 2880, (2880, 2880), epilogue=SWIGLU, across=True),
