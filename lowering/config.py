@@ -65,20 +65,20 @@ FEW_ROWS = {
 }
 """The tile shapes of `matmul_tile_of_few_rows`, by the largest number of rows that fits."""
 
-PROJECTIONS = {**FEW_ROWS, 128: Config(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=4).validate()}
+ROW = Config(block_m=1, block_n=1, block_k=512, num_warps=2, num_stages=1)
+"""The tile shape of a single row, which needs no `tl.dot` (core/matmul_row.py). A tile has one column, so it is for
+kernels that have no signal for each tile. A thread loads 16 bytes in each of many short steps, several of which the
+compiler has under way at once. On an H200 gate and up of 70B take 109.0 us so, and 116.4 in steps of 2048 elements.
+"""
+
+MANY_ROWS = Config(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=4).validate()
+PROJECTIONS = {1: ROW, **FEW_ROWS, 128: MANY_ROWS}
 PAIRS = {**PROJECTIONS} | {most: replace(FEW_ROWS[most], block_k=256, num_stages=4) for most in (16, 32)}
 """The tile shapes of `projections`, by the rows of a tile, and those of weights that are multiplied in pairs."""
 
-DIVIDED = {**FEW_ROWS} | {most: replace(FEW_ROWS[most], num_stages=4) for most in (16, 32)}
+DIVIDED = {1: ROW, **FEW_ROWS} | {most: replace(FEW_ROWS[most], num_stages=4) for most in (16, 32)}
 """The tile shapes of products that are divided among programs, by the largest number of rows that fits. On an H100 the
 output projection of 70B takes 28.3 us with 32 rows, and 31.8 with six stages; others differ by 1 %.
-"""
-
-ROW = {
-    step: Config(block_m=1, block_n=1, block_k=step, num_warps=step // 256, num_stages=1) for step in (2048, 1024, 512)
-}
-"""The tile shapes of a single row, which needs no `tl.dot`, by the elements of K in a step, which the threads of a
-program load at once.
 """
 
 EXPERTS = {most: replace(config, num_stages=4) for most, config in FEW_ROWS.items()}
@@ -131,37 +131,22 @@ def select_few_rows_config(
     most = min(most for most in shapes if most >= rows)
     if interpreted:
         return replace(INTERPRETER, block_m=most)
-    # fp32 operands need twice as much shared memory.
-    return replace(shapes[most], block_k=64) if dtype == torch.float32 else shapes[most]
-
-
-def select_row_config(k: int, *, interpreted: bool) -> Config:
-    """Returns the tile shape for one row of length `k`: that whose steps load the least beyond it, and then the widest
-    one with two steps. Every tile has one column, so it is for kernels that have no signal for each tile.
-    """
-    if interpreted:
-        return replace(INTERPRETER, block_m=1)
-
-    def rank(step: int) -> tuple[int, bool, int]:
-        return -(-k // step) * step, 2 * step > k, -step
-
-    return ROW[min(ROW, key=rank)]
+    # fp32 operands need twice as much shared memory, which a single row does not use.
+    return replace(shapes[most], block_k=64) if dtype == torch.float32 and most > 1 else shapes[most]
 
 
 def select_projections_config(
-    *, rows: int, k: int, columns: Sequence[int], paired: bool, dtype: torch.dtype, interpreted: bool, num_sms: int
+    *, rows: int, columns: Sequence[int], paired: bool, dtype: torch.dtype, interpreted: bool, num_sms: int
 ) -> Config:
-    """Returns the tile shape for products of at most 128 rows of length `k` with weights of so many columns. A tile has
-    the fewest rows with which all programs still run at once, so that each of them loads the least. paired: two weights
+    """Returns the tile shape for products of at most 128 rows with weights of so many columns. Tiles of several rows
+    have the fewest with which all programs still run at once, so that each of them loads the least. paired: two weights
     are multiplied together.
     """
-    if rows == 1:
-        return select_row_config(k, interpreted=interpreted)
 
     def programs(most: int) -> int:
         return sum(-(-n // PROJECTIONS[most].block_n) for n in columns) * -(-rows // most)
 
-    most = next(most for most in sorted(PROJECTIONS) if most >= rows or programs(most) <= num_sms)
+    most = next(most for most in sorted(PROJECTIONS) if most >= rows or most > 1 and programs(most) <= num_sms)
     shapes = PAIRS if paired else PROJECTIONS
     return select_few_rows_config(rows=most, dtype=dtype, interpreted=interpreted, shapes=shapes)
 

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ditron_inductor.core.matmul import Rows
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.config import EXPERTS, PAIRED_EXPERTS, Config, select_few_rows_config, select_row_config
+from ditron_inductor.lowering.config import EXPERTS, PAIRED_EXPERTS, ROW, Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, unpacked
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
@@ -160,10 +160,9 @@ def prepare(
     across = any(weight.stride(1) != 1 for weight in weights)
     shapes = shapes_of(arrangement.together > 1, across=across, interleaved=node.interleaved)
     interpreted = x.device.type == "cpu"
-    if tokens == 1 and not across and (interpreted or K >= LEAST_ROW):
-        config = select_row_config(K, interpreted=interpreted)
-    else:
-        config = select_few_rows_config(rows=tokens, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
+    if not across and (interpreted or K >= LEAST_ROW):
+        shapes = {1: ROW, **shapes}
+    config = select_few_rows_config(rows=tokens, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
     launcher = local_launcher(expert_projections_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
     arguments = _arguments(node, x, experts, weights, arrangement, config.for_arch(facts.arch))

@@ -22,7 +22,7 @@ import triton.language as tl
 from ditron_inductor.core.matmul import Rows, Tiles, Weight
 from ditron_inductor.core.matmul_row import product_of_few_rows
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.config import DIVIDED, Config, select_few_rows_config, select_row_config
+from ditron_inductor.lowering.config import DIVIDED, Config, select_few_rows_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.lowering.host.local_calls import facts_of
@@ -109,10 +109,7 @@ def product_in_parts(x: torch.Tensor, rows: int, columns: int) -> DividedProduct
     """Returns what `divided_product` does where the kernel can run."""
     K = x.shape[-1]
     facts, interpreted = facts_of(x.device), x.device.type == "cpu"
-    if rows == 1:
-        config = select_row_config(K, interpreted=interpreted)
-    else:
-        config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=DIVIDED)
+    config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=DIVIDED)
     config = config.for_arch(facts.arch)
     programs = INTERPRETED_PROGRAMS if interpreted else facts.num_sms
     part = round_up(ceil_div(K, max(1, programs // ceil_div(columns, config.block_n))), config.block_k)

@@ -164,7 +164,6 @@ def prepare(
     arrangement = arrange(node.parsed, node.num_weights)
     config = select_projections_config(
         rows=M,
-        k=K,
         columns=[weights[arrangement.weights[first]].shape[1] for first in arrangement.first_weights],
         paired=arrangement.together > 1,
         dtype=x.dtype,

@@ -13,7 +13,7 @@ import torch
 from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Tiles
-from ditron_inductor.lowering.config import DIVIDED, ROW, Config, select_few_rows_config, select_row_config
+from ditron_inductor.lowering.config import DIVIDED, FEW_ROWS, ROW, Config, select_few_rows_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import local_launcher
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import divided_product as lowering
@@ -117,10 +117,7 @@ def _check_parts(ctx: RankContext, rows: int, k: int, n: int) -> None:
     x = torch.randn(rows, k, device=ctx.device).to(torch.bfloat16)
     weight = (torch.randn(n, k, device=ctx.device) * k**-0.5).to(torch.bfloat16).t()
     interpreted = ctx.device.type == "cpu"
-    if rows == 1:
-        config = select_row_config(k, interpreted=interpreted)
-    else:
-        config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=DIVIDED)
+    config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=DIVIDED)
     tiles = _tiles(config, k % config.block_k == 0, interpreted)
     for wanted in (1, 3, 5):
         launcher = local_launcher(lowering.divided_product_kernel, x.device)
@@ -166,7 +163,7 @@ def _compiled(target: str, config: Config) -> Any:
     return compile_for(target, source, config.options)
 
 
-@pytest.mark.parametrize("rows", DIVIDED)
+@pytest.mark.parametrize("rows", FEW_ROWS)
 def test_it_compiles_for_nvidia(rows: int) -> None:
     """Several steps of K are under way at once, 16 bytes for each thread, and nothing is in memory of its own."""
     compiled, config = _compiled("sm_90", DIVIDED[rows]), DIVIDED[rows]
@@ -184,7 +181,7 @@ def test_it_compiles_for_amd() -> None:
 
 
 def test_one_row_is_read_by_wide_loads() -> None:
-    listing = Listing(_compiled("sm_90", ROW[1024]).asm["ptx"])
+    listing = Listing(_compiled("sm_90", ROW).asm["ptx"])
     ((first, last),) = listing.loops(r"\bfma\.")
     loads = [line for line in listing.lines[first:last] if re.search(r"\bld\.", line)]
     assert loads and all("v4.b32" in line for line in loads) and not listing.places(NVIDIA.dot)

@@ -158,20 +158,20 @@ def test_rows_in_several_tiles_in_the_interpreter(rank_pools: RankPools, case: C
 def test_all_programs_run_at_once_where_they_can(rows: int, columns: tuple[int, ...], rows_of_tile: int) -> None:
     """By these columns of each group, on a GPU with 132 SMs."""
     selected = config.select_projections_config(
-        rows=rows, k=4096, columns=columns, paired=False, dtype=torch.bfloat16, interpreted=False, num_sms=132
+        rows=rows, columns=columns, paired=False, dtype=torch.bfloat16, interpreted=False, num_sms=132
     )
     assert selected == config.PROJECTIONS[rows_of_tile]
 
 
-@pytest.mark.parametrize(
-    ("k", "step"),
-    [(100, 512), (1000, 1024), (1024, 512), (2048, 1024), (2880, 1024), (4096, 2048), (7168, 1024), (8192, 2048)],
-)
-def test_a_row_has_two_steps_that_load_little_beyond_it(k: int, step: int) -> None:
-    selected = config.select_projections_config(
-        rows=1, k=k, columns=(64,), paired=False, dtype=torch.float32, interpreted=False, num_sms=132
-    )
-    assert selected == config.ROW[step]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_only_a_single_row_has_its_own_tile(dtype: torch.dtype) -> None:
+    def select(rows: int, interpreted: bool) -> config.Config:
+        return config.select_projections_config(
+            rows=rows, columns=(8,), paired=True, dtype=dtype, interpreted=interpreted, num_sms=132
+        )
+
+    assert select(1, False) == config.ROW and select(1, True).block_m == 1
+    assert select(2, False).block_m == select(2, True).block_m == 16
 
 
 @pytest.mark.gpu
@@ -225,21 +225,20 @@ def test_compiles_for_gpus(target: str, epilogue: str) -> None:
     ("target", "epilogue", "even_k"), [("sm_90", "", True), ("sm_90", SWIGLU, False), *rare(("sm_90", SWIGLU, True))]
 )
 def test_one_row_is_read_by_wide_loads(target: str, epilogue: str, even_k: bool) -> None:
-    for tile in config.ROW.values():
-        case = Compilation("projections", target, tile, "bf16", even_k=even_k, epilogue=epilogue)
-        compiled, dialect = compile_case(case), dialect_of(target)
-        loops = compiled.listing.loops(r"\bfma\.")
-        # One for each weight of an epilogue, and one for whichever weight it is.
-        assert len(loops) >= (NUM_WEIGHTS if epilogue else 1) and not compiled.listing.places(dialect.dot)
-        for first, last in loops:
-            loads = [line for line in compiled.listing.lines[first:last] if re.search(r"\bld\.", line)]
-            assert loads and all("v4.b32" in line for line in loads), loads
-            assert any("evict_first" in line for line in loads)
-        assert compiled.shared_bytes < 1 << 10 and resources(compiled.assembly).spilled_bytes == 0
+    case = Compilation("projections", target, config.ROW, "bf16", even_k=even_k, epilogue=epilogue)
+    compiled, dialect = compile_case(case), dialect_of(target)
+    loops = compiled.listing.loops(r"\bfma\.")
+    # One for each weight of an epilogue, and one for whichever weight it is.
+    assert len(loops) >= (NUM_WEIGHTS if epilogue else 1) and not compiled.listing.places(dialect.dot)
+    for first, last in loops:
+        loads = [line for line in compiled.listing.lines[first:last] if re.search(r"\bld\.", line)]
+        assert loads and all("v4.b32" in line for line in loads), loads
+        assert any("evict_first" in line for line in loads)
+    assert compiled.shared_bytes < 1 << 10 and resources(compiled.assembly).spilled_bytes == 0
 
 
 def test_one_row_compiles_for_amd() -> None:
-    compiled = compile_case(Compilation("projections", "gfx942", config.ROW[2048], "bf16", epilogue=SWIGLU))
+    compiled = compile_case(Compilation("projections", "gfx942", config.ROW, "bf16", epilogue=SWIGLU))
     assert not compiled.listing.places(dialect_of("gfx942").dot)
 
 

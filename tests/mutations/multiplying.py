@@ -46,10 +46,10 @@ MULTIPLYING: tuple[Mutation, ...] = (
         THREE,
     ),
     Mutation(
-        "a row is one step",
+        "few rows are divided into tiles of a single row",
         "lowering/config.py",
-        "-(-k // step) * step, 2 * step > k, -step",
-        "-(-k // step) * step, -step",
-        f"{PROJECTED}::test_a_row_has_two_steps_that_load_little_beyond_it[2048-1024]",
+        "most >= rows or most > 1 and programs(most)",
+        "most >= rows or programs(most)",
+        f"{PROJECTED}::test_only_a_single_row_has_its_own_tile[dtype0]",
     ),
 )
