@@ -1,7 +1,7 @@
 """How near a decode step is to the speed of reading its weights: the table of docs/taxes.md.
 
-On two H100s, inside CUDA graphs, the newest rows of Llama 8B and 70B. What a step reads at least are the weights of a
-rank and its part of the KV cache.
+The newest rows of Llama 8B and 70B on two H200s and on two H100s, inside CUDA graphs. What a step reads at least are
+the weights of a rank and its part of the KV cache.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from benchmarks.models.zoo import MODELS as ARCHITECTURES
 from benchmarks.models.zoo import Cell
 from benchmarks.records import MODELS, Row, read_csv
 
-GPU, WORLD = "NVIDIA H100 80GB HBM3", 2
-BYTES_PER_US = 2.98e6
-"""Bytes that an H100 copies within its memory in a microsecond, as the report of taxes has measured it."""
+BYTES_PER_US = {"NVIDIA H200": 4.4e6, "NVIDIA H100 80GB HBM3": 2.98e6}
+"""Bytes that a GPU reads in a microsecond. For an H200 this is what the floors were set with, and for an H100 the speed
+of a copy within its memory, as the report of taxes has measured it.
+"""
+WORLD = 2
 SYMM_MEM, TUNED = "symm_mem", "max_autotune"
 
 
@@ -44,7 +46,7 @@ FLOORS = {
     "llama3-70b": Floor({1: 1.12, 32: 1.15, 128: 1.35}, 1.15),
 }
 HEADERS = (
-    *("layers", "form", "tokens", "Ditron, us", "reading, us", "Ditron / reading", "at most", "reached"),
+    *("GPU", "layers", "form", "tokens", "Ditron, us", "reading, us", "Ditron / reading", "at most", "reached"),
     *(f"{TITLES[SYMM_MEM]} / Ditron", "at least", "reached", f"{TITLES[SYMM_MEM]} / reading"),
     *(f"{TITLES[TUNED]} / Ditron", "commit"),
 )
@@ -55,12 +57,17 @@ def reading_us(one: Contest) -> float:
     names = ("layers", "batch", "tokens", "cache")
     layers, batch, tokens, cache = (int(one.sizes.get(name, 0)) for name in names)
     cell = Cell(one.model, layers, one.sizes["form"], "decode", batch, tokens, cache)
-    return bytes_read(cell, ARCHITECTURES[one.model], one.where[1]) / BYTES_PER_US
+    return bytes_read(cell, ARCHITECTURES[one.model], one.where[1]) / BYTES_PER_US[one.where[0]]
+
+
+def was_measured(one: Contest) -> bool:
+    """Whether it is from as many GPUs as the floors are for, whose speed is known."""
+    return one.where[0] in BYTES_PER_US and one.where[1] == WORLD
 
 
 def is_judged(one: Contest) -> bool:
     """Whether it is a cell that floors were set for: without a KV cache only batches that have one of their own."""
-    if one.phase != "decode" or one.where != (GPU, WORLD) or one.model not in FLOORS or not one.us("ditron"):
+    if one.phase != "decode" or not was_measured(one) or one.model not in FLOORS or not one.us("ditron"):
         return False
     measured = one.sizes["layers"] == str(LAYERS_OF.get(one.model, 2))
     return measured and ("cache" in one.sizes or int(one.sizes["batch"]) in FLOORS[one.model].most)
@@ -73,11 +80,17 @@ def line(one: Contest) -> list[str]:
     theirs = one.us(SYMM_MEM)
     kept = "-" if gain is None else answer(round(gain, 2) >= floor.least)
     return [
-        *(f"{one.model} x {one.sizes['layers']}", one.sizes["form"], one.tokens, f"{us:.0f}", f"{reading:.0f}"),
+        *(short_name(one), f"{one.model} x {one.sizes['layers']}", one.sizes["form"], one.tokens),
+        *(f"{us:.0f}", f"{reading:.0f}"),
         *(f"{over:.2f}", f"{most:.2f}", answer(round(over, 2) <= most)),
         *(number(gain, 2), f"{floor.least:.2f}", kept, number(theirs and theirs / reading, 2)),
         *(number(one.gain(TUNED), 2), one.rows[0].commit),
     ]
+
+
+def short_name(one: Contest) -> str:
+    """The GPU of a cell, such as `H200`."""
+    return one.where[0].split()[1]
 
 
 def answer(reached: bool) -> str:
@@ -86,11 +99,11 @@ def answer(reached: bool) -> str:
 
 
 def lines(rows: Iterable[Row]) -> list[list[str]]:
-    """A line for each cell: without a cache first, small models and batches first."""
+    """A line for each cell: by GPUs, without a cache first, small models and batches first."""
 
-    def place(one: Contest) -> tuple[bool, int, int, int]:
-        sizes = one.sizes
-        return "cache" in sizes, list(FLOORS).index(one.model), int(sizes["batch"]), int(sizes.get("cache", 0))
+    def place(one: Contest) -> tuple[int, bool, int, int, int]:
+        sizes, gpu = one.sizes, list(BYTES_PER_US).index(one.where[0])
+        return gpu, "cache" in sizes, list(FLOORS).index(one.model), int(sizes["batch"]), int(sizes.get("cache", 0))
 
     return [line(one) for one in sorted(filter(is_judged, contests(rows)), key=place)]
 

@@ -1,8 +1,8 @@
 """How near a decode step of a mixture of experts is to the speed of reading: the table of the guide on experts.
 
-On two H100s, inside CUDA graphs, the newest rows of every mixture. A step reads the weights of attention and of the
-router, and of those experts that some token takes. Experts are drawn with the same probability, so their number is the
-one to be expected.
+The newest rows of every mixture on two H200s and on two H100s, inside CUDA graphs. A step reads the weights of
+attention and of the router, and of those experts that some token takes. Experts are drawn with the same probability, so
+their number is the one to be expected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from benchmarks.decode_floors import BYTES_PER_US, GPU, WORLD, answer
+from benchmarks.decode_floors import BYTES_PER_US, answer, short_name, was_measured
 from benchmarks.models.architecture import Architecture
 from benchmarks.models.request import TITLES
 from benchmarks.models.tables import Contest, contests, number
@@ -24,7 +24,7 @@ LEAST = {1: 1.5, 8: 1.3, 32: 1.2}
 MOST = 1.6
 """How many times as long as reading a step may take."""
 HEADERS = (
-    *("layers", "tokens", "experts read", "Ditron, us", "reading, us", "Ditron / reading", "at most", "reached"),
+    *("GPU", "layers", "tokens", "experts read", "Ditron, us", "reading, us", "Ditron / reading", "at most", "reached"),
     *("best rival", "best rival / Ditron", "at least", "reached", "rival / reading", "commit"),
 )
 
@@ -38,13 +38,13 @@ def reading_us(one: Contest) -> float:
     """How long a rank reads, at the speed of a copy: weights of two bytes an element."""
     arch, tokens, ranks = ARCHITECTURES[one.model], int(one.sizes["batch"]), one.where[1]
     elements = sum(arch.layer_weights(experts_read(arch, tokens))) / ranks + arch.hidden * arch.experts
-    return 2 * int(one.sizes["layers"]) * elements / BYTES_PER_US
+    return 2 * int(one.sizes["layers"]) * elements / BYTES_PER_US[one.where[0]]
 
 
 def is_judged(one: Contest) -> bool:
     """Whether it is a cell that floors were set for."""
     known = one.routed and not ARCHITECTURES[one.model].engine
-    here = one.phase == "decode" and one.where == (GPU, WORLD) and one.sizes["form"] == "ar"
+    here = one.phase == "decode" and was_measured(one) and one.sizes["form"] == "ar"
     return bool(known and here and int(one.sizes["batch"]) in LEAST and one.best_gain)
 
 
@@ -55,7 +55,7 @@ def line(one: Contest) -> list[str]:
     rival = TITLES[best.contestant] if best else "-"
     reached = answer(round(gain, 2) >= LEAST[tokens])
     return [
-        *(f"{one.model} x {one.sizes['layers']}", str(tokens)),
+        *(short_name(one), f"{one.model} x {one.sizes['layers']}", str(tokens)),
         number(experts_read(ARCHITECTURES[one.model], tokens), 0),
         *(f"{us:.0f}", f"{reading:.0f}", f"{over:.2f}", f"{MOST:.2f}", answer(round(over, 2) <= MOST)),
         *(rival, f"{gain:.2f}", f"{LEAST[tokens]:.2f}", reached, f"{gain * over:.2f}", one.rows[0].commit),
@@ -63,9 +63,12 @@ def line(one: Contest) -> list[str]:
 
 
 def lines(rows: Iterable[Row]) -> list[list[str]]:
-    """A line for each cell, by models and tokens."""
-    found = filter(is_judged, contests(rows))
-    return [line(one) for one in sorted(found, key=lambda one: (position(one.model), int(one.sizes["batch"])))]
+    """A line for each cell, by GPUs, models and tokens."""
+
+    def place(one: Contest) -> tuple[int, int, int]:
+        return list(BYTES_PER_US).index(one.where[0]), position(one.model), int(one.sizes["batch"])
+
+    return [line(one) for one in sorted(filter(is_judged, contests(rows)), key=place)]
 
 
 def part() -> str:

@@ -99,6 +99,7 @@ def readme(models: Sequence[Row], facts: Sequence[Fact], generated: Sequence[Row
         Claim("in {} of them by more than {} % and outside of noise", (str(clearly), percent(CLOSE))),
         Claim("alone with nothing to wait for, is [{} to {} times]", limits),
         workspaces(facts),
+        on_h200s(models),
         *generation(generated),
     ]
 
@@ -160,6 +161,14 @@ def home(models: Sequence[Row]) -> list[Claim]:
         Claim(text, (f"{mean(over_inductor) or 0.0:.2f}", f"{mean(over_best) or 0.0:.2f}")),
         Claim("geometric means of {} cells", (str(len(decode)),)),
     ]
+
+
+def on_h200s(models: Sequence[Row]) -> Claim:
+    """Returns the claim of README.md on the decode cells of two H200s that max-autotune ran in."""
+    cells = [one for one in contests(models) if one.where == ("NVIDIA H200", 2) and one.phase == "decode"]
+    gains = [gain for one in cells if one.us("max_autotune") and (gain := one.best_gain)]
+    text = "In {} decode cells on two H200s, with max-autotune as a rival, Ditron is {} to {} times as fast as the best"
+    return Claim(text, (str(len(gains)), *span(gains)))
 
 
 def workspaces(facts: Sequence[Fact]) -> Claim:

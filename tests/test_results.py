@@ -309,6 +309,8 @@ def test_the_table_of_models_has_means_and_the_lowest_ratio() -> None:
     elsewhere = [dataclasses.replace(row, gpu="NVIDIA H100") for row in rows[:2]]
     assert "Cells of other GPUs, on the page of whole models: 1." in readme_part([*rows, *elsewhere], [])
     assert "4x H100" not in readme_part([*rows, *elsewhere], [])
+    against_more = [*elsewhere, *(dataclasses.replace(elsewhere[0], contestant=name) for name in ("eager", "symm_mem"))]
+    assert "4x H200" not in readme_part([*rows, *against_more], [])
     assert readme_part([], []) == phases_part([], []) == "Nothing has been measured yet."
 
 
@@ -351,7 +353,7 @@ def test_floors_are_those_of_the_newest_runs_of_each_gpu() -> None:
 def _decoded(shape: str, date: str = "2026-01-01", **us: float) -> list[Row]:
     cell = dataclasses.replace(ROW, bench="models", op="decode", shape=shape, world=2, graph=1, date=date)
     rows = [dataclasses.replace(cell, contestant=name, p50_us=each) for name, each in us.items()]
-    return [dataclasses.replace(row, gpu=decode_floors.GPU) for row in rows]
+    return [dataclasses.replace(row, gpu="NVIDIA H100 80GB HBM3") for row in rows]
 
 
 def test_floors_of_decode_are_over_the_weights_and_the_cache_of_a_rank() -> None:
@@ -367,12 +369,14 @@ def test_floors_of_decode_are_over_the_weights_and_the_cache_of_a_rank() -> None
         *_decoded(plain.replace("batch=1", "batch=8"), ditron=400.0),
         *_decoded(plain.replace("layers=4", "layers=2"), ditron=200.0),
     ]
-    first, second, third = decode_floors.lines([*rows, dataclasses.replace(rows[0], gpu="NVIDIA H200")])
+    faster = dataclasses.replace(rows[0], gpu="NVIDIA H200", p50_us=1.36 * alone / 4.4e6)
+    other, first, second, third = decode_floors.lines([*rows, faster, dataclasses.replace(faster, gpu="NVIDIA B200")])
     over = ["293", "1.36", "1.35", "no", "1.40", "1.40", "yes", "1.91", "-"]
-    assert first == ["llama3-8b x 4", "ar", "1 x 1", "398", *over, "abc"]
-    assert second[2:8] == ["1 x 1, cache 65536", "714", "529", "1.35", "1.35", "yes"]
-    assert second[8:] == ["-", "1.40", "-", "-", "-", "abc"]
-    assert (third[2], third[6]) == ("8 x 1, cache 65536", "1.35")
+    assert first == ["H100", "llama3-8b x 4", "ar", "1 x 1", "398", *over, "abc"]
+    assert (other[0], *other[5:8]) == ("H200", "198", "1.36", "1.35")
+    assert second[3:9] == ["1 x 1, cache 65536", "714", "529", "1.35", "1.35", "yes"]
+    assert second[9:] == ["-", "1.40", "-", "-", "-", "abc"]
+    assert (third[3], third[7]) == ("8 x 1, cache 65536", "1.35")
     assert decode_floors.FLOORS["llama3-70b"].most_of(64) == 1.15
 
 
@@ -387,7 +391,9 @@ def test_floors_of_experts_are_over_the_experts_that_are_read() -> None:
         *_decoded(plain.replace("qwen3-30b-a3b", "llama3-8b"), ditron=1.0, inductor=2.0),
         *_decoded(plain.replace("form=ar", "form=kv"), ditron=1.0, inductor=2.0),
     ]
-    (line,) = expert_floors.lines([*rows, dataclasses.replace(rows[0], gpu="NVIDIA H200")])
+    faster = [dataclasses.replace(row, gpu="NVIDIA H200") for row in rows[:2]]
+    other, (_, *line) = expert_floors.lines([*rows, *faster, dataclasses.replace(rows[0], gpu="NVIDIA B200")])
+    assert other[:3] == ["H200", "qwen3-30b-a3b x 2", "1"] and other[5] == f"{read * 2.98 / 4.4:.0f}"
     assert line[:4] == ["qwen3-30b-a3b x 2", "1", "8", f"{1.6 * read:.0f}"]
     assert line[4:8] == [f"{read:.0f}", "1.60", "1.60", "yes"]
     assert line[8:] == ["one-shot + norm, grouped experts", "1.49", "1.50", "no", "2.39", "abc"]
