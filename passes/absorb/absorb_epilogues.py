@@ -17,6 +17,8 @@ and likewise, of the sum after its reduction:
 An epilogue that `prepare_products` has put in front of the reduction stays there: "pre: mm0 * column(x0); full(x1) +
 mm0".
 
+A mask of the slots elsewhere behind a call of experts is a part of it, since it has zeros there.
+
 A value in between that is used elsewhere too, such as a product that the backward needs, becomes one more output.
 
 An absorbed op is removed from Inductor's kernels. So an op may be absorbed only if Inductor's kernel would read the
@@ -51,6 +53,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.expert_tables import table_of_experts
 from ditron_inductor.passes.graph import expressions, proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.launches import launches_collective
+from ditron_inductor.passes.graph.rows_behind import rows_before_mask
 from ditron_inductor.task import schema
 from ditron_inductor.task.epilogue import MAX_TOGETHER, Epilogue, Expression, Extra, ProductTerm, mapped, products, walk
 from ditron_inductor.task.nodes import ExpertProjections, WithEpilogue
@@ -176,6 +179,10 @@ def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
                 chain.plain[node] = chain.plain[source]
             if source in chain.zeros:
                 chain.zeros.add(node)
+        elif (rows := rows_before_mask(node, chain.call)) in chain.values:
+            # In these rows the outputs are 0, whatever the epilogue makes of them.
+            chain.values[node] = chain.values[rows]
+            chain.zeros.add(node)
         elif node.target in expressions.POINTWISE and chain.zeros.isdisjoint(node.all_input_nodes):
             _read_pointwise(node, value, chain)
             if node in chain.values and _is_zero_elsewhere(node, chain, task):
@@ -270,8 +277,8 @@ def fits_an_epilogue(node: fx.Node, readers: set[fx.Node]) -> bool:
 
 def _read_in_epilogue(node: fx.Node) -> list[fx.Node]:
     """Returns the operands of what may be computed in an epilogue, and the call of an output; nothing of others."""
-    read = node.target is getitem or node.target in expressions.POINTWISE or proofs.keeps_order(node)
-    return node.all_input_nodes if read else []
+    computed = node.target in expressions.POINTWISE or node.target is aten.where.self
+    return node.all_input_nodes if computed or node.target is getitem or proofs.keeps_order(node) else []
 
 
 def _launches(node: object) -> bool:

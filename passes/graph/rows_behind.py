@@ -6,15 +6,22 @@
 With expert parallelism the slots of other ranks' experts have ids of E and more, so they are the last ones when slots
 are sorted, behind the last end. A grouped matmul reads no row behind it. So a mask in front of it changes nothing, if
 nothing else reads what it makes than ops by row, and if the rows of these are read by such matmuls only.
+
+A call of experts that may be elsewhere has zeros in the rows of such slots. So a mask of these slots behind it changes
+nothing either.
 """
 
 from __future__ import annotations
+
+from operator import getitem
 
 import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import expert_rows, proofs, rewriting
 from ditron_inductor.passes.graph.slots_elsewhere import are_read_by_row
+from ditron_inductor.task import schema
+from ditron_inductor.task.nodes import ExpertProjections
 
 aten = torch.ops.aten
 
@@ -49,10 +56,30 @@ def changes_nothing(node: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int
     return same and are_read_by_row(node, lambda user, read: ends_before(user, read, ids, num_experts))
 
 
+def rows_before_mask(node: fx.Node, call: fx.Node) -> fx.Node | None:
+    """Returns the rows that `node` masks where the slots of `call` are elsewhere, in whose outputs these rows are 0;
+    None if it masks others or nothing.
+    """
+    match, task = masked(node), schema.node_of(call)
+    if match is None or not isinstance(task, ExpertProjections) or not task.has_absent:
+        return None
+    rows, ids, num_experts = match
+    experts, weights = schema.operand(call, "experts"), schema.operand(call, "weights")
+    of_call = proofs.views_up(ids)[-1] is proofs.views_up(experts)[-1] and proofs.alike(ids, experts)
+    return rows if of_call and proofs.fake(weights[0]).shape[0] == num_experts else None
+
+
 def drop_masks(graph: fx.Graph) -> None:
-    """Removes the masks of rows that are never read."""
+    """Removes the masks of rows that are never read, and of rows that a call of experts has set to 0."""
     for node in list(graph.find_nodes(op="call_function", target=aten.where.self)):
         match = masked(node)
-        if match is not None and changes_nothing(node, *match):
+        if match is not None and (changes_nothing(node, *match) or _is_zero(node, match[0])):
             node.replace_all_uses_with(match[0])
             rewriting.erase_unused(graph, [node])
+
+
+def _is_zero(node: fx.Node, rows: fx.Node) -> bool:
+    """Returns whether the rows that `node` masks are those of an output of a call of experts, where they are 0."""
+    output = proofs.views_up(rows)[-1]
+    call = output.args[0] if output.target is getitem else None
+    return isinstance(call, fx.Node) and rows_before_mask(node, call) is not None

@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 PLACES = "passes/graph/place_order.py"
 SORTED_EXPERTS = "passes/fuse/sorted_experts.py"
 UNSORTED = "tests/passes/test_sorted_experts.py"
+STAYS = f"{UNSORTED}::test_a_mask_that_the_call_does_not_have_stays"
 
 UNSORTING: tuple[Mutation, ...] = (
     Mutation(
@@ -85,5 +86,33 @@ UNSORTING: tuple[Mutation, ...] = (
         "return indexed[0] if whole and",
         "return indexed[0] if",
         f"{UNSORTED}::test_more_rows_than_tokens_that_take_experts",
+    ),
+    Mutation(
+        "masks of rows that a call computes are a part of it",
+        "passes/graph/rows_behind.py",
+        "return rows if of_call and proofs.fake(weights[0]).shape[0] == num_experts else None",
+        "return rows if of_call else None",
+        f"{STAYS}[more_rows]",
+    ),
+    Mutation(
+        "masks by whatever ids are a part of a call",
+        "passes/graph/rows_behind.py",
+        "of_call = proofs.views_up(ids)[-1] is proofs.views_up(experts)[-1] and proofs.alike(ids, experts)",
+        "of_call = proofs.alike(ids, experts)",
+        f"{STAYS}[rows_of_other_ids]",
+    ),
+    Mutation(
+        "what is made of masked rows is 0 in the slots elsewhere",
+        "passes/absorb/absorb_epilogues.py",
+        "            chain.values[node] = chain.values[rows]\n            chain.zeros.add(node)\n",
+        "            chain.values[node] = chain.values[rows]\n",
+        f"{STAYS}[in_front_of_something_that_makes_no_zeros]",
+    ),
+    Mutation(
+        "masks of slots elsewhere stay behind calls of experts",
+        "passes/graph/rows_behind.py",
+        "(changes_nothing(node, *match) or _is_zero(node, match[0]))",
+        "changes_nothing(node, *match)",
+        f"{UNSORTED}::test_experts_of_other_ranks",
     ),
 )

@@ -179,6 +179,53 @@ def test_experts_of_other_ranks() -> None:
     tasks = [task for _, task in local_calls(module.graph) if task.kind == KIND]
     assert [(task.has_absent, task.by_token) for task in tasks] == [(True, True), (True, False)]
     assert "aten.sort" not in text(module.graph)
+    # The calls set the rows of slots elsewhere to 0. What is left marks these slots.
+    assert text(module.graph).count("aten.where") == 1
+
+
+def biased_of_ranks(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    *rest: torch.Tensor,
+    most: int = OWN,
+    named: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids,
+    behind: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+) -> torch.Tensor:
+    """Does `of_ranks` with biases, as GPT-OSS has them. A matmul reads what is masked where what is `named` by the ids
+    is `most` and more.
+    """
+    gate_up, inner, down, outer, norm = rest
+    weights = gate_up, down
+    _, chosen = scores.topk(K)
+    marked = torch.where((chosen // OWN) != RANK, OWN, chosen % OWN)
+    ids, order = marked.flatten().sort()
+    ends, known = ends_of(ids, OWN), ids.clamp(max=OWN - 1)
+    gate, up = (torch._grouped_mm(x[order // K], weights[0].mT, offs=ends) + inner[known]).chunk(2, -1)
+    out = torch._grouped_mm(silu(gate) * up, weights[1].mT, offs=ends) + outer[known]
+    masked = behind(out.masked_fill((named(ids) >= most).unsqueeze(-1), 0.0))
+    return masked[places_of(order)] @ norm
+
+
+OF_RANKS = (X, SCORES, GATE_UP[:OWN], BIAS[:OWN], DOWN[:OWN], OUTER[:OWN], NORM)
+
+
+def test_a_mask_of_slots_elsewhere_is_a_part_of_the_call_with_the_biases_in_front_of_it() -> None:
+    module = same_results(biased_of_ranks, OF_RANKS)
+    _, down = (task for _, task in local_calls(module.graph) if task.kind == KIND)
+    assert down.epilogue == "mm0 + expert(x0)" and text(module.graph).count("aten.where") == 1
+
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "more rows": {"most": OWN - 1},
+    "rows of other ids": {"named": lambda ids: ids * 2},
+    "in front of something that makes no zeros": {"behind": torch.sigmoid},
+}
+
+
+@pytest.mark.parametrize("changes", OTHERWISE.values(), ids=[name.replace(" ", "_") for name in OTHERWISE])
+def test_a_mask_that_the_call_does_not_have_stays(changes: dict[str, Any]) -> None:
+    module = same_results(lambda *operands: biased_of_ranks(*operands, **changes), OF_RANKS)
+    assert text(module.graph).count("aten.where") == 2
 
 
 @pytest.mark.parametrize("tokens", [1, MOST_EXPERT_TOKENS])
