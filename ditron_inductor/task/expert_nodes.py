@@ -25,6 +25,11 @@ class ProductsOfExperts(LocalProducts):
     of_experts: ClassVar[bool] = True
     interleaved: bool
 
+    @property
+    def has_zeros(self) -> bool:
+        """Whether the rows of slots whose expert is elsewhere, by the operand `experts`, are 0 in all outputs."""
+        return False
+
     def verify(self) -> None:
         right = not self.interleaved or self.num_weights == 2
         check(right, self.kind, "num_weights", self.num_weights, "2, as these are the columns of one weight in turns")
@@ -61,6 +66,10 @@ class ExpertProjections(ProductsOfExperts):
     strategy: str = "auto"
     has_absent: bool = False
     interleaved: bool = False
+
+    @property
+    def has_zeros(self) -> bool:
+        return self.has_absent
 
     def verify(self) -> None:
         check(self.top_k >= 1, self.kind, "top_k", self.top_k, "at least one expert for each token")

@@ -56,7 +56,7 @@ from ditron_inductor.passes.graph.launches import launches_collective
 from ditron_inductor.passes.graph.rows_behind import rows_before_mask
 from ditron_inductor.task import schema
 from ditron_inductor.task.epilogue import MAX_TOGETHER, Epilogue, Expression, Extra, ProductTerm, mapped, products, walk
-from ditron_inductor.task.nodes import ExpertProjections, WithEpilogue
+from ditron_inductor.task.nodes import ExpertProjections, ProductsOfExperts, WithEpilogue
 from ditron_inductor.task.verify import local_calls, task_calls
 
 aten = torch.ops.aten
@@ -192,7 +192,7 @@ def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
 
 def _is_zero_elsewhere(node: fx.Node, chain: EpilogueChain, task: WithEpilogue) -> bool:
     """Returns whether a value of the chain is 0 in the rows of slots elsewhere."""
-    if not isinstance(task, ExpertProjections) or not task.has_absent:
+    if not isinstance(task, ProductsOfExperts) or not task.has_zeros:
         return False
     ids = proofs.views_up(schema.operand(chain.call, "experts"))[-1]
     num_experts = proofs.fake(schema.operand(chain.call, "weights")[0]).shape[0]

@@ -21,7 +21,7 @@ from torch import fx
 from ditron_inductor.passes.graph import expert_rows, proofs, rewriting
 from ditron_inductor.passes.graph.slots_elsewhere import are_read_by_row
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import ExpertProjections
+from ditron_inductor.task.nodes import ProductsOfExperts
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def rows_before_mask(node: fx.Node, call: fx.Node) -> fx.Node | None:
     None if it masks others or nothing.
     """
     match, task = masked(node), schema.node_of(call)
-    if match is None or not isinstance(task, ExpertProjections) or not task.has_absent:
+    if match is None or not isinstance(task, ProductsOfExperts) or not task.has_zeros:
         return None
     rows, ids, num_experts = match
     experts, weights = schema.operand(call, "experts"), schema.operand(call, "weights")
