@@ -7,13 +7,11 @@ With expert parallelism the slots of other ranks' experts have ids of E and more
 are sorted, behind the last end. A grouped matmul reads no row behind it. So a mask in front of it changes nothing, if
 nothing else reads what it makes than ops by row, and if the rows of these are read by such matmuls only.
 
-A call of experts that may be elsewhere has zeros in the rows of such slots. So a mask of these slots behind it changes
-nothing either.
+A call of experts that may be elsewhere has zeros in the rows of such slots, whatever its epilogue makes of them. So a
+mask of these slots behind it may be a part of it, but what is computed of the zeros may not: see `rows_before_mask`.
 """
 
 from __future__ import annotations
-
-from operator import getitem
 
 import torch
 from torch import fx
@@ -57,8 +55,8 @@ def changes_nothing(node: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int
 
 
 def rows_before_mask(node: fx.Node, call: fx.Node) -> fx.Node | None:
-    """Returns the rows that `node` masks where the slots of `call` are elsewhere, in whose outputs these rows are 0;
-    None if it masks others or nothing.
+    """Returns the rows that `node` masks, in their dtype, where the slots of `call` are elsewhere, in whose outputs these
+    rows are 0; None if it masks others or nothing.
     """
     match, task = masked(node), schema.node_of(call)
     if match is None or not isinstance(task, ProductsOfExperts) or not task.has_zeros:
@@ -66,20 +64,14 @@ def rows_before_mask(node: fx.Node, call: fx.Node) -> fx.Node | None:
     rows, ids, num_experts = match
     experts, weights = schema.operand(call, "experts"), schema.operand(call, "weights")
     of_call = proofs.views_up(ids)[-1] is proofs.views_up(experts)[-1] and proofs.alike(ids, experts)
+    of_call = of_call and proofs.fake(rows).dtype == proofs.fake(node).dtype
     return rows if of_call and proofs.fake(weights[0]).shape[0] == num_experts else None
 
 
 def drop_masks(graph: fx.Graph) -> None:
-    """Removes the masks of rows that are never read, and of rows that a call of experts has set to 0."""
+    """Removes the masks of rows that are never read."""
     for node in list(graph.find_nodes(op="call_function", target=aten.where.self)):
         match = masked(node)
-        if match is not None and (changes_nothing(node, *match) or _is_zero(node, match[0])):
+        if match is not None and changes_nothing(node, *match):
             node.replace_all_uses_with(match[0])
             rewriting.erase_unused(graph, [node])
-
-
-def _is_zero(node: fx.Node, rows: fx.Node) -> bool:
-    """Returns whether the rows that `node` masks are those of an output of a call of experts, where they are 0."""
-    output = proofs.views_up(rows)[-1]
-    call = output.args[0] if output.target is getitem else None
-    return isinstance(call, fx.Node) and rows_before_mask(node, call) is not None

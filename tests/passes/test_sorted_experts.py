@@ -179,8 +179,6 @@ def test_experts_of_other_ranks() -> None:
     tasks = [task for _, task in local_calls(module.graph) if task.kind == KIND]
     assert [(task.has_absent, task.by_token) for task in tasks] == [(True, True), (True, False)]
     assert "aten.sort" not in text(module.graph)
-    # The calls set the rows of slots elsewhere to 0. What is left marks these slots.
-    assert text(module.graph).count("aten.where") == 1
 
 
 def biased_of_ranks(
@@ -189,10 +187,10 @@ def biased_of_ranks(
     *rest: torch.Tensor,
     most: int = OWN,
     named: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids,
-    behind: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+    masked: Callable[..., torch.Tensor] = lambda out, bias, away: (out + bias).masked_fill(away, 0.0),
 ) -> torch.Tensor:
     """Does `of_ranks` with biases, as GPT-OSS has them. A matmul reads what is masked where what is `named` by the ids
-    is `most` and more.
+    is `most` and more. The products are no larger than the biases.
     """
     gate_up, inner, down, outer, norm = rest
     weights = gate_up, down
@@ -201,24 +199,40 @@ def biased_of_ranks(
     ids, order = marked.flatten().sort()
     ends, known = ends_of(ids, OWN), ids.clamp(max=OWN - 1)
     gate, up = (torch._grouped_mm(x[order // K], weights[0].mT, offs=ends) + inner[known]).chunk(2, -1)
-    out = torch._grouped_mm(silu(gate) * up, weights[1].mT, offs=ends) + outer[known]
-    masked = behind(out.masked_fill((named(ids) >= most).unsqueeze(-1), 0.0))
-    return masked[places_of(order)] @ norm
+    out = torch._grouped_mm(silu(gate) * up * 0.05, weights[1].mT, offs=ends)
+    rows = masked(out, outer[known], (named(ids) >= most).unsqueeze(-1))
+    return rows[places_of(order)] @ norm.to(rows.dtype)
 
 
 OF_RANKS = (X, SCORES, GATE_UP[:OWN], BIAS[:OWN], DOWN[:OWN], OUTER[:OWN], NORM)
 
 
-def test_a_mask_of_slots_elsewhere_is_a_part_of_the_call_with_the_biases_in_front_of_it() -> None:
-    module = same_results(biased_of_ranks, OF_RANKS)
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "with the biases in front of it": ("mm0 + expert(x0)", {}),
+    "alone": ("mm0", {"masked": lambda out, bias, away: out.masked_fill(away, 0.0)}),
+}
+
+
+@pytest.mark.parametrize(("epilogue", "changes"), PARTS.values(), ids=[name.replace(" ", "_") for name in PARTS])
+def test_a_mask_of_slots_elsewhere_is_a_part_of_the_call(epilogue: str, changes: dict[str, Any]) -> None:
+    module = same_results(lambda *operands: biased_of_ranks(*operands, **changes), OF_RANKS)
     _, down = (task for _, task in local_calls(module.graph) if task.kind == KIND)
-    assert down.epilogue == "mm0 + expert(x0)" and text(module.graph).count("aten.where") == 1
+    assert down.epilogue == epilogue and text(module.graph).count("aten.where") == 1
+
+
+def zeros_of(away: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1, 1, device=away.device)
 
 
 OTHERWISE: dict[str, dict[str, Any]] = {
     "more rows": {"most": OWN - 1},
     "rows of other ids": {"named": lambda ids: ids * 2},
-    "in front of something that makes no zeros": {"behind": torch.sigmoid},
+    "in front of something that makes no zeros": {
+        "masked": lambda out, bias, away: torch.sigmoid((out + bias).masked_fill(away, 0.0))
+    },
+    "alone in front of that": {"masked": lambda out, bias, away: torch.sigmoid(out.masked_fill(away, 0.0))},
+    "in front of the biases": {"masked": lambda out, bias, away: out.masked_fill(away, 0.0) + bias},
+    "in another dtype": {"masked": lambda out, bias, away: torch.where(away, zeros_of(away), out)},
 }
 
 
