@@ -55,8 +55,8 @@ def changes_nothing(node: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int
 
 
 def rows_before_mask(node: fx.Node, call: fx.Node) -> fx.Node | None:
-    """Returns the rows that `node` masks, in their dtype, where the slots of `call` are elsewhere, in whose outputs these
-    rows are 0; None if it masks others or nothing.
+    """Returns the rows that `node` masks, in their dtype, where the slots of `call` are elsewhere, in whose outputs
+    these rows are 0; None if it masks others or nothing.
     """
     match, task = masked(node), schema.node_of(call)
     if match is None or not isinstance(task, ProductsOfExperts) or not task.has_zeros:
