@@ -2,9 +2,9 @@
 
 The chains of `softmax_algebra` begin at seeds. A batched product of queries and keys gives the scores x, indexed by the
 tokens. A batched product of exponentials and values multiplies by v and sums. `where` with -inf removes tokens, if its
-condition is arange(tokens) < lengths. Torch's attention ops give a weighted sum and the logarithm of its weights.
-Dimensions of operands are followed from the tensors in the graph through views, and where they come out determines
-their roles.
+condition is arange(tokens) < lengths. A sum with `where(.., 0, -inf)` does so too, written out or as a mask of torch's
+attention ops. These ops give a weighted sum and the logarithm of its weights. Dimensions of operands are followed from
+the tensors in the graph through views, and where they come out determines their roles.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 MOVES = VIEWS | proofs.SLICES | proofs.CASTS | {aten.select.int, aten.cat.default}
+CASTS = proofs.CASTS - {aten.view.dtype}
 NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
 SDPA = (
     aten._scaled_dot_product_flash_attention.default,
@@ -32,7 +33,7 @@ SDPA = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 MUST_BE_OFF = ("dropout_p", "is_causal", "return_debug_mask")
-MUST_BE_NONE = ("attn_bias", "attn_mask")
+MASKS = ("attn_bias", "attn_mask")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,17 @@ class Scores:
     atom: int
     dim: tuple[int, ...]
     lengths: tuple[fx.Node, Axes, int] | None = None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask over scores: where `condition` is true, a score is kept if `kept`, and otherwise hidden. views: what is
+    done to the condition's dimensions in front of the scores, the last one first.
+    """
+
+    condition: fx.Node
+    kept: bool
+    views: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,27 @@ class GatheredParts:
     gathers: tuple[Collective, ...]
 
 
+def read_mask(added: object) -> Mask | None:
+    """Returns the Mask that `added`, to scores, is: 0 for those that are kept and -inf for the others, in any dtype and
+    behind views; None if it is something else.
+    """
+    views = []
+    while isinstance(added, fx.Node) and (added.target in VIEWS or added.target in CASTS):
+        if added.target in VIEWS:
+            views.append(added)
+        added = proofs.operand(added)
+    if not isinstance(added, fx.Node) or added.target is not aten.where.self:
+        return None
+    condition, chosen, other = added.args
+    kept = proofs.is_full(chosen, 0) and proofs.is_full(other, -math.inf)
+    hides = proofs.is_full(chosen, -math.inf) and proofs.is_full(other, 0)
+    if not isinstance(condition, fx.Node) or not (kept or hides):
+        return None
+    # The numbers are scalars, which add no dimensions.
+    same = proofs.same_shape(tuple(proofs.fake(condition).shape), tuple(proofs.fake(added).shape))
+    return Mask(condition, kept, tuple(views)) if same else None
+
+
 def calls_of_parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """Returns (call, index) of the outputs of attention ops that views, cuts, casts and cats make `node` of."""
     pending, found = [node], list[tuple[fx.Node, int]]()
@@ -96,7 +129,7 @@ class PartAlgebra:
         self.atoms = Atoms()
         self.algebra = Algebra(self.atoms, self._seed)
         self._gathered: dict[fx.Node, Value] = {}
-        self._calls: dict[fx.Node, Axes] = {}
+        self._calls: dict[fx.Node, tuple[Axes, Scores]] = {}
 
     def gather(self, parts: GatheredParts) -> Ranks:
         """Defines the gathered outputs and log-sum-exps as v and x."""
@@ -147,6 +180,8 @@ class PartAlgebra:
             return self._product(node)
         if node.target is aten.where.self:
             return self._masked(node)
+        if node.target is aten.add.Tensor and proofs.arguments(node)["alpha"] == 1:
+            return self._added(node)
         if node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in SDPA:
             return self._sdpa(node, node.args[0])
         return self._taken_apart(node) if self._gathered else None
@@ -182,19 +217,32 @@ class PartAlgebra:
             chosen = other if not kept else None
         if not isinstance(chosen, fx.Node):
             return None
-        scores = self.algebra.value(chosen)
+        assert isinstance(condition, fx.Node)
+        return self._shorter(node, chosen, Mask(condition, kept, ()))
+
+    def _added(self, node: fx.Node) -> Value | None:
+        """Returns the value of scores with a mask added to them; None if `node` is something else."""
+        left, right = node.args
+        for scores, added in ((left, right), (right, left)):
+            mask = read_mask(added)
+            if mask is not None and isinstance(scores, fx.Node):
+                return self._shorter(node, scores, mask)
+        return None
+
+    def _shorter(self, node: fx.Node, source: fx.Node, mask: Mask) -> Value:
+        """Returns the value of the scores `source` where `mask` hides some. Raises Unknown."""
+        scores = self.algebra.value(source)
         ((symbol, count),) = scores.power.items() if len(scores.power) == 1 else (((), 0.0),)
         if not symbol or symbol[0] != "x" or not isinstance(symbol[1], Scores) or symbol[1].lengths is not None:
             raise Unknown(node)
-        assert isinstance(condition, fx.Node)
-        lengths = self._lengths(condition, kept, scores.axes, symbol[1].atom)
+        if len(static_shape(node)) != len(scores.axes):
+            raise Unknown(node)
+        lengths = self._lengths(mask, scores.axes, symbol[1].atom)
         return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})
 
-    def _lengths(self, condition: fx.Node, kept: bool, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
-        """Returns the lengths of a mask over scores. Where the mask is true, the score is kept if `kept`, and otherwise
-        hidden. Raises Unknown.
-        """
-        views = []
+    def _lengths(self, mask: Mask, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
+        """Returns the lengths of a mask over scores. Raises Unknown."""
+        condition, kept, views = mask.condition, mask.kept, [*mask.views]
         while condition.target in NEGATIONS or condition.target in VIEWS:
             views.append(condition)
             kept ^= condition.target in NEGATIONS
@@ -232,7 +280,7 @@ class PartAlgebra:
     def _sdpa(self, node: fx.Node, call: fx.Node) -> Value:
         """Returns the values of the output and the log-sum-exp of torch's own ops."""
         bound = proofs.arguments(call)
-        off = not any(bound.get(name) for name in MUST_BE_OFF) and all(bound.get(name) is None for name in MUST_BE_NONE)
+        off = not any(bound.get(name) for name in MUST_BE_OFF)
         query, key, value = (bound[name] for name in ("query", "key", "value"))
         (B, H, L, D), (_, heads, S, _) = static_shape(query), static_shape(key)
         alike = static_shape(value) == static_shape(key) == (B, heads, S, D) and heads > 0 and H % heads == 0
@@ -240,10 +288,18 @@ class PartAlgebra:
             raise Unknown(call)
         # One origin for both results. Query heads that share a key head follow one another.
         if call not in self._calls:
-            self._calls[call] = self.atoms.new((B, heads, H // heads, L, S, D, D))
-        batch, head, group, rows, tokens, dim, wide = self._calls[call]
-        queries, keys = Root(query, (batch, head + group, rows, dim)), Root(key, (batch, head, tokens, dim))
-        origin = Scores(call, queries, keys, tokens[0], dim)
+            axes = self.atoms.new((B, heads, H // heads, L, S, D, D))
+            batch, head, group, rows, tokens, dim, wide = axes
+            queries, keys = Root(query, (batch, head + group, rows, dim)), Root(key, (batch, head, tokens, dim))
+            lengths = None
+            for given in (bound.get(name) for name in MASKS):
+                mask = read_mask(given)
+                if given is not None and mask is None:
+                    raise Unknown(call)
+                if mask is not None:
+                    lengths = self._lengths(mask, (batch, head + group, rows, tokens), tokens[0])
+            self._calls[call] = axes, Scores(call, queries, keys, tokens[0], dim, lengths)
+        (batch, head, group, rows, tokens, dim, wide), origin = self._calls[call]
         scale = bound.get("scale")
         count = D**-0.5 if scale is None else float(scale)
         if not 0.0 < count < math.inf:

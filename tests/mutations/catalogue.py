@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.deciding import DECIDING
+from tests.mutations.masking import MASKING
 from tests.mutations.measuring import MEASURING
 from tests.mutations.multiplying import MULTIPLYING
 from tests.mutations.mutation import Mutation
@@ -588,6 +589,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOWERING,
     *PASSES,
     *DECIDING,
+    *MASKING,
     *MULTIPLYING,
     *NORMING,
     *ROUTING,

@@ -82,6 +82,23 @@ def split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.softmax(lses, 0) * os).sum(0).to(q.dtype)
 
 
+def added(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
+    """A mask of 0 and -inf, in the dtype of the query, is added to the scores."""
+    hidden = torch.where(torch.arange(S)[None, :] > position[:, None], -math.inf, 0.0).to(q.dtype)
+    scores = (hidden[:, None, None] + scores_of(q, k, None)).float()
+    o = torch.einsum("bhgs,bshd->bhgd", torch.softmax(scores, -1).to(v.dtype), v)
+    return by_softmax(gathered(o), gathered(torch.logsumexp(scores, -1))).to(q.dtype).view(q.shape)
+
+
+def of_torch_with_mask(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
+    """Torch's op with such a mask, of a size for each dimension of the scores."""
+    rows, (k, v) = q.view(B, HKV, -1, D), (x.transpose(1, 2) for x in (k, v))
+    seen = torch.arange(S)[None, :] <= position[:, None]
+    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype)[:, None, None].expand(B, 1, HQ // HKV, S)
+    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, attn_mask=mask, scale=0.3)[:2]
+    return by_logarithm(gathered(o), gathered(lse)).to(q.dtype).view(q.shape)
+
+
 LENGTHS = torch.tensor([7, S], dtype=torch.int32)
 FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "masked": (masked, (*operands(), LENGTHS)),
@@ -89,6 +106,8 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "joined": (joined, (*operands(), LENGTHS)),
     "split": (split, operands()),
     "of_torch": (of_torch, operands(torch.float32)),
+    "added": (added, (*operands(torch.float32), LENGTHS - 1)),
+    "of_torch_with_mask": (of_torch_with_mask, (*operands(torch.float32), LENGTHS - 1)),
     "heads_first": (heads_first, (*(x.transpose(1, 2) if x.dim() == 4 else x for x in operands(torch.float32)),
                                   LENGTHS.long())),
 }  # fmt: skip
@@ -314,7 +333,44 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, 0.0, True)[:2]
 
 
+def _added(*masks: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """With masks [B, S] that are added to the scores."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = scores_of(q, k, None)
+        for mask in masks:
+            scores = scores + mask[:, None, None]
+        weights = torch.softmax(scores, -1).half()
+        return torch.einsum("bhgs,bshd->bhgd", weights, v), torch.logsumexp(scores, -1)
+
+    return attend
+
+
+def _below(hidden: float, lengths: int = 5) -> Tensor:
+    return torch.where(torch.arange(S)[None, :] < torch.full((B, 1), lengths), 0.0, hidden)
+
+
+def _hidden_twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return _added(_below(-math.inf), _below(-math.inf, 7))(q, k, v)
+
+
+def _call_with_bias(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    rows, (k, v) = q.view(B, HKV, -1, D), (x.transpose(1, 2) for x in (k, v))
+    return aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, attn_mask=k[:, :1, :, 0][:, :, None])[:2]
+
+
+def _call_with_numbers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    rows, (k, v) = q.view(B, HKV, -1, D), (x.transpose(1, 2) for x in (k, v))
+    mask = _below(-1e4)[:, None, None].half()
+    return aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, attn_mask=mask)[:2]
+
+
 PARTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "numbers that nearly hide": (lambda *given: _added(_below(-1e4))(*given), []),
+    "numbers where scores are kept": (lambda *given: _added(_below(-math.inf) + 1.0)(*given), []),
+    "two masks": (_hidden_twice, []),
+    "a bias of torch's op": (_call_with_bias, ["decode_form"] * 2),
+    "numbers of torch's op": (_call_with_numbers, ["decode_form"] * 2),
     "other scale": (_other_scale, []),
     "other mask": (_other_mask, []),
     "other mask for lse": (_mask_of_one, []),
@@ -329,6 +385,10 @@ def test_other_attention_is_left_alone(name: str) -> None:
     attend, expected = PARTS[name]
     module = graph_of(attended_by(attend), operands())
     assert fused(module) == 0 and reasons(module) == expected
+
+
+def test_a_mask_of_a_number_of_tokens_is_added() -> None:
+    assert fused(graph_of(attended_by(lambda *given: _added(_below(-math.inf))(*given)), operands())) == 1
 
 
 def test_values_of_another_order_are_operands() -> None:

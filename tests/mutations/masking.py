@@ -1,0 +1,33 @@
+"""The mutations of masks of decode attention."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+PARTS = "passes/attention/attention_parts.py"
+DECODED = "tests/passes/test_flash_decode.py"
+STAYS = f"{DECODED}::test_other_attention_is_left_alone"
+
+MASKING: tuple[Mutation, ...] = (
+    Mutation(
+        "a mask that is added keeps what it hides",
+        PARTS,
+        "return Mask(condition, kept, tuple(views)) if same else None",
+        "return Mask(condition, not kept, tuple(views)) if same else None",
+        f"{DECODED}::test_computes_the_same[of_torch_with_mask]",
+    ),
+    Mutation(
+        "of two masks the last one counts",
+        PARTS,
+        "not isinstance(symbol[1], Scores) or symbol[1].lengths is not None",
+        "not isinstance(symbol[1], Scores)",
+        f"{STAYS}[two masks]",
+    ),
+    Mutation(
+        "a bias of torch's op hides nothing",
+        PARTS,
+        "if given is not None and mask is None:",
+        "if False:",
+        f"{STAYS}[a bias of torch's op]",
+    ),
+)
