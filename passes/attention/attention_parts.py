@@ -17,7 +17,16 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.attention.roots import VIEWS, Root, chain_to, viewed
-from ditron_inductor.passes.attention.softmax_algebra import Algebra, Atoms, Axes, Symbol, Unknown, Value, static_shape
+from ditron_inductor.passes.attention.softmax_algebra import (
+    FLOATS,
+    Algebra,
+    Atoms,
+    Axes,
+    Symbol,
+    Unknown,
+    Value,
+    static_shape,
+)
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import Collective
 
@@ -87,11 +96,13 @@ class GatheredParts:
 
 
 def read_mask(added: object) -> Mask | None:
-    """Returns the Mask that `added`, to scores, is: 0 for those that are kept and -inf for the others, in any dtype and
-    behind views; None if it is something else.
+    """Returns the Mask that `added`, to scores, is: 0 for those that are kept and -inf for the others, in a dtype that
+    has both and behind views; None if it is something else.
     """
     views = []
     while isinstance(added, fx.Node) and (added.target in VIEWS or added.target in CASTS):
+        if proofs.fake(added).dtype not in FLOATS:
+            return None
         if added.target in VIEWS:
             views.append(added)
         added = proofs.operand(added)
@@ -235,7 +246,7 @@ class PartAlgebra:
         ((symbol, count),) = scores.power.items() if len(scores.power) == 1 else (((), 0.0),)
         if not symbol or symbol[0] != "x" or not isinstance(symbol[1], Scores) or symbol[1].lengths is not None:
             raise Unknown(node)
-        if len(static_shape(node)) != len(scores.axes):
+        if static_shape(node) != static_shape(source):
             raise Unknown(node)
         lengths = self._lengths(mask, scores.axes, symbol[1].atom)
         return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})

@@ -30,4 +30,11 @@ MASKING: tuple[Mutation, ...] = (
         "if False:",
         f"{STAYS}[a bias of torch's op]",
     ),
+    Mutation(
+        "integers that were numbers hide a score",
+        PARTS,
+        "if proofs.fake(added).dtype not in FLOATS:",
+        "if False:",
+        f"{STAYS}[integers]",
+    ),
 )

@@ -368,6 +368,7 @@ def _call_with_numbers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 PARTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "numbers that nearly hide": (lambda *given: _added(_below(-1e4))(*given), []),
     "numbers where scores are kept": (lambda *given: _added(_below(-math.inf) + 1.0)(*given), []),
+    "integers": (lambda *given: _added(_below(-math.inf).int())(*given), []),
     "two masks": (_hidden_twice, []),
     "a bias of torch's op": (_call_with_bias, ["decode_form"] * 2),
     "numbers of torch's op": (_call_with_numbers, ["decode_form"] * 2),
