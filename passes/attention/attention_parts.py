@@ -60,7 +60,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Mask:
+class TokenMask:
     """A mask over scores: where `condition` is true, a score is kept if `kept`, and otherwise hidden. views: what is
     done to the condition's dimensions in front of the scores, the last one first.
     """
@@ -95,9 +95,9 @@ class GatheredParts:
     gathers: tuple[Collective, ...]
 
 
-def read_mask(added: object) -> Mask | None:
-    """Returns the Mask that `added`, to scores, is: 0 for those that are kept and -inf for the others, in a dtype that
-    has both and behind views; None if it is something else.
+def read_mask(added: object) -> TokenMask | None:
+    """Returns the TokenMask that `added`, to scores, is: 0 for those that are kept and -inf for the others, in a dtype
+    that has both and behind views; None if it is something else.
     """
     views = []
     while isinstance(added, fx.Node) and (added.target in VIEWS or added.target in CASTS):
@@ -115,7 +115,7 @@ def read_mask(added: object) -> Mask | None:
         return None
     # The numbers are scalars, which add no dimensions.
     same = proofs.same_shape(tuple(proofs.fake(condition).shape), tuple(proofs.fake(added).shape))
-    return Mask(condition, kept, tuple(views)) if same else None
+    return TokenMask(condition, kept, tuple(views)) if same else None
 
 
 def calls_of_parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
@@ -229,7 +229,7 @@ class PartAlgebra:
         if not isinstance(chosen, fx.Node):
             return None
         assert isinstance(condition, fx.Node)
-        return self._shorter(node, chosen, Mask(condition, kept, ()))
+        return self._shorter(node, chosen, TokenMask(condition, kept, ()))
 
     def _added(self, node: fx.Node) -> Value | None:
         """Returns the value of scores with a mask added to them; None if `node` is something else."""
@@ -240,7 +240,7 @@ class PartAlgebra:
                 return self._shorter(node, scores, mask)
         return None
 
-    def _shorter(self, node: fx.Node, source: fx.Node, mask: Mask) -> Value:
+    def _shorter(self, node: fx.Node, source: fx.Node, mask: TokenMask) -> Value:
         """Returns the value of the scores `source` where `mask` hides some. Raises Unknown."""
         scores = self.algebra.value(source)
         ((symbol, count),) = scores.power.items() if len(scores.power) == 1 else (((), 0.0),)
@@ -251,7 +251,7 @@ class PartAlgebra:
         lengths = self._lengths(mask, scores.axes, symbol[1].atom)
         return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})
 
-    def _lengths(self, mask: Mask, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
+    def _lengths(self, mask: TokenMask, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
         """Returns the lengths of a mask over scores. Raises Unknown."""
         condition, kept, views = mask.condition, mask.kept, [*mask.views]
         while condition.target in NEGATIONS or condition.target in VIEWS:

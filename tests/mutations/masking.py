@@ -12,8 +12,8 @@ MASKING: tuple[Mutation, ...] = (
     Mutation(
         "a mask that is added keeps what it hides",
         PARTS,
-        "return Mask(condition, kept, tuple(views)) if same else None",
-        "return Mask(condition, not kept, tuple(views)) if same else None",
+        "return TokenMask(condition, kept, tuple(views)) if same else None",
+        "return TokenMask(condition, not kept, tuple(views)) if same else None",
         f"{DECODED}::test_computes_the_same[of_torch_with_mask]",
     ),
     Mutation(
