@@ -25,11 +25,15 @@ aten = torch.ops.aten
 
 
 def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-    """Returns (rows [S, ..], ids [S], E) if `node` has zeros where the id of a row is E or more, and else the rows."""
+    """Returns (rows [S, ..], ids [S], E) if `node` has zeros where the id of a row is E or more, and else the rows, in
+    their dtype.
+    """
     if node.target is not aten.where.self or not proofs.is_full(node.args[1], 0):
         return None
     mask, _, rows = node.args
     if not isinstance(mask, fx.Node) or not isinstance(rows, fx.Node) or not proofs.alike(rows, node):
+        return None
+    if proofs.fake(rows).dtype != proofs.fake(node).dtype:
         return None
     value, shape = proofs.fake(mask), proofs.fake(node).shape
     compared = proofs.views_up(mask)[-1]
@@ -48,15 +52,14 @@ def ends_before(user: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) ->
     return reads == ["self"] and expert_rows.are_experts_of_rows(ids, bound["offs"], num_experts)
 
 
-def changes_nothing(node: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:
+def changes_nothing(node: fx.Node, ids: fx.Node, num_experts: int) -> bool:
     """Returns whether nothing reads the rows of `node` that are masked."""
-    same = proofs.fake(rows).dtype == proofs.fake(node).dtype
-    return same and are_read_by_row(node, lambda user, read: ends_before(user, read, ids, num_experts))
+    return are_read_by_row(node, lambda user, read: ends_before(user, read, ids, num_experts))
 
 
 def rows_before_mask(node: fx.Node, call: fx.Node) -> fx.Node | None:
-    """Returns the rows that `node` masks, in their dtype, where the slots of `call` are elsewhere, in whose outputs
-    these rows are 0; None if it masks others or nothing.
+    """Returns the rows that `node` masks where the slots of `call` are elsewhere, in whose outputs these rows are 0;
+    None if it masks others or nothing.
     """
     match, task = masked(node), schema.node_of(call)
     if match is None or not isinstance(task, ProductsOfExperts) or not task.has_zeros:
@@ -64,7 +67,6 @@ def rows_before_mask(node: fx.Node, call: fx.Node) -> fx.Node | None:
     rows, ids, num_experts = match
     experts, weights = schema.operand(call, "experts"), schema.operand(call, "weights")
     of_call = proofs.views_up(ids)[-1] is proofs.views_up(experts)[-1] and proofs.alike(ids, experts)
-    of_call = of_call and proofs.fake(rows).dtype == proofs.fake(node).dtype
     return rows if of_call and proofs.fake(weights[0]).shape[0] == num_experts else None
 
 
@@ -72,6 +74,6 @@ def drop_masks(graph: fx.Graph) -> None:
     """Removes the masks of rows that are never read."""
     for node in list(graph.find_nodes(op="call_function", target=aten.where.self)):
         match = masked(node)
-        if match is not None and changes_nothing(node, *match):
+        if match is not None and changes_nothing(node, *match[1:]):
             node.replace_all_uses_with(match[0])
             rewriting.erase_unused(graph, [node])

@@ -157,8 +157,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "masks of rows that something else reads are removed",
         "passes/graph/rows_behind.py",
-        "return same and are_read_by_row(node, lambda user, read: ends_before(user, read, ids, num_experts))",
-        "return same",
+        "return are_read_by_row(node, lambda user, read: ends_before(user, read, ids, num_experts))",
+        "return True",
         f"{TAKEN}::test_masks_of_rows_that_are_read_stay[masked_and_returned]",
     ),
     Mutation(
