@@ -40,6 +40,7 @@ from ditron_inductor.passes.absorb.absorb_sums import absorb_sums
 from ditron_inductor.passes.absorb.prepare_products import prepare_products
 from ditron_inductor.passes.attention.all_gather_attention import all_gather_attention
 from ditron_inductor.passes.attention.attention_reduce_scatter import attention_reduce_scatter
+from ditron_inductor.passes.attention.cached_attention import cached_attention
 from ditron_inductor.passes.attention.flash_decode import flash_decode
 from ditron_inductor.passes.attention.recompute_masks import recompute_masks
 from ditron_inductor.passes.finish.conform import conform
@@ -125,6 +126,8 @@ PASSES: tuple[Pass, ...] = (
     # What experts return, once the collective behind it is decided on: in a launch that reduces it, or in its own.
     absorb_sums,
     combine_experts,
+    # Attention to a rank's own cache, with the rotary embeddings and the writes in front of it.
+    cached_attention,
     # Gate and up are separated, as the epilogues read them.
     split_weights,
     # Matmuls that no fusion can take any more are put together.

@@ -17,6 +17,7 @@ from ditron_inductor.lowering.all_gather_attention import op as attention
 from ditron_inductor.lowering.all_gather_matmul.op import LOWERING as all_gather_matmul
 from ditron_inductor.lowering.all_reduce_rms_norm.op import LOWERING as all_reduce_rms_norm
 from ditron_inductor.lowering.all_to_all_matmul.op import LOWERING as all_to_all_matmul
+from ditron_inductor.lowering.cached_attention.cached_kernel import cached_attention
 from ditron_inductor.lowering.choose_experts.choose_kernel import choose_experts
 from ditron_inductor.lowering.combine_experts.op import combine_experts
 from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections
@@ -39,6 +40,7 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
     AllGatherAttention,
     AttentionReduceScatter,
+    CachedAttention,
     ChooseExperts,
     CombineExperts,
     ExpertProjections,
@@ -60,6 +62,7 @@ KINDS: tuple[Lowering, ...] = (
     grouped_matmul_reduce_scatter,
 )
 LOCAL: Mapping[str, LocalCalls[Any]] = {
+    CachedAttention.kind: cached_attention,
     Projections.kind: projections,
     ExpertProjections.kind: expert_projections,
     GroupedProjections.kind: grouped_projections,

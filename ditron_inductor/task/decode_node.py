@@ -1,16 +1,18 @@
-"""The node kind of decode attention over a cache that is sharded along the tokens."""
+"""The node kinds of decode attention: over a cache that is sharded along the tokens, and over a cache of the rank's own
+heads.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import GATHERED_PARTS, Exchange
-from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
-from ditron_inductor.task.policy import Policy, check, verify_common
+from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, parted, single
+from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 
 T = TypeVar("T")
 
@@ -66,3 +68,69 @@ class FlashDecode(TaskNode):
         check(0.0 < self.scale < math.inf, self.kind, "scale", self.scale, "a number above 0")
         check(0.0 <= self.softcap < math.inf, self.kind, "softcap", self.softcap, "a number, 0 for none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+
+MASKS = ("all", "lengths", "given")
+"""Which tokens of a cache are attended to: all, the first ones of each sequence, or those that a tensor marks."""
+
+
+@dataclass(frozen=True)
+class CachedAttention(Node):
+    """out = attention of one query per sequence over a cache that this rank has whole, and over a new token, if it
+    `appends` one. Nothing is communicated: no site.
+
+    q and out are [B, Hq, D]; the caches keys and values are [B, Hkv, S, D], in any strides. Head h of q attends to head h // (Hq / Hkv). Scores are q . k * scale. With the mask `lengths`, an integer [B] or
+    [1], the first lengths + added tokens of the cache are attended to. With the mask `given`, those for which shown, a
+    bool [B, S] or [1, S], is true. Without any token out is 0.
+
+    If it appends, key and value [B, Hkv, D] are written into the caches at position, an int64 [1], which counts from
+    the end if negative. The node's text says that the caches are written, the op's schema does not: an `after_` behind
+    the call does. What the cache held at this place is not attended to, but the new token is: with the mask `given` if
+    it is shown, with `lengths`, which is then the position and does not count the token, if that is not negative.
+
+    If `rotated`, q, and key if there is one, are turned first: x * cos + turn(x) * sin, where turn(x) is (-second half
+    of x, first half of x), computed in fp32 and rounded once. cos and sin are [B, W] or [1, W], with W = D, or D / 2 if
+    both halves have the same.
+    """
+
+    kind: ClassVar[str] = "cached_attention"
+    computes: ClassVar[str] = "decode"
+    strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
+    scale: float
+    mask: str
+    appends: bool = False
+    rotated: bool = False
+    added: int = 0
+    strategy: str = "auto"
+
+    @property
+    def pattern(self) -> str:
+        turned, written = "rotary embedding -> " * self.rotated, "write of the cache -> " * self.appends
+        return f"{turned}{written}decode attention"
+
+    def verify(self) -> None:
+        check(0.0 < self.scale < math.inf, self.kind, "scale", self.scale, "a number above 0")
+        check(self.mask in MASKS, self.kind, "mask", self.mask, f"one of {', '.join(MASKS)}")
+        right = not self.added or (self.mask == "lengths" and not self.appends)
+        check(right, self.kind, "added", self.added, "0, where no lengths are, or where they are the position")
+        check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+
+    def slots(self) -> Slots:
+        mask = ("lengths",) * (self.mask == "lengths") + ("shown",) * (self.mask == "given")
+        new = ("position", "key", "value") * self.appends
+        return single(("q", "keys", "values", *mask, *new, *("cos", "sin") * self.rotated))
+
+    def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
+        """Returns the operands in the order of `OPERANDS`, None for those that the node does not have."""
+        return parted(self, operands, OPERANDS)
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        B, heads, D = shapes["q"]
+        return Sizes(B * heads, D, 1, "", (B, heads, D))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return [Output(tuple(shapes["q"]))]
+
+
+OPERANDS = ("q", "keys", "values", "lengths", "shown", "position", "key", "value", "cos", "sin")
+"""All operands that a `CachedAttention` may have."""

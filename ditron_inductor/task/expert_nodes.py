@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import REDUCED_PRODUCT, SCATTERED_PRODUCT, Exchange
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS, LocalProducts
-from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, single
+from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, parted, single
 from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 
 T = TypeVar("T")
@@ -239,12 +239,6 @@ def summed_slots(node: CombineExperts | ReducedExperts) -> tuple[str, ...]:
     """Returns the names of those of SUMMED that a node has."""
     places = () if isinstance(node, CombineExperts) and node.in_order else ("places",)
     return (*places, "scale", *("absent",) * node.has_absent, *("added",) * node.has_added)
-
-
-def parted(node: Node, operands: Sequence[T], names: Sequence[str]) -> tuple[T | None, ...]:
-    """Returns the operands of a node by these names of slots, None for those that it does not have."""
-    given = dict(zip((name for name, _ in node.slots()), operands, strict=True))
-    return tuple(given.get(name) for name in names)
 
 
 class ReducedExperts(TaskNode):

@@ -192,3 +192,9 @@ def _is_nothing(value: Any) -> bool:
 def single(names: Sequence[str]) -> Slots:
     """Slots of one tensor each."""
     return tuple((name, None) for name in names)
+
+
+def parted(node: Node, operands: Sequence[T], names: Sequence[str]) -> tuple[T | None, ...]:
+    """Returns the operands of a node by these names of slots, None for those that it does not have."""
+    given = dict(zip((name for name, _ in node.slots()), operands, strict=True))
+    return tuple(given.get(name) for name in names)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ditron_inductor.task.attention_nodes import AllGatherAttention as AllGatherAttention
 from ditron_inductor.task.attention_nodes import AttentionNode as AttentionNode
 from ditron_inductor.task.attention_nodes import AttentionReduceScatter as AttentionReduceScatter
+from ditron_inductor.task.decode_node import CachedAttention as CachedAttention
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
@@ -71,6 +72,7 @@ DECLARED: tuple[type[Node], ...] = (
     MatmulAllToAll,
     AllToAllMatmul,
     FlashDecode,
+    CachedAttention,
     Projections,
     ExpertProjections,
     GroupedProjections,

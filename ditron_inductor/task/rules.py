@@ -315,6 +315,38 @@ def _decoded(node: nodes.FlashDecode, given: Given) -> Rules:
         yield k.shape[0] == q.shape[0], "has a cache of another number of sequences"
 
 
+def _cached(node: nodes.CachedAttention, given: Given) -> Rules:
+    q, keys, values = (given[name] for name in ("q", "keys", "values"))
+    yield (q.ndim, keys.ndim, values.ndim) == (3, 4, 4), "has a query or a cache of other dimensions"
+    yield q.dtype in ACTIVATION_DTYPES, f"has dtype {q.dtype}, which no kernel takes"
+    yield from _same_dtype([q, keys, values])
+    yield keys.shape == values.shape, "has keys and values of different shapes"
+    yield keys.shape[0] == q.shape[0], "has a cache of another number of sequences"
+    yield keys.shape[3] == q.shape[2], "has keys or values of another head size"
+    yield q.shape[1] % keys.shape[1] == 0, "has heads that cannot share the keys evenly"
+    if "lengths" in given:
+        lengths = given["lengths"]
+        yield lengths.dtype in (torch.int32, torch.int64) and lengths.ndim == 1, "has lengths that are no integer vector"
+        yield (lengths.shape[0] == 1, lengths.shape[0] == q.shape[0]), "has lengths of another number of sequences"
+    if "shown" in given:
+        shown = given["shown"]
+        yield shown.dtype == torch.bool and shown.ndim == 2, "has a mask that is no bool matrix"
+        yield (shown.shape[0] == 1, shown.shape[0] == q.shape[0]), "has a mask of another number of sequences"
+        yield shown.shape[1] == keys.shape[2], "has a mask of another number of tokens"
+    if node.appends:
+        position, new = given["position"], (q.shape[0], keys.shape[1], q.shape[2])
+        yield position.dtype == torch.int64 and tuple(position.shape) == (1,), "has a position that is no int64 [1]"
+        for value in (given["key"], given["value"]):
+            yield value.dtype == q.dtype and tuple(value.shape) == new, "has a new token that does not fit the cache"
+    if node.rotated:
+        for value in (given["cos"], given["sin"]):
+            yield value.dtype in ACTIVATION_DTYPES and value.ndim == 2, "has angles of another dtype or form"
+            yield (value.shape[0] == 1, value.shape[0] == q.shape[0]), "has angles of another number of sequences"
+            yield (value.shape[1] == q.shape[2], value.shape[1] * 2 == q.shape[2]), "has angles of another head size"
+        yield given["cos"].shape == given["sin"].shape, "has sines and cosines of different shapes"
+        yield q.shape[2] % 2 == 0, "turns heads of an odd size"
+
+
 def _attended(node: nodes.AttentionNode, given: Given) -> Rules:
     """Queries, keys and values that fit together, and what a backward has beside them."""
     q, k, *others = (given[name] for name in ("q", "k", "v", "grad_out", "out") if name in given)
@@ -368,5 +400,6 @@ RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
     nodes.AllReduceRmsNorm: _rows_reduced,
     nodes.MatmulAllReduceRmsNorm: _sum_reduced,
     nodes.FlashDecode: _decoded,
+    nodes.CachedAttention: _cached,
     nodes.AttentionNode: _attended,
 }

@@ -123,10 +123,34 @@ def load_query(q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.cons
     return tl.load(q_at, mask=(rows < ROWS)[:, None] & (dims >= 0)[None, :], other=0.0)
 
 
+class NewToken(NamedTuple):
+    """A token whose key and value, both [HEAD_DIM], are not read from the cache. place: what the cache holds there is
+    not attended to. is_here: whether this program attends to the token.
+    """
+
+    key: Any
+    value: Any
+    place: Any
+    is_here: Any
+
+
 @triton.jit
-def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr):
+def scaled(scores, HOW: tl.constexpr):
+    """Returns products of query and keys as scores to the base 2."""
+    if HOW.SOFTCAP > 0:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x))
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * HOW.SCALE / HOW.SOFTCAP * LOG2_E)))
+        return scores * (HOW.SOFTCAP * LOG2_E)
+    return scores * (HOW.SCALE * LOG2_E)
+
+
+@triton.jit
+def attend(
+    query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr, token=None, shown=None
+):  # fmt: skip
     """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens begin .. end - 1. query:
-    the result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages.
+    the result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages. token: a
+    NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -147,9 +171,19 @@ def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.cons
     APART: tl.constexpr = BLOCK_ROWS <= MOST_SHARED_ROWS
     total = tl.zeros((BLOCK_ROWS, BLOCK_N if APART else 1), dtype=tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
+    if token is not None:
+        score = scaled(tl.sum(query.to(tl.float32) * token.key.to(tl.float32)[None, :], axis=1), HOW)
+        most = tl.where(token.is_here, score, most)
+        weight = tl.where(token.is_here, 1.0, 0.0)
+        total += tl.where(tl.arange(0, BLOCK_N if APART else 1) == 0, weight, 0.0)[None, :]
+        acc += (weight * token.value.to(tl.float32))[None, :]
     for block in range(0, tl.cdiv(end - begin, BLOCK_N)):
         first = begin + block * BLOCK_N
         there = tokens < end - first
+        if token is not None:
+            there &= first + tokens != token.place
+        if shown is not None:
+            there &= tl.load(shown + first + tokens, mask=there, other=0) != 0
         loaded = there[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE > 0:
             page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=there, other=0).to(tl.int64)[:, None]
@@ -166,16 +200,14 @@ def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.cons
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision=HOW.PRECISION)
-        if HOW.SOFTCAP > 0:
-            # tanh(x) = 1 - 2 / (1 + exp(2 x))
-            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * HOW.SCALE / HOW.SOFTCAP * LOG2_E)))
-            scores = scores * (HOW.SOFTCAP * LOG2_E)
-        else:
-            scores = scores * (HOW.SCALE * LOG2_E)
-        scores = tl.where(there[None, :], scores, float("-inf"))
+        scores = tl.where(there[None, :], scaled(scores, HOW), float("-inf"))
         largest = tl.maximum(most, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - largest[:, None])
-        kept = tl.exp2(most - largest)
+        known = largest
+        if token is not None or shown is not None:
+            # So far there may be no token at all.
+            known = tl.where(largest == float("-inf"), 0.0, largest)
+        weights = tl.exp2(scores - known[:, None])
+        kept = tl.exp2(most - known)
         if APART:
             total = total * kept[:, None] + weights
         else:
@@ -195,8 +227,19 @@ def normalised(acc, most, total):
 
 
 @triton.jit
+def store_part(o, lse, partials, counts, ticket, HOW: tl.constexpr):
+    """Stores the part of a split in `partials`: o [head][split][ROWS, HEAD_DIM], then lse [head][split][ROWS]."""
+    rows = tl.arange(0, HOW.BLOCK_ROWS)
+    place = ticket.to(tl.int64) * HOW.ROWS + rows
+    at = place[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]
+    tl.store(partials + at, o, mask=(rows < HOW.ROWS)[:, None] & (at >= 0))
+    lses = partials + (counts.heads * counts.splits).to(tl.int64) * (HOW.ROWS * HOW.HEAD_DIM)
+    tl.store(lses + place, lse, mask=rows < HOW.ROWS)
+
+
+@triton.jit
 def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
-    """Attends to one split, and stores its part in `partials`: o [head][split][ROWS, HEAD_DIM], then lse [..][ROWS].
+    """Attends to one split, and stores its part (see `store_part`).
     first_length: the length of the first sequence if it was loaded before the ticket was known, and otherwise None.
     (With a single sequence this saves the time of a load.) Returns (the head, the number of its splits, whether this
     was the last of them; then all parts are visible to this program).
@@ -223,12 +266,7 @@ def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
         pages = work.block_table + batch.to(tl.int64) * strides.pages
         end = tl.minimum(begin + per_split, length)
         o, lse = attend(query, work, strides, pages, batch, kv_head, begin, end, HOW)
-        rows = tl.arange(0, HOW.BLOCK_ROWS)
-        place = ticket.to(tl.int64) * HOW.ROWS + rows
-        at = place[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]
-        tl.store(work.partials + at, o, mask=(rows < HOW.ROWS)[:, None] & (at >= 0))
-        lses = work.partials + (work.counts.heads * work.counts.splits).to(tl.int64) * (HOW.ROWS * HOW.HEAD_DIM)
-        tl.store(lses + place, lse, mask=rows < HOW.ROWS)
+        store_part(o, lse, work.partials, work.counts, ticket, HOW)
         # The counter is local to this GPU. The program of the last split acquires what the others have stored.
         last = arrive(work.counters + head, used).to(tl.int32)
     return head, used, last

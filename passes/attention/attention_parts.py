@@ -37,6 +37,7 @@ MOVES = VIEWS | proofs.SLICES | proofs.CASTS | {aten.select.int, aten.cat.defaul
 CASTS = proofs.CASTS - {aten.view.dtype}
 NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
 SDPA = (
+    aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -57,6 +58,35 @@ class Scores:
     atom: int
     dim: tuple[int, ...]
     lengths: tuple[fx.Node, Axes, int] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of torch's attention ops: query [B, Hq, L, D], key and value [B, Hkv, S, D]. added: to the scores, or
+    None.
+    """
+
+    node: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    added: fx.Node | None
+    scale: float
+    sizes: tuple[int, int, int, int, int, int]
+
+    @classmethod
+    def read(cls, node: fx.Node) -> AttentionCall:
+        """Reads a call whose sizes (B, Hkv, Hq / Hkv, L, S, D) are all known. Raises Unknown at one that does more."""
+        bound = proofs.arguments(node)
+        query, key, value = (bound[name] for name in ("query", "key", "value"))
+        (B, H, L, D), (_, heads, S, _) = static_shape(query), static_shape(key)
+        alike = static_shape(value) == static_shape(key) == (B, heads, S, D) and heads > 0 and H % heads == 0
+        scale = D**-0.5 if bound.get("scale") is None else float(bound["scale"])
+        on = any(bound.get(name) for name in MUST_BE_OFF)
+        if on or not alike or S == 1 or not 0.0 < scale < math.inf:
+            raise Unknown(node)
+        added = next((bound[name] for name in MASKS if bound.get(name) is not None), None)
+        return cls(node, query, key, value, added, scale, (B, heads, H // heads, L, S, D))
 
 
 @dataclass(frozen=True)
@@ -248,10 +278,10 @@ class PartAlgebra:
             raise Unknown(node)
         if static_shape(node) != static_shape(source):
             raise Unknown(node)
-        lengths = self._lengths(mask, scores.axes, symbol[1].atom)
+        lengths = self.lengths_of(mask, scores.axes, symbol[1].atom)
         return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})
 
-    def _lengths(self, mask: TokenMask, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
+    def lengths_of(self, mask: TokenMask, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
         """Returns the lengths of a mask over scores. Raises Unknown."""
         condition, kept, views = mask.condition, mask.kept, [*mask.views]
         while condition.target in NEGATIONS or condition.target in VIEWS:
@@ -290,40 +320,32 @@ class PartAlgebra:
 
     def _sdpa(self, node: fx.Node, call: fx.Node) -> Value:
         """Returns the values of the output and the log-sum-exp of torch's own ops."""
-        bound = proofs.arguments(call)
-        off = not any(bound.get(name) for name in MUST_BE_OFF)
-        query, key, value = (bound[name] for name in ("query", "key", "value"))
-        (B, H, L, D), (_, heads, S, _) = static_shape(query), static_shape(key)
-        alike = static_shape(value) == static_shape(key) == (B, heads, S, D) and heads > 0 and H % heads == 0
-        if not off or not alike or S == 1:
-            raise Unknown(call)
+        read = AttentionCall.read(call)
+        B, heads, group, L, S, D = read.sizes
         # One origin for both results. Query heads that share a key head follow one another.
         if call not in self._calls:
-            axes = self.atoms.new((B, heads, H // heads, L, S, D, D))
-            batch, head, group, rows, tokens, dim, wide = axes
-            queries, keys = Root(query, (batch, head + group, rows, dim)), Root(key, (batch, head, tokens, dim))
+            axes = self.atoms.new((*read.sizes, D))
+            batch, head, group_axis, rows, tokens, dim, wide = axes
+            queries = Root(read.query, (batch, head + group_axis, rows, dim))
+            keys = Root(read.key, (batch, head, tokens, dim))
             lengths = None
-            for given in (bound.get(name) for name in MASKS):
-                mask = read_mask(given)
-                if given is not None and mask is None:
+            if read.added is not None:
+                mask = read_mask(read.added)
+                if mask is None:
                     raise Unknown(call)
-                if mask is not None:
-                    lengths = self._lengths(mask, (batch, head + group, rows, tokens), tokens[0])
+                lengths = self.lengths_of(mask, (batch, head + group_axis, rows, tokens), tokens[0])
             self._calls[call] = axes, Scores(call, queries, keys, tokens[0], dim, lengths)
-        (batch, head, group, rows, tokens, dim, wide), origin = self._calls[call]
-        scale = bound.get("scale")
-        count = D**-0.5 if scale is None else float(scale)
-        if not 0.0 < count < math.inf:
-            raise Unknown(call)
+        (batch, head, group_axis, rows, tokens, dim, wide), origin = self._calls[call]
+        count = read.scale
         total: Symbol = ("Z", count, origin)
         if node.args[1] == 0:
-            values = Root(value, (batch, head, tokens, wide))
+            values = Root(read.value, (batch, head, tokens, wide))
             power = {("N", count, origin, values): 1.0, total: -1.0}
-            return Value((batch, head + group, rows, wide), power, is_log=False)
+            return Value((batch, head + group_axis, rows, wide), power, is_log=False)
         shape = static_shape(node)
-        if node.args[1] != 1 or shape[:3] != (B, H, L) or math.prod(shape) != B * H * L:
+        if node.args[1] != 1 or shape[:3] != (B, heads * group, L) or math.prod(shape) != B * heads * group * L:
             raise Unknown(node)
-        return Value((batch, head + group, rows, *[()] * (len(shape) - 3)), {total: 1.0}, is_log=True)
+        return Value((batch, head + group_axis, rows, *[()] * (len(shape) - 3)), {total: 1.0}, is_log=True)
 
 
 _COMPARISONS: dict[object, tuple[bool, bool]] = {

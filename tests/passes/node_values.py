@@ -9,6 +9,7 @@ import torch
 
 from ditron_inductor.task import flash_decode as attention
 from ditron_inductor.task import reference, reference_attention, schema
+from ditron_inductor.task.cached_attention import cached_attention
 from ditron_inductor.task.epilogue import Epilogue
 from ditron_inductor.task.epilogue_torch import evaluate, without_tables
 from ditron_inductor.task.nodes import EXTRAS, LOCAL_KINDS, NODES, SHARD_EXTRAS
@@ -105,6 +106,11 @@ def _choose_experts(calls: list[Call]) -> list[Any]:
         node, operands = call.node, list(call.given.values())
         results.append([*reference.chosen(node.top_k, node.scores, node.normalised, *node.split(operands))])
     return results
+
+
+def _cached_attention(calls: list[Call]) -> list[Any]:
+    operands = [call.node.split(list(call.given.values())) for call in calls]
+    return [[cached_attention(call.node, *given)] for call, given in zip(calls, operands, strict=True)]
 
 
 def _summed(call: Call, products: torch.Tensor, *biased: torch.Tensor) -> torch.Tensor:

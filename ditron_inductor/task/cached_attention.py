@@ -1,0 +1,48 @@
+"""What a `CachedAttention` computes, in operations of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ditron_inductor.task.decode_node import CachedAttention
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Returns x [B, heads, D] turned by angles [B, W] or [1, W], computed in fp32 or wider and rounded once."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    repeats = x.shape[-1] // cos.shape[-1]
+    cos, sin = (angle.to(dtype).repeat(1, repeats)[:, None] for angle in (cos, sin))
+    first, second = x.to(dtype).chunk(2, -1)
+    return (x.to(dtype) * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+def cached_attention(
+    node: CachedAttention,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor | None,
+    shown: torch.Tensor | None,
+    position: torch.Tensor | None,
+    key: Any,
+    value: Any,
+    cos: Any,
+    sin: Any,
+) -> torch.Tensor:
+    """Returns the attention [B, Hq, D], and writes the new token into the caches, which are not copied. Raises an
+    IndexError if the caches have no such place.
+    """
+    if node.rotated:
+        q, key = turned(q, cos, sin), turned(key, cos, sin) if node.appends else None
+    if position is not None:
+        keys[:, :, position], values[:, :, position] = key[:, :, None], value[:, :, None]
+    if lengths is not None:
+        places = torch.arange(keys.shape[2], device=q.device)
+        shown = places < (lengths + (1 if node.appends else node.added))[:, None]
+    mask = None if shown is None else shown[:, None, None, :]
+    out = F.scaled_dot_product_attention(q[:, :, None], keys, values, mask, scale=node.scale, enable_gqa=True)[:, :, 0]
+    # Without any token, what torch returns differs from device to device.
+    return out if shown is None else out.where(shown.any(1)[:, None, None], 0.0)

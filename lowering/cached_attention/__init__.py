@@ -1,0 +1,1 @@
+"""The kernels of `cached_attention`."""

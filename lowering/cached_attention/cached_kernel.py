@@ -1,0 +1,286 @@
+"""cached_attention: attention of one query per sequence over a cache that this rank has whole.
+
+Problem. Between the projections and the attention of a decode step there are launches that do next to nothing: one
+turns the query, one turns the key and stores it, one stores the value, one writes a mask. Algorithm. There are two
+kernels. In the first one each program attends to a piece of a sequence's cache for the query heads that share a key
+head (see flash_decode/split_attention.py). It turns these heads as it loads them. The program of the first piece turns
+the new key as well, stores key and value, and adds their token to its sums, so nobody reads them from the cache. In the
+second kernel each program merges the pieces of some query heads. If there is one piece, the first kernel stores the
+result. Nothing is communicated, and no program waits. Limits. Heads have one of `HEAD_DIMS` elements. Anything else is
+computed by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.device.streams import handle_for
+from ditron_inductor.lowering.flash_decode.decode_config import (
+    INTERPRETED_SPLITS,
+    count_splits,
+    deal,
+    merged_splits,
+    select_config,
+)
+from ditron_inductor.lowering.flash_decode.local_decode import HEAD_DIMS, MERGE_WARPS
+from ditron_inductor.lowering.flash_decode.split_attention import (
+    Counts,
+    How,
+    NewToken,
+    Strides,
+    Work,
+    attend,
+    cut_splits,
+    load_query,
+    merge_splits,
+    part_offsets,
+    store_part,
+)
+from ditron_inductor.lowering.host.launch import dot_precision
+from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
+from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
+from ditron_inductor.task import cached_attention as reference
+from ditron_inductor.task.nodes import CachedAttention
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
+
+Runner = Callable[..., list[torch.Tensor]]
+"""A function of the operands that `CachedAttention.split` returns."""
+
+
+class Tensors(NamedTuple):
+    """Pointers to the operands of the node in their order there, to the result and to memory for the parts of splits.
+    k and v are the caches; new_k and new_v are of the new token. What the node does not have is any pointer.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    lengths: Any
+    shown: Any
+    position: Any
+    new_k: Any
+    new_v: Any
+    cos: Any
+    sin: Any
+    out: Any
+    partials: Any
+
+
+class Sizes(NamedTuple):
+    """The tokens that a cache has room for; the Strides of query and caches; those of the new key and value (batch,
+    head); and the distances between the sequences' rows of angles, lengths and masks, 0 if they have them in common.
+    """
+
+    capacity: Any
+    strides: Any
+    new_k: Any
+    new_v: Any
+    angles: Any
+    lengths: Any
+    shown: Any
+
+
+class Form(NamedTuple):
+    """What a node asks for: whether tokens are counted, whether they are marked, a number to add to the lengths,
+    whether a token is appended, the angles of a row (0 if nothing is turned), and whether there is one split.
+    """
+
+    COUNTED: Any
+    MARKED: Any
+    ADDED: Any
+    APPENDS: Any
+    ANGLES: Any
+    ONE_SPLIT: Any
+
+
+@triton.jit
+def length_of(tensors, batch, sizes, FORM: tl.constexpr):
+    """Returns how many of a sequence's first tokens are attended to, as far as their number says."""
+    length = sizes.capacity
+    if FORM.COUNTED:
+        length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + FORM.ADDED
+        # A sequence is never longer than its cache, even if the tensor says so.
+        length = tl.minimum(tl.maximum(length, 0), sizes.capacity).to(tl.int32)
+    return length
+
+
+@triton.jit
+def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, FORM: tl.constexpr):
+    """Loads ROWS query heads from `row` on as [BLOCK_ROWS, HEAD_DIM], padded by zeros, and turns them."""
+    if FORM.ANGLES == 0:
+        return load_query(tensors.q, sizes.strides.q, batch, row, HOW.ROWS, HOW.BLOCK_ROWS, HOW.HEAD_DIM)
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    rows = tl.arange(0, HOW.BLOCK_ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    there = (rows < HOW.ROWS)[:, None] & (dims >= 0)[None, :]
+    base = tensors.q + batch.to(tl.int64) * sizes.strides.q[0] + (row + rows)[:, None] * sizes.strides.q[1]
+    x = tl.load(base + dims[None, :], mask=there, other=0.0).to(tl.float32)
+    other = tl.load(base + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], mask=there, other=0.0).to(tl.float32)
+    at = batch * sizes.angles + dims % FORM.ANGLES
+    cos = tl.load(tensors.cos + at).to(tl.float32)
+    sin = tl.load(tensors.sin + at).to(tl.float32) * tl.where(dims < HEAD_DIM // 2, -1.0, 1.0)
+    return (x * cos[None, :] + other * sin[None, :]).to(tensors.q.dtype.element_ty)
+
+
+@triton.jit
+def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, FORM: tl.constexpr):
+    """Returns the NewToken of a sequence. The program of the first split and the first part of a key head stores it."""
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    dims = tl.arange(0, HEAD_DIM)
+    given = tl.load(tensors.position)
+    place = tl.where(given < 0, given + sizes.capacity, given)
+    exists = (place >= 0) & (place < sizes.capacity)
+    is_here = split == 0
+    if FORM.COUNTED:
+        is_here &= given >= 0
+    if FORM.MARKED:
+        is_here &= tl.load(tensors.shown + batch * sizes.shown + place, mask=exists, other=1) != 0
+    key_at = tensors.new_k + batch.to(tl.int64) * sizes.new_k[0] + kv_head * sizes.new_k[1]
+    value_at = tensors.new_v + batch.to(tl.int64) * sizes.new_v[0] + kv_head * sizes.new_v[1]
+    key = tl.load(key_at + dims)
+    value = tl.load(value_at + dims)
+    if FORM.ANGLES > 0:
+        other = tl.load(key_at + (dims + HEAD_DIM // 2) % HEAD_DIM).to(tl.float32)
+        at = batch * sizes.angles + dims % FORM.ANGLES
+        cos = tl.load(tensors.cos + at).to(tl.float32)
+        sin = tl.load(tensors.sin + at).to(tl.float32) * tl.where(dims < HEAD_DIM // 2, -1.0, 1.0)
+        key = (key.to(tl.float32) * cos + other * sin).to(tensors.k.dtype.element_ty)
+    stores = (split == 0) & (part == 0) & exists & (dims >= 0)
+    k, v = sizes.strides.k, sizes.strides.v
+    first = batch.to(tl.int64)
+    tl.store(tensors.k + first * k[0] + place * k[1] + kv_head.to(tl.int64) * k[2] + dims, key, mask=stores)
+    tl.store(tensors.v + first * v[0] + place * v[1] + kv_head.to(tl.int64) * v[2] + dims, value, mask=stores)
+    # If the cache has no such place, nothing is written, and the result is no number.
+    value = tl.where(exists, value.to(tl.float32), float("nan"))
+    return NewToken(key, value, place, is_here)
+
+
+@triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
+def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, FORM: tl.constexpr):
+    """Attends to one split of one piece of query heads; see the module."""
+    head = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    part = head % HOW.PARTS
+    batch = head // (kv_heads * HOW.PARTS)
+    kv_head = head // HOW.PARTS % kv_heads
+    row = (kv_head * HOW.PARTS + part) * HOW.ROWS
+    query = turned_query(tensors, batch, row, sizes, HOW, FORM)
+    token = new_token(tensors, batch, kv_head, split, part, sizes, HOW, FORM) if FORM.APPENDS else None
+    length = length_of(tensors, batch, sizes, FORM)
+    used, per_split = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
+    counts = Counts(heads, kv_heads, splits, sizes.capacity)
+    work = Work(tensors.q, tensors.k, tensors.v, None, None, tensors.partials, None, counts)
+    if split < used:
+        begin = split * per_split
+        end = tl.minimum(begin + per_split, length)
+        shown = tensors.shown + batch.to(tl.int64) * sizes.shown if FORM.MARKED else None
+        o, lse = attend(query, work, sizes.strides, None, batch, kv_head, begin, end, HOW, token, shown)
+        if FORM.ONE_SPLIT:
+            rows = tl.arange(0, HOW.BLOCK_ROWS)
+            at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]
+            inside = (rows < HOW.ROWS)[:, None] & (at >= 0)
+            tl.store(tensors.out + at, o.to(tensors.out.dtype.element_ty), mask=inside)
+        else:
+            store_part(o, lse, tensors.partials, counts, tl.program_id(0), HOW)
+
+
+@triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
+def merge_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, FORM: tl.constexpr):
+    """Merges the splits of one piece of query heads."""
+    head = tl.program_id(0)
+    length = length_of(tensors, head // (kv_heads * HOW.PARTS), sizes, FORM)
+    used, _ = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
+    o, _ = merge_splits(tensors.partials, Counts(heads, kv_heads, splits, sizes.capacity), head, used, HOW)
+    at, inside, _, _ = part_offsets(head, heads, HOW)
+    tl.store(tensors.out + at, o.to(tensors.out.dtype.element_ty), mask=inside)
+
+
+def prepare(node: CachedAttention, *operands: Any) -> Runner:
+    """Returns what attends for operands of these forms: the kernels if they can run, and otherwise torch. In the
+    interpreter, which is slow, the kernels run only if `tile` is forced.
+    """
+    *given, strategy = operands
+    q, keys, values, lengths, shown, position, key, value, cos, sin = given
+    device = q.device
+    B, query_heads, head_dim = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    right = head_dim in HEAD_DIMS and q.dtype in ACTIVATION_DTYPES and capacity > 0 and B > 0
+    in_rows = all(x is None or x.shape[-1] == 1 or x.stride(-1) == 1 for x in (q, keys, values, shown, key, value, cos))
+    if strategy == "library" or (device.type == "cpu" and strategy != "tile") or not right or not in_rows:
+        return by_library(node)
+    if facts_of(device).tile_problem or (node.rotated and cos.stride() != sin.stride()):
+        return by_library(node)
+    interpreted = device.type == "cpu"
+    heads = deal(B, query_heads, kv_heads)
+    num_sms = facts_of(device).num_sms
+    config = select_config(head_dim=head_dim, dtype=q.dtype, paged=False, interpreted=interpreted)
+    programs = INTERPRETED_SPLITS if interpreted else config.programs(heads.heads, num_sms)
+    splits = count_splits(heads.heads, capacity, programs, config)
+    how = How(
+        ROWS=heads.rows,
+        BLOCK_ROWS=heads.block_rows,
+        MERGED_ROWS=heads.merged_rows,
+        PARTS=heads.parts,
+        HEAD_DIM=head_dim,
+        MERGED_SPLITS=merged_splits(heads, head_dim, splits, interpreted),
+        BLOCK_N=config.block_n,
+        LEAST_BLOCKS=config.least_blocks,
+        PAGE=0,
+        SCALE=node.scale,
+        SOFTCAP=0.0,
+        PRECISION=dot_precision(q.dtype),
+        UPCAST=interpreted,
+    )
+    angles = cos.shape[1] if node.rotated else 0
+    form = Form(node.mask == "lengths", node.mask == "given", node.added, node.appends, angles, splits == 1)
+
+    def rows_apart(x: torch.Tensor | None) -> int:
+        return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+    def strides(x: torch.Tensor | None) -> tuple[int, ...]:
+        return (0, 0) if x is None else (x.stride(0), x.stride(1))
+
+    cached = [(x.stride(0), x.stride(2), x.stride(1)) for x in (keys, values)]
+    sizes = Sizes(
+        capacity,
+        Strides(strides(q), *cached, 0),
+        strides(key),
+        strides(value),
+        rows_apart(cos),
+        rows_apart(lengths),
+        rows_apart(shown),
+    )
+    fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "FORM": form}
+    launches = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    attending = Arguments(heads.heads * splits, {**fixed, **launches})
+    merging = Arguments(heads.heads, {**fixed, "num_warps": MERGE_WARPS})
+    attention, merge = (local_launcher(kernel, device) for kernel in (cached_attention_kernel, merge_kernel))
+    partials = 1 if splits == 1 else B * query_heads * splits * (head_dim + 1)
+
+    def run(*given: torch.Tensor | None) -> list[torch.Tensor]:
+        q = given[0]
+        assert q is not None
+        out = torch.empty(B, query_heads, head_dim, dtype=q.dtype, device=device)
+        parts = torch.empty(partials, dtype=torch.float32, device=device)
+        operands = [q if x is None else x for x in given]
+        tensors = {"tensors": Tensors(*operands, out, parts)}
+        attention(handle_for(q), lambda: attending, (), (), tensors)
+        if splits > 1:
+            merge(handle_for(q), lambda: merging, (), (), tensors)
+        return [out]
+
+    return run
+
+
+def by_library(node: CachedAttention) -> Runner:
+    """Returns what attends by torch."""
+    return lambda *given: [reference.cached_attention(node, *given)]
+
+
+cached_attention: LocalCalls[CachedAttention] = LocalCalls(prepare)
+"""Returns [out], [B, Hq, D] and contiguous, and writes the new token. operands: as `CachedAttention` describes them."""

@@ -1,0 +1,288 @@
+"""Attention of a decode step to a rank's own cache, with what stands before it, becomes `ditron::cached_attention`.
+
+Before, for one token of each sequence, as a decoding layer has it between its projections:
+
+    q [B, Hq, 1, D] -> turned by angles (see rotary.py)
+    k [B, Hkv, 1, D] -> turned -> index_put(keys [B, Hkv, S, D], [None, None, position]) -> copy_ into keys
+    v [B, Hkv, 1, D]           -> index_put(values, [None, None, position]) -> copy_ into values
+    arange(S) <= position -> where(.., 0, -inf) = mask
+    turned q, written keys, written values, mask -> one of torch's attention ops -> getitem 0 = out [B, Hq, 1, D]
+
+After:
+
+    q, keys, values, position, k, v, cos, sin -> ditron.cached_attention -> getitem 0 = out; after_(keys), after_(values)
+
+Each of the parts may be missing: without a rotary embedding nothing is turned, and a cache that is written elsewhere is
+only read. The mask may be one of lengths (`arange(S) < lengths`), any mask that is the same for all heads, or none. Keys
+and values may be repeated for the query heads that share them; then the cache itself is read.
+
+Nothing is communicated, so ranks need not agree on it. It must not fire when
+* the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
+* the tensors are not on a GPU, or heads have another size than those of `HEAD_SIZES`;
+* there is more than one query for each sequence, a size is dynamic, or the log-sum-exp is used;
+* the mask differs between heads, or holds numbers that are added to the scores; with dropout, or `is_causal`.
+
+A cache is written by the call only if it is an input of the graph that nothing else reads or writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.attention.attention_parts import SDPA, AttentionCall, PartAlgebra, read_mask
+from ditron_inductor.passes.attention.roots import VIEWS, chain_to
+from ditron_inductor.passes.attention.rotary import Rotation, read_rotation
+from ditron_inductor.passes.attention.softmax_algebra import Atoms, Unknown, static_shape
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.task import schema
+from ditron_inductor.task.nodes import CachedAttention
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
+
+aten = torch.ops.aten
+
+PATTERN = CachedAttention.kind
+GPUS = ("cuda",)
+HEAD_SIZES = (16, 32, 64, 128, 256)
+NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
+WHOLE_NUMBERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A cache in which `new` [B, Hkv, 1, D] is put at `position` by `put`, and which `copy` then makes the caller's."""
+
+    cache: fx.Node
+    position: fx.Node
+    new: fx.Node
+    put: fx.Node
+    copy: fx.Node
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """Which tokens are attended to: the first lengths + more, or those for which `shown` is true, or, if not `kept`,
+    false; all if both are None.
+    """
+
+    lengths: fx.Node | None = None
+    more: int = 0
+    shown: fx.Node | None = None
+    kept: bool = True
+
+
+@dataclass(frozen=True)
+class Match:
+    """An attention of torch's, the caches [B, Hkv, S, D] that it reads, its mask, and what precedes it. written: the
+    caches before they are written, if the call writes them. turned: the Rotations of the query and of the new key.
+    """
+
+    call: AttentionCall
+    keys: fx.Node
+    values: fx.Node
+    choice: TokenChoice
+    written: tuple[Written, Written] | None = None
+    turned: tuple[Rotation, ...] = ()
+
+
+def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
+    """Proves that a node is an attention of one query for each sequence; None if it is not."""
+    users = list(node.users)
+    if node.target not in SDPA or [(user.target, user.args[1]) for user in users] != [(getitem, 0)]:
+        return None
+    try:
+        call = AttentionCall.read(node)
+        keys, values = (_unrepeated(cache, call) for cache in (call.key, call.value))
+        choice = _read_choice(call)
+    except Unknown:
+        return None
+    given = [proofs.fake(one) for one in (call.query, call.key, call.value)]
+    right = given[0].device.type in devices and given[0].dtype in ACTIVATION_DTYPES
+    alike = all(one.dtype == given[0].dtype for one in given) and static_shape(keys) == static_shape(values)
+    in_rows = all(proofs.known_equal(proofs.fake(one).stride(-1), 1) for one in (keys, values))
+    if not right or not alike or not in_rows or call.sizes[3] != 1 or call.sizes[5] not in HEAD_SIZES or choice is None:
+        return None
+    return _with_rotations(_with_writes(Match(call, keys, values, choice)))
+
+
+def _unrepeated(cache: fx.Node, call: AttentionCall) -> fx.Node:
+    """Returns the cache [B, Hkv, S, D] whose heads `cache` repeats for the query heads that share them: itself, if it
+    repeats none. Raises Unknown if it repeats something else.
+    """
+    B, heads, _, _, S, D = call.sizes
+    source = cache
+    while source.target in proofs.ORDER_KEEPING or source.target is aten.clone.default:
+        source = proofs.operand(source)
+    if source.target is not aten.expand.default:
+        return cache
+    shape = static_shape(source)
+    if len(shape) != 5 or (shape[0], shape[1] * shape[2], *shape[3:]) != (B, heads, S, D):
+        raise Unknown(cache)
+    once = proofs.operand(source)
+    whole = proofs.view_in_shape(once, (B, shape[1], S, D))
+    if static_shape(once) != (B, shape[1], 1, S, D) or whole is None:
+        raise Unknown(cache)
+    return whole
+
+
+def _read_choice(call: AttentionCall) -> TokenChoice | None:
+    """Returns which tokens a call attends to; None if it is not known."""
+    if call.added is None:
+        return TokenChoice()
+    mask = read_mask(call.added)
+    if mask is None:
+        return None
+    B, _, _, _, S, _ = call.sizes
+    attention = PartAlgebra()
+    batch, heads, group, rows, tokens, _ = attention.atoms.new(call.sizes)
+    try:
+        node, axes, more = attention.lengths_of(mask, (batch, heads + group, rows, tokens), tokens[0])
+        used = sum(attention.atoms.of(axes), ())
+        if used in ((), attention.atoms.flat(batch)) and proofs.fake(node).dtype in WHOLE_NUMBERS:
+            return TokenChoice(node, more)
+    except Unknown:
+        pass
+    # Any mask that is the same for all heads. Views that repeat it come last, and nothing else moves its elements.
+    views = list(mask.views)
+    while views and views[0].target is aten.expand.default:
+        views.pop(0)
+    shape = static_shape(views[0] if views else mask.condition)
+    shape = (1,) * (4 - len(shape)) + shape
+    same = shape in ((1, 1, 1, S), (B, 1, 1, S)) and all(view.target in proofs.ORDER_KEEPING for view in views)
+    return TokenChoice(shown=mask.condition, kept=mask.kept) if same else None
+
+
+def _with_writes(match: Match) -> Match:
+    """Returns a match with the writes of its caches, if the call can make them."""
+    keys, values = (_read_write(cache, match.call) for cache in (match.keys, match.values))
+    if keys is None or values is None or keys.cache is values.cache:
+        return match
+    at = keys.position
+    if _whole(at) is not _whole(values.position):
+        return match
+    choice = match.choice
+    if choice.lengths is not None and (choice.more != 1 or _whole(choice.lengths) is not _whole(at)):
+        return match
+    return replace(match, keys=keys.cache, values=values.cache, written=(keys, values))
+
+
+def _read_write(put: fx.Node, call: AttentionCall) -> Written | None:
+    """Returns how a cache is written before the call reads it; None if the call cannot do that."""
+    if put.target is not aten.index_put.default:
+        return None
+    bound = proofs.arguments(put)
+    cache, indices, new = bound["self"], bound["indices"], bound["values"]
+    B, _, _, _, S, D = call.sizes
+    if bound["accumulate"] or len(indices) != 3 or indices[0] is not None or indices[1] is not None:
+        return None
+    position, place, value = indices[2], proofs.tensor(indices[2]), proofs.tensor(new)
+    heads = proofs.fake(put).shape[1]
+    if place is None or value is None or place.dtype != torch.int64 or tuple(place.shape) != (1,):
+        return None
+    copies = [user for user in put.users if user.target is aten.copy_.default]
+    readers = set(put.users) - set(copies)
+    if cache.op != "placeholder" or tuple(value.shape) != (B, heads, 1, D) or len(copies) != 1:
+        return None
+    (copy,) = copies
+    ours = copy.args[0] is cache and copy.args[1] is put and not copy.users and set(cache.users) == {put, copy}
+    reads = {node for node in readers if not _leads_to(node, call.node)}
+    fits = tuple(proofs.fake(cache).shape) == (B, heads, S, D) and proofs.fake(cache).dtype == value.dtype
+    if not ours or reads or not fits or set(proofs.writers(cache)) != {copy} or proofs.fake(cache).stride(-1) != 1:
+        return None
+    return Written(cache, position, new, put, copy)
+
+
+def _leads_to(node: fx.Node, call: fx.Node) -> bool:
+    """Returns whether a node is the call, or a view or copy that only the call reads."""
+    if node is call:
+        return True
+    moves = node.target in VIEWS or node.target is aten.clone.default
+    return moves and bool(node.users) and all(_leads_to(user, call) for user in node.users)
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """Returns the numbers of which a tensor of one number is a view, or a wider copy."""
+    return chain_to(Atoms(), node)[0].node
+
+
+def _with_rotations(match: Match) -> Match:
+    """Returns a match with the rotary embedding of its query, and of its new key, if the call can make them."""
+    B, D = match.call.sizes[0], match.call.sizes[5]
+    found = []
+    for node in (match.call.query, *(() if match.written is None else (match.written[0].new,))):
+        rotation = read_rotation(proofs.views_up(node)[-1])
+        if rotation is None:
+            return match
+        value = proofs.fake(rotation.x)
+        if (value.shape[0], value.shape[-1], value.dtype) != (B, D, proofs.fake(node).dtype):
+            return match
+        if proofs.fake(rotation.cos).shape != proofs.fake(rotation.sin).shape:
+            return match
+        found.append(rotation)
+    tables = {(proofs.views_up(one.cos)[-1], proofs.views_up(one.sin)[-1]) for one in found}
+    return replace(match, turned=tuple(found)) if len(tables) == 1 else match
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    call, choice, origin = match.call, match.choice, match.call.node
+    B, _, _, _, S, D = call.sizes
+    heads = proofs.fake(call.query).shape[1]
+    mask = "given" if choice.shown is not None else "all" if choice.lengths is None else "lengths"
+    appends, rotated = match.written is not None, bool(match.turned)
+    task = CachedAttention(call.scale, mask, appends, rotated, 0 if appends else choice.more, options.strategy)
+    news = [] if match.written is None else [one.new for one in match.written]
+    heads_of = [call.query, *news]
+    for index, rotation in enumerate(match.turned):
+        heads_of[index] = rotation.x
+    (result,) = origin.users
+    like = proofs.fake(call.query)
+    out = rewriting.fake_like(like, (B, heads, D), rewriting.contiguous_strides((B, heads, D)))
+    with graph.inserting_before(origin):
+        q, *new = (rewriting.shaped(graph, node, (B, -1, D)) for node in heads_of)
+        operands: dict[str, fx.Node | None] = {"q": q, "keys": match.keys, "values": match.values}
+        if choice.lengths is not None:
+            lengths = choice.lengths if match.written is None else match.written[0].position
+            operands["lengths"] = rewriting.shaped(graph, lengths, (proofs.fake(lengths).numel(),))
+        if choice.shown is not None:
+            shown = rewriting.shaped(graph, choice.shown, (proofs.fake(choice.shown).numel() // S, S))
+            kept = choice.kept
+            operands["shown"] = shown if kept else rewriting.computed(graph, NEGATIONS[1], (shown,), shown)
+        if match.written is not None:
+            operands |= {"position": match.written[0].position, "key": new[0], "value": new[1]}
+        for name in ("cos", "sin") if rotated else ():
+            table = getattr(match.turned[0], name)
+            columns = proofs.fake(table).shape[-1]
+            operands[name] = rewriting.shaped(graph, table, (proofs.fake(table).numel() // columns, columns))
+        made = rewriting.call_task(graph, task, operands, result, [out])
+        attended = rewriting.output(graph, made, 0, result)
+        for written in match.written or ():
+            graph.call_function(schema.overload("after_"), (written.cache, attended))
+        replacement = rewriting.shaped(graph, attended, (B, heads, 1, D))
+    result.replace_all_uses_with(replacement)
+    for written in match.written or ():
+        graph.erase_node(written.copy)
+    rewriting.erase_unused(graph, [result, *(node for node in proofs.ancestors(origin) if node.op == "call_function")])
+    return made
+
+
+def attend_within(graph: fx.Graph, options: Options, devices: tuple[str, ...]) -> int:
+    """Puts a call in the place of every such attention on these types of devices; returns how many."""
+    if not takes_local(graph, PATTERN, options):
+        return 0
+    count = 0
+    for node in list(graph.nodes):
+        if (match := find_attention(node, devices)) is not None:
+            rewrite(graph, match, options)
+            count += 1
+    return count
+
+
+def cached_attention(graph: fx.Graph, *, options: Options) -> int:
+    """Puts a call in the place of every attention of a decode step to a rank's own cache on a GPU; returns how many."""
+    return attend_within(graph, options, GPUS)

@@ -1,0 +1,198 @@
+"""cached_attention: one launch turns, stores and attends as torch does in five, and leaves everything else in place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler import ASTSource
+
+from ditron_inductor.lowering.cached_attention import cached_kernel as lowering
+from ditron_inductor.lowering.cached_attention.cached_kernel import cached_attention
+from ditron_inductor.task.cached_attention import cached_attention as reference
+from ditron_inductor.task.nodes import CachedAttention
+from tests.cases import rare
+from tests.lowering.assembly import Listing, resources
+from tests.lowering.cross_compile import all_aligned, compile_for
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call for B sequences with Hq query heads, in a cache of S tokens. tokens: the lengths of the sequences, as many
+    as there are, or one for all. turned: 0, or the part of a head that the angles are for. own_angles: whether
+    each sequence has its own.
+    """
+
+    B: int
+    Hq: int
+    Hkv: int
+    S: int
+    D: int
+    mask: str = "lengths"
+    tokens: tuple[int, ...] = (5,)
+    tokens_first: bool = False
+    appends: bool = False
+    turned: int = 0
+    own_angles: bool = False
+    added: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        flags = "-appends" * self.appends + f"-turned{self.turned}" * bool(self.turned) + "-own" * self.own_angles
+        flags += "-tokens_first" * self.tokens_first
+        sizes = f"{self.B}x{self.Hq}of{self.Hkv}-{self.S}x{self.D}"
+        return f"{sizes}-{self.mask}{'_'.join(map(str, self.tokens))}{flags}-{str(self.dtype)[6:]}"
+
+    @property
+    def node(self) -> CachedAttention:
+        rotated = self.turned > 0
+        return CachedAttention(0.25, self.mask, self.appends, rotated, self.added, strategy="tile")
+
+
+CASES = (
+    Case(1, 4, 2, 64, 16, tokens=(37,), appends=True, turned=1),
+    Case(3, 6, 2, 50, 32, tokens=(0, 17, 50), tokens_first=True),
+    Case(2, 4, 4, 300, 16, "given", tokens=(299,), appends=True, turned=2, own_angles=True),
+    Case(2, 8, 1, 33, 64, "all", tokens=(32,), appends=True),
+    Case(2, 2, 1, 90, 16, tokens=(70, 89), added=1),
+    Case(1, 130, 1, 20, 16, tokens=(0,), appends=True, turned=1),
+    Case(2, 4, 2, 48, 16, "given", tokens=(7,), tokens_first=True),
+    Case(1, 4, 2, 1, 16, "all", tokens=(0,)),
+    Case(2, 4, 2, 40, 16, tokens=(39,), appends=True, dtype=torch.float16, turned=2),
+)
+BF16 = torch.bfloat16
+GPU_CASES = (
+    Case(1, 16, 4, 256, 128, tokens=(255,), appends=True, turned=2, dtype=BF16),
+    Case(1, 16, 4, 4096, 128, tokens=(4000,), appends=True, turned=2, dtype=BF16),
+    Case(32, 16, 4, 1024, 128, tokens=(517,), appends=True, turned=1, own_angles=True, dtype=BF16),
+    Case(5, 32, 8, 777, 64, "given", tokens=(400,), appends=True, turned=1, dtype=torch.float16),
+    Case(3, 8, 8, 515, 256, tokens=(3, 515, 0), tokens_first=True, dtype=BF16),
+    Case(2, 8, 1, 2000, 128, "all", tokens=(1999,), appends=True, dtype=BF16),
+    Case(128, 4, 1, 300, 128, tokens=(299,), appends=True, turned=2, dtype=BF16),
+)
+
+
+def operands(case: Case, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
+    """The operands of a call. Behind the lengths of a sequence the cache has what must not be used."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    caches = [drawn(case.B, case.S, case.Hkv, case.D) for _ in range(2)]
+    given = [drawn(case.B, 2 * case.Hq, case.D)[:, ::2]]
+    lengths = torch.tensor(case.tokens)
+    if case.mask == "lengths":
+        for cache in caches:
+            for row, length in enumerate(lengths.expand(case.B).tolist()):
+                cache[row, length + case.added :] = float("nan")
+    caches = [cache.transpose(1, 2) for cache in caches]
+    if not case.tokens_first:
+        caches = [cache.contiguous() for cache in caches]
+    given += caches
+    if case.mask == "lengths":
+        given.append(lengths)
+    if case.mask == "given":
+        given.append(torch.rand(case.B, case.S, generator=generator) < 0.5)
+    if case.appends:
+        given += [lengths[:1].clone(), drawn(case.B, case.Hkv, case.D), drawn(case.B, case.Hkv + 1, case.D)[:, 1:]]
+    if case.turned:
+        angles = 6.3 * drawn(case.B if case.own_angles else 1, case.D // case.turned)
+        given += [angles.cos(), angles.sin()]
+    return [x.to(device) if not x.is_floating_point() else x.to(device, case.dtype) for x in given]
+
+
+def check(case: Case, given: list[torch.Tensor]) -> None:
+    """The kernels compute what torch does in fp64, store the new token bit by bit, and write nothing else."""
+    node = case.node
+    # What is not attended to would make NaNs of torch's sums.
+    exact = [x.double().nan_to_num() if x.is_floating_point() else x.clone() for x in given]
+    before = [cache.clone() for cache in given[1:3]]
+    wanted = reference(node, *node.split(exact))
+    (out,) = cached_attention(node, given)
+    limit = 8 * torch.finfo(case.dtype).eps
+    torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
+    for cache, old, new in zip(given[1:3], before, exact[1:3], strict=True):
+        changed = (cache != old) & ~(cache.isnan() & old.isnan())
+        if not case.appends:
+            assert not changed.any()
+            continue
+        there = torch.zeros_like(cache, dtype=torch.bool)
+        there.select(2, case.tokens[0] % case.S).fill_(True)
+        assert not (changed & ~there).any() and changed.any()
+        torch.testing.assert_close(cache[there].double(), new[there], rtol=limit, atol=limit)
+
+
+def _near(ctx: RankContext, case: Case) -> None:
+    check(case, operands(case, ctx.device))
+
+
+@pytest.mark.parametrize("case", [*CASES[:5], *rare(*CASES[5:])], ids=str)
+def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case) -> None:
+    rank_pools.get("cpu", 1).run(_near, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *GPU_CASES], ids=str)
+def test_near_the_reference_on_a_gpu(rank_pools: RankPools, case: Case) -> None:
+    rank_pools.get("cuda", 1).run(_near, case, timeout=100)
+
+
+def compiled(target: str, kernel: Any, form: lowering.Form) -> Any:
+    """A kernel for 4 query heads of 128 elements that share a key head."""
+    heads = lowering.deal(1, 16, 4)
+    config = lowering.select_config(head_dim=128, dtype=BF16, paged=False, interpreted=False).for_arch(target)
+    merged = lowering.merged_splits(heads, 128, 8, False)
+    how = lowering.How(
+        *(heads.rows, heads.block_rows, heads.merged_rows, heads.parts, 128, merged, config.block_n),
+        *(config.least_blocks, 0, 0.125, 0.0, "ieee", False),
+    )
+    x = "*bf16"
+    tensors = lowering.Tensors(x, x, x, "*i64", "*i1", "*i64", *(x,) * 5, "*fp32")
+    pair, triple = ("i32",) * 2, ("i32",) * 3
+    strides = lowering.Strides(pair, triple, triple, "i32")
+    structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 3)}
+    signature: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "splits"), "i32")
+    signature = {**structures, **signature, "HOW": "constexpr", "FORM": "constexpr"}
+    signature = {parameter.name: signature[parameter.name] for parameter in kernel.params}
+    places = {name: place for place, name in enumerate(signature)}
+    aligned = {key: one for name in structures for key, one in all_aligned(places[name], signature[name]).items()}
+    source = ASTSource(kernel, signature, {(places["HOW"],): how, (places["FORM"],): form}, aligned)
+    return compile_for(target, source, {"num_warps": config.num_warps, "num_stages": config.num_stages})
+
+
+FORMS = {
+    "appends": lowering.Form(True, False, 0, True, 128, False),
+    "marked": lowering.Form(False, True, 0, True, 64, True),
+    "reads": lowering.Form(True, False, 1, False, 0, False),
+}
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_it_compiles_for_nvidia(form: str) -> None:
+    found = compiled("sm_90", lowering.cached_attention_kernel, FORMS[form])
+    text = found.asm["ptx"]
+    # Nobody is waited for, and the cache comes 16 bytes at a time, several blocks ahead.
+    assert not re.search(r"\b(atom|red)\b|ld\.acquire|st\.release", text)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?0x([0-9a-f]+)", text)
+    assert copies.count("10") >= 6
+    needed = resources(text)
+    assert needed.spilled_bytes == 0 and needed.registers * 128 * 2 <= 65536 and found.metadata.shared * 2 <= 227 << 10
+    stores = [line for line in Listing(text).lines if "st.global" in line]
+    assert (len(stores) > len([line for line in stores if "b32" in line])) or form == "reads"
+
+
+def test_it_compiles_for_amd() -> None:
+    for form in FORMS.values():
+        text = compiled("gfx942", lowering.cached_attention_kernel, form).asm["amdgcn"]
+        assert "v_mfma_" in text and "global_atomic" not in text
+    assert "global_store" in compiled("gfx942", lowering.merge_kernel, FORMS["appends"]).asm["amdgcn"]
+
+
+def test_the_merging_kernel_spills_nothing() -> None:
+    assert resources(compiled("sm_90", lowering.merge_kernel, FORMS["appends"]).asm["ptx"]).spilled_bytes == 0
