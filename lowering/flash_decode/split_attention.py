@@ -172,11 +172,12 @@ def attend(
     total = tl.zeros((BLOCK_ROWS, BLOCK_N if APART else 1), dtype=tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
     if token is not None:
+        # Behind the loop it takes up to 2 us more.
         score = scaled(tl.sum(query.to(tl.float32) * token.key.to(tl.float32)[None, :], axis=1), HOW)
         most = tl.where(token.is_here, score, most)
         weight = tl.where(token.is_here, 1.0, 0.0)
         total += tl.where(tl.arange(0, BLOCK_N if APART else 1) == 0, weight, 0.0)[None, :]
-        acc += (weight * token.value.to(tl.float32))[None, :]
+        acc += weight * tl.where(token.is_here, token.value.to(tl.float32), 0.0)[None, :]
     for block in range(0, tl.cdiv(end - begin, BLOCK_N)):
         first = begin + block * BLOCK_N
         there = tokens < end - first

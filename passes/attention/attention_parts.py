@@ -10,6 +10,7 @@ the tensors in the graph through views, and where they come out determines their
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
 
@@ -42,6 +43,12 @@ SDPA = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
+HIDING: Mapping[object, tuple[float, ...]] = {
+    aten._scaled_dot_product_cudnn_attention.default: (-math.inf, -65536.0),
+}
+"""The numbers that hide a score where an op adds them. Of a mask of bools torch makes this finite number for cuDNN. It
+hides a score as -inf does as long as another one is shown; if none is, all are, and here the result is 0.
+"""
 MUST_BE_OFF = ("dropout_p", "is_causal", "return_debug_mask")
 MASKS = ("attn_bias", "attn_mask")
 
@@ -88,6 +95,10 @@ class AttentionCall:
         added = next((bound[name] for name in MASKS if bound.get(name) is not None), None)
         return cls(node, query, key, value, added, scale, (B, heads, H // heads, L, S, D))
 
+    def mask(self) -> TokenMask | None:
+        """Returns the mask of the call; None if there is none, or if it adds other numbers."""
+        return read_mask(self.added, HIDING.get(self.node.target, (-math.inf,)))
+
 
 @dataclass(frozen=True)
 class TokenMask:
@@ -125,9 +136,9 @@ class GatheredParts:
     gathers: tuple[Collective, ...]
 
 
-def read_mask(added: object) -> TokenMask | None:
-    """Returns the TokenMask that `added`, to scores, is: 0 for those that are kept and -inf for the others, in a dtype
-    that has both and behind views; None if it is something else.
+def read_mask(added: object, hiding: Collection[float] = (-math.inf,)) -> TokenMask | None:
+    """Returns the TokenMask that `added`, to scores, is: 0 for those that are kept and a number of `hiding` for the
+    others, in a dtype that has both and behind views; None if it is something else.
     """
     views = []
     while isinstance(added, fx.Node) and (added.target in VIEWS or added.target in CASTS):
@@ -139,8 +150,8 @@ def read_mask(added: object) -> TokenMask | None:
     if not isinstance(added, fx.Node) or added.target is not aten.where.self:
         return None
     condition, chosen, other = added.args
-    kept = proofs.is_full(chosen, 0) and proofs.is_full(other, -math.inf)
-    hides = proofs.is_full(chosen, -math.inf) and proofs.is_full(other, 0)
+    kept = proofs.is_full(chosen, 0) and any(proofs.is_full(other, number) for number in hiding)
+    hides = proofs.is_full(other, 0) and any(proofs.is_full(chosen, number) for number in hiding)
     if not isinstance(condition, fx.Node) or not (kept or hides):
         return None
     # The numbers are scalars, which add no dimensions.
@@ -330,7 +341,7 @@ class PartAlgebra:
             keys = Root(read.key, (batch, head, tokens, dim))
             lengths = None
             if read.added is not None:
-                mask = read_mask(read.added)
+                mask = read.mask()
                 if mask is None:
                     raise Unknown(call)
                 lengths = self.lengths_of(mask, (batch, head + group_axis, rows, tokens), tokens[0])

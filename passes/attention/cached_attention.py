@@ -34,7 +34,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.attention.attention_parts import SDPA, AttentionCall, PartAlgebra, read_mask
+from ditron_inductor.passes.attention.attention_parts import SDPA, AttentionCall, PartAlgebra
 from ditron_inductor.passes.attention.roots import VIEWS, chain_to
 from ditron_inductor.passes.attention.rotary import Rotation, read_rotation
 from ditron_inductor.passes.attention.softmax_algebra import Atoms, Unknown, static_shape
@@ -134,7 +134,7 @@ def _read_choice(call: AttentionCall) -> TokenChoice | None:
     """Returns which tokens a call attends to; None if it is not known."""
     if call.added is None:
         return TokenChoice()
-    mask = read_mask(call.added)
+    mask = call.mask()
     if mask is None:
         return None
     B, _, _, _, S, _ = call.sizes

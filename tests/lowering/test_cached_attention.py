@@ -115,7 +115,7 @@ def check(case: Case, given: list[torch.Tensor]) -> None:
     before = [cache.clone() for cache in given[1:3]]
     wanted = reference(node, *node.split(exact))
     (out,) = cached_attention(node, given)
-    limit = 8 * torch.finfo(case.dtype).eps
+    limit = 32 * torch.finfo(case.dtype).eps
     torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
     for cache, old, new in zip(given[1:3], before, exact[1:3], strict=True):
         changed = (cache != old) & ~(cache.isnan() & old.isnan())
@@ -147,10 +147,9 @@ def compiled(target: str, kernel: Any, form: lowering.Form) -> Any:
     """A kernel for 4 query heads of 128 elements that share a key head."""
     heads = lowering.deal(1, 16, 4)
     config = lowering.select_config(head_dim=128, dtype=BF16, paged=False, interpreted=False).for_arch(target)
-    merged = lowering.merged_splits(heads, 128, 8, False)
     how = lowering.How(
-        *(heads.rows, heads.block_rows, heads.merged_rows, heads.parts, 128, merged, config.block_n),
-        *(config.least_blocks, 0, 0.125, 0.0, "ieee", False),
+        *(heads.rows, heads.block_rows, heads.merged_rows, heads.parts, 128, 1, config.block_n),
+        *(1, 0, 0.125, 0.0, "ieee", False),
     )
     x = "*bf16"
     tensors = lowering.Tensors(x, x, x, "*i64", "*i1", "*i64", *(x,) * 5, "*fp32")
@@ -158,11 +157,12 @@ def compiled(target: str, kernel: Any, form: lowering.Form) -> Any:
     strides = lowering.Strides(pair, triple, triple, "i32")
     structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 3)}
     signature: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "splits"), "i32")
-    signature = {**structures, **signature, "HOW": "constexpr", "FORM": "constexpr"}
+    signature = {**structures, **signature, "HOW": "constexpr", "FORM": "constexpr", "AT_ONCE": "constexpr"}
     signature = {parameter.name: signature[parameter.name] for parameter in kernel.params}
     places = {name: place for place, name in enumerate(signature)}
     aligned = {key: one for name in structures for key, one in all_aligned(places[name], signature[name]).items()}
-    source = ASTSource(kernel, signature, {(places["HOW"],): how, (places["FORM"],): form}, aligned)
+    known = {"HOW": how, "FORM": form, "AT_ONCE": lowering.MERGED_AT_ONCE}
+    source = ASTSource(kernel, signature, {(places[one],): known[one] for one in known if one in places}, aligned)
     return compile_for(target, source, {"num_warps": config.num_warps, "num_stages": config.num_stages})
 
 
@@ -191,7 +191,8 @@ def test_it_compiles_for_amd() -> None:
     for form in FORMS.values():
         text = compiled("gfx942", lowering.cached_attention_kernel, form).asm["amdgcn"]
         assert "v_mfma_" in text and "global_atomic" not in text
-    assert "global_store" in compiled("gfx942", lowering.merge_kernel, FORMS["appends"]).asm["amdgcn"]
+    text = compiled("gfx942", lowering.merge_kernel, FORMS["appends"]).asm["amdgcn"]
+    assert re.search(r"(global|buffer)_store", text)
 
 
 def test_the_merging_kernel_spills_nothing() -> None:
