@@ -248,7 +248,7 @@ def test_the_parts_are_of_the_program_that_is_timed(kind: str, rank_pools: RankP
 def test_attention_has_weight(model: str) -> None:
     """In the output too: of the program that is timed nothing else is seen."""
     arch, cell = MODELS[model].like(replace(TINY, hidden=128, head_dim=32)), Cell(model, 2, "ar", "prefill", 1, 256)
-    layers = forms.decoder(arch, cell, 1, 0, forms.ContextAttention, forms.CachedAttention)
+    layers = forms.decoder(arch, cell, 1, 0, forms.ContextAttention, forms.ShardedCache)
     given, wrong = forms.inputs(arch, cell, 0, 1, torch.device("cpu"), torch.float32), []
     with torch.no_grad():
         wanted = layers(*given)

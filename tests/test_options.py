@@ -215,9 +215,9 @@ def test_text_shows_every_field_and_tells_options_apart() -> None:
         "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, meeting_s=10.0, "
         "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'matmul_all_gather', "
         "'all_reduce_rms_norm', 'matmul_all_to_all', 'all_to_all_matmul', "
-        "'flash_decode', 'projections', 'expert_projections', 'grouped_projections', 'combine_experts', "
-        "'choose_experts', 'grouped_matmul_all_reduce', 'grouped_matmul_reduce_scatter', 'all_gather_attention', "
-        "'attention_reduce_scatter'), "
+        "'flash_decode', 'cached_attention', 'projections', 'expert_projections', 'grouped_projections', "
+        "'combine_experts', 'choose_experts', 'grouped_matmul_all_reduce', 'grouped_matmul_reduce_scatter', "
+        "'all_gather_attention', 'attention_reduce_scatter'), "
         "strict=False, sequence_parallel='auto', trials=True"
     )
     assert Options().text() != Options(fusions=()).text()

@@ -86,6 +86,7 @@ def test_the_order_of_the_passes() -> None:
         "grouped_projections",
         "absorb_sums",
         "combine_experts",
+        "cached_attention",
         "split_weights",
         "projections",
         "absorb_epilogues",

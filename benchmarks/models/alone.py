@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.models import forms
 from benchmarks.models.architecture import Architecture, Decoder
-from benchmarks.models.forms import CachedAttention, ContextAttention
+from benchmarks.models.forms import ContextAttention, ShardedCache
 from benchmarks.models.zoo import Cell
 
 
@@ -26,7 +26,7 @@ class AloneContextAttention(ContextAttention):
         return x.expand(self.group.size(), *x.shape[1:])
 
 
-class AloneCachedAttention(CachedAttention):
+class AloneCachedAttention(ShardedCache):
     """To the part of the cache that is here."""
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.models.architecture import Decoder, Layer
 from benchmarks.models.by_hand import ByHand
 from benchmarks.models.dispatched import dispatched
-from benchmarks.models.forms import CachedAttention, ContextAttention
+from benchmarks.models.forms import ContextAttention, ShardedCache
 from benchmarks.models.request import OURS
 from benchmarks.rivals import registered, symmetric
 from ditron_inductor.backend import ditron
@@ -118,7 +118,7 @@ COMPILERS: Mapping[str, Compiler] = {
 def in_form(name: str, compiler: Compiler, model: nn.Module) -> Callable[..., Any]:
     """The compiled model of a contestant, in the form of attention that is its own (see `forms`) at every call."""
     call = compiler(model)
-    parts = [part for part in model.modules() if isinstance(part, CachedAttention | ContextAttention)]
+    parts = [part for part in model.modules() if isinstance(part, ShardedCache | ContextAttention)]
 
     def chosen(*operands: Any) -> Any:
         for part in parts:

@@ -120,7 +120,7 @@ class ContextAttention(Gathering):
         return (out.float() * share + other.float() * (1.0 - share)).to(q.dtype)
 
 
-class CachedAttention(Gathering):
+class ShardedCache(Gathering):
     """Attention of one new token per sequence to a cache whose tokens are divided over the ranks.
 
     The cache is full. The new key and value take the place of the oldest ones, on the rank whose turn it is.
@@ -168,7 +168,7 @@ def decoder(
     world_size: int,
     rank: int,
     context: type[ContextAttention],
-    cached: type[CachedAttention],
+    cached: type[ShardedCache],
 ) -> Decoder:
     """The cell's layers in the sizes of `arch` with random weights and caches on the default device. context, cached:
     the attention of the forms `cp` and `kv`.
@@ -183,7 +183,7 @@ def decoder(
     _peak(model, arch)
     own = torch.Generator(torch.get_default_device()).manual_seed(100 + rank)
     for part in model.modules():
-        if isinstance(part, CachedAttention):
+        if isinstance(part, ShardedCache):
             part.fill(own)
     return model
 
@@ -197,7 +197,7 @@ def build(arch: Architecture, cell: Cell, mesh: DeviceMesh) -> Decoder:
     for name, size in _divided(arch, cell).items():
         if size % world_size:
             raise ValueError(f"{name} = {size} of {cell.model} does not divide over {world_size} ranks")
-    model = decoder(arch, cell, world_size, rank, ContextAttention, CachedAttention)
+    model = decoder(arch, cell, world_size, rank, ContextAttention, ShardedCache)
     _random_vectors(model)
     return cut(model, cell.form, mesh)
 

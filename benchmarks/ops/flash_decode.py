@@ -187,7 +187,7 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
 
     from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns
     from benchmarks.ops.read import Reader
-    from ditron_inductor.lowering.flash_decode.decode_config import DecodeConfig
+    from ditron_inductor.lowering.decode_attention.decode_config import DecodeConfig
     from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, make_local, shape_of
     from ditron_inductor.lowering.host.local_calls import facts_of
     from ditron_inductor.task import flash_decode as reference

@@ -79,14 +79,15 @@ class CachedAttention(Node):
     """out = attention of one query per sequence over a cache that this rank has whole, and over a new token, if it
     `appends` one. Nothing is communicated: no site.
 
-    q and out are [B, Hq, D]; the caches keys and values are [B, Hkv, S, D], in any strides. Head h of q attends to head h // (Hq / Hkv). Scores are q . k * scale. With the mask `lengths`, an integer [B] or
-    [1], the first lengths + added tokens of the cache are attended to. With the mask `given`, those for which shown, a
-    bool [B, S] or [1, S], is true. Without any token out is 0.
+    q and out are [B, Hq, D]; the caches keys and values are [B, Hkv, S, D], in any strides. Head h of q attends to head
+    h // (Hq / Hkv). Scores are q . k * scale. With the mask `lengths`, an integer [B] or [1], the first lengths + added
+    tokens of the cache are attended to. With the mask `given`, those for which shown, a bool [B, S] or [1, S], is true.
+    Without any token out is 0.
 
     If it appends, key and value [B, Hkv, D] are written into the caches at position, an int64 [1], which counts from
-    the end if negative. The node's text says that the caches are written, the op's schema does not: an `after_` behind
-    the call does. What the cache held at this place is not attended to, but the new token is: with the mask `given` if
-    it is shown, with `lengths`, which is then the position and does not count the token, if that is not negative.
+    the end if negative. The text of the node says that the caches are written, and the schema of the op does not: an
+    `after_` behind the call does. What the cache held at this place is not attended to. The new token is: with the mask
+    `given` if it is shown, with `lengths`, which are then the position and do not count the token, unless negative.
 
     If `rotated`, q, and key if there is one, are turned first: x * cos + turn(x) * sin, where turn(x) is (-second half
     of x, first half of x), computed in fp32 and rounded once. cos and sin are [B, W] or [1, W], with W = D, or D / 2 if

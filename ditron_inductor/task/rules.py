@@ -326,7 +326,8 @@ def _cached(node: nodes.CachedAttention, given: Given) -> Rules:
     yield q.shape[1] % keys.shape[1] == 0, "has heads that cannot share the keys evenly"
     if "lengths" in given:
         lengths = given["lengths"]
-        yield lengths.dtype in (torch.int32, torch.int64) and lengths.ndim == 1, "has lengths that are no integer vector"
+        right = lengths.dtype in (torch.int32, torch.int64) and lengths.ndim == 1
+        yield right, "has lengths that are no integer vector"
         yield (lengths.shape[0] == 1, lengths.shape[0] == q.shape[0]), "has lengths of another number of sequences"
     if "shown" in given:
         shown = given["shown"]

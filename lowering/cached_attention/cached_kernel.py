@@ -3,9 +3,9 @@
 Problem. Between the projections and the attention of a decode step there are launches that do next to nothing: one
 turns the query, one turns the key and stores it, one stores the value, one writes a mask. Algorithm. There are two
 kernels. In the first one each program attends to a piece of a sequence's cache for the query heads that share a key
-head (see flash_decode/split_attention.py). It turns these heads as it loads them. The program of the first piece turns
-the new key as well, stores key and value, and adds their token to its sums, so nobody reads them from the cache. In the
-second kernel each program merges the pieces of a query head. If there is one piece, the first kernel stores the
+head (see decode_attention/split_attention.py). It turns these heads as it loads them. The program of the first piece
+turns the new key as well, stores key and value, and adds their token to its sums, so nobody reads them from the cache.
+In the second kernel each program merges the pieces of a query head. If there is one piece, the first kernel stores the
 result. Nothing is communicated, and no program waits. Limits. Heads have one of `HEAD_DIMS` elements. Anything else is
 computed by torch.
 """
@@ -21,14 +21,14 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.flash_decode.decode_config import (
+from ditron_inductor.lowering.decode_attention.decode_config import (
+    HEAD_DIMS,
     INTERPRETED_SPLITS,
     count_splits,
     deal,
     select_config,
 )
-from ditron_inductor.lowering.flash_decode.local_decode import HEAD_DIMS
-from ditron_inductor.lowering.flash_decode.split_attention import (
+from ditron_inductor.lowering.decode_attention.split_attention import (
     Counts,
     How,
     NewToken,
@@ -88,7 +88,7 @@ class Sizes(NamedTuple):
     shown: Any
 
 
-class Form(NamedTuple):
+class Asked(NamedTuple):
     """What a node asks for: whether tokens are counted, whether they are marked, a number to add to the lengths,
     whether a token is appended, the angles of a row (0 if nothing is turned), and whether there is one split.
     """
@@ -102,20 +102,20 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def length_of(tensors, batch, sizes, FORM: tl.constexpr):
+def length_of(tensors, batch, sizes, ASKED: tl.constexpr):
     """Returns how many of a sequence's first tokens are attended to, as far as their number says."""
     length = sizes.capacity
-    if FORM.COUNTED:
-        length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + FORM.ADDED
+    if ASKED.COUNTED:
+        length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + ASKED.ADDED
         # A sequence is never longer than its cache, even if the tensor says so.
         length = tl.minimum(tl.maximum(length, 0), sizes.capacity).to(tl.int32)
     return length
 
 
 @triton.jit
-def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, FORM: tl.constexpr):
+def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, ASKED: tl.constexpr):
     """Loads ROWS query heads from `row` on as [BLOCK_ROWS, HEAD_DIM], padded by zeros, and turns them."""
-    if FORM.ANGLES == 0:
+    if ASKED.ANGLES == 0:
         return load_query(tensors.q, sizes.strides.q, batch, row, HOW.ROWS, HOW.BLOCK_ROWS, HOW.HEAD_DIM)
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     rows = tl.arange(0, HOW.BLOCK_ROWS)
@@ -123,15 +123,15 @@ def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, FORM: tl.constex
     there = (rows < HOW.ROWS)[:, None] & (dims >= 0)[None, :]
     base = tensors.q + batch.to(tl.int64) * sizes.strides.q[0] + (row + rows)[:, None] * sizes.strides.q[1]
     x = tl.load(base + dims[None, :], mask=there, other=0.0).to(tl.float32)
-    other = tl.load(base + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], mask=there, other=0.0).to(tl.float32)
-    at = batch * sizes.angles + dims % FORM.ANGLES
+    swapped = tl.load(base + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], mask=there, other=0.0).to(tl.float32)
+    at = batch * sizes.angles + dims % ASKED.ANGLES
     cos = tl.load(tensors.cos + at).to(tl.float32)
     sin = tl.load(tensors.sin + at).to(tl.float32) * tl.where(dims < HEAD_DIM // 2, -1.0, 1.0)
-    return (x * cos[None, :] + other * sin[None, :]).to(tensors.q.dtype.element_ty)
+    return (x * cos[None, :] + swapped * sin[None, :]).to(tensors.q.dtype.element_ty)
 
 
 @triton.jit
-def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, FORM: tl.constexpr):
+def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, ASKED: tl.constexpr):
     """Returns the NewToken of a sequence. The program of the first split and the first part of a key head stores it."""
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     dims = tl.arange(0, HEAD_DIM)
@@ -139,20 +139,20 @@ def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, FO
     place = tl.where(given < 0, given + sizes.capacity, given)
     exists = (place >= 0) & (place < sizes.capacity)
     is_here = split == 0
-    if FORM.COUNTED:
+    if ASKED.COUNTED:
         is_here &= given >= 0
-    if FORM.MARKED:
+    if ASKED.MARKED:
         is_here &= tl.load(tensors.shown + batch * sizes.shown + place, mask=exists, other=1) != 0
     key_at = tensors.new_k + batch.to(tl.int64) * sizes.new_k[0] + kv_head * sizes.new_k[1]
     value_at = tensors.new_v + batch.to(tl.int64) * sizes.new_v[0] + kv_head * sizes.new_v[1]
     key = tl.load(key_at + dims)
     value = tl.load(value_at + dims)
-    if FORM.ANGLES > 0:
-        other = tl.load(key_at + (dims + HEAD_DIM // 2) % HEAD_DIM).to(tl.float32)
-        at = batch * sizes.angles + dims % FORM.ANGLES
+    if ASKED.ANGLES > 0:
+        swapped = tl.load(key_at + (dims + HEAD_DIM // 2) % HEAD_DIM).to(tl.float32)
+        at = batch * sizes.angles + dims % ASKED.ANGLES
         cos = tl.load(tensors.cos + at).to(tl.float32)
         sin = tl.load(tensors.sin + at).to(tl.float32) * tl.where(dims < HEAD_DIM // 2, -1.0, 1.0)
-        key = (key.to(tl.float32) * cos + other * sin).to(tensors.k.dtype.element_ty)
+        key = (key.to(tl.float32) * cos + swapped * sin).to(tensors.k.dtype.element_ty)
     stores = (split == 0) & (part == 0) & exists & (dims >= 0)
     k, v = sizes.strides.k, sizes.strides.v
     first = batch.to(tl.int64)
@@ -164,7 +164,7 @@ def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, FO
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
-def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, FORM: tl.constexpr):
+def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, ASKED: tl.constexpr):
     """Attends to one split of one piece of query heads; see the module."""
     head = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -172,18 +172,18 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
     batch = head // (kv_heads * HOW.PARTS)
     kv_head = head // HOW.PARTS % kv_heads
     row = (kv_head * HOW.PARTS + part) * HOW.ROWS
-    query = turned_query(tensors, batch, row, sizes, HOW, FORM)
-    token = new_token(tensors, batch, kv_head, split, part, sizes, HOW, FORM) if FORM.APPENDS else None
-    length = length_of(tensors, batch, sizes, FORM)
+    query = turned_query(tensors, batch, row, sizes, HOW, ASKED)
+    token = new_token(tensors, batch, kv_head, split, part, sizes, HOW, ASKED) if ASKED.APPENDS else None
+    length = length_of(tensors, batch, sizes, ASKED)
     used, per_split = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     counts = Counts(heads, kv_heads, splits, sizes.capacity)
     work = Work(tensors.q, tensors.k, tensors.v, None, None, tensors.partials, None, counts)
     if split < used:
         begin = split * per_split
         end = tl.minimum(begin + per_split, length)
-        shown = tensors.shown + batch.to(tl.int64) * sizes.shown if FORM.MARKED else None
+        shown = tensors.shown + batch.to(tl.int64) * sizes.shown if ASKED.MARKED else None
         o, lse = attend(query, work, sizes.strides, None, batch, kv_head, begin, end, HOW, token, shown)
-        if FORM.ONE_SPLIT:
+        if ASKED.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
             at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]
             inside = (rows < HOW.ROWS)[:, None] & (at >= 0)
@@ -194,13 +194,13 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
 def merge_kernel(
-    tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr
+    tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, ASKED: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """Merges the splits of one query head, AT_ONCE together."""
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     ROWS: tl.constexpr = HOW.ROWS
     head = tl.program_id(0) // ROWS
-    length = length_of(tensors, head // (kv_heads * HOW.PARTS), sizes, FORM)
+    length = length_of(tensors, head // (kv_heads * HOW.PARTS), sizes, ASKED)
     used, _ = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     lses = tensors.partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
     dims = tl.arange(0, HEAD_DIM)
@@ -266,39 +266,37 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         UPCAST=interpreted,
     )
     angles = cos.shape[1] if node.rotated else 0
-    form = Form(node.mask == "lengths", node.mask == "given", node.added, node.appends, angles, splits == 1)
+    asked = Asked(node.mask == "lengths", node.mask == "given", node.added, node.appends, angles, splits == 1)
 
     def rows_apart(x: torch.Tensor | None) -> int:
         return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
-    def strides(x: torch.Tensor | None) -> tuple[int, ...]:
-        return (0, 0) if x is None else (x.stride(0), x.stride(1))
+    def strides(x: torch.Tensor | None, *dims: int) -> tuple[int, ...]:
+        return tuple(0 if x is None else x.stride(dim) for dim in dims)
 
-    cached = [(x.stride(0), x.stride(2), x.stride(1)) for x in (keys, values)]
     sizes = Sizes(
         capacity,
-        Strides(strides(q), *cached, 0),
-        strides(key),
-        strides(value),
+        Strides(strides(q, 0, 1), strides(keys, 0, 2, 1), strides(values, 0, 2, 1), 0),
+        strides(key, 0, 1),
+        strides(value, 0, 1),
         rows_apart(cos),
         rows_apart(lengths),
         rows_apart(shown),
     )
-    fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "FORM": form}
+    fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "ASKED": asked}
     launches = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     attending = Arguments(heads.heads * splits, {**fixed, **launches})
     at_once = min(triton.next_power_of_2(splits), INTERPRETED_AT_ONCE if interpreted else MERGED_AT_ONCE)
     merging = Arguments(B * query_heads, {**fixed, "AT_ONCE": at_once, "num_warps": MERGE_WARPS})
     attention, merge = (local_launcher(kernel, device) for kernel in (cached_attention_kernel, merge_kernel))
-    partials = 1 if splits == 1 else B * query_heads * splits * (head_dim + 1)
+    elements = 1 if splits == 1 else B * query_heads * splits * (head_dim + 1)
 
     def run(*given: torch.Tensor | None) -> list[torch.Tensor]:
         q = given[0]
         assert q is not None
         out = torch.empty(B, query_heads, head_dim, dtype=q.dtype, device=device)
-        parts = torch.empty(partials, dtype=torch.float32, device=device)
-        operands = [q if x is None else x for x in given]
-        tensors = {"tensors": Tensors(*operands, out, parts)}
+        partials = torch.empty(elements, dtype=torch.float32, device=device)
+        tensors = {"tensors": Tensors._make([*(q if x is None else x for x in given), out, partials])}
         attention(handle_for(q), lambda: attending, (), (), tensors)
         if splits > 1:
             merge(handle_for(q), lambda: merging, (), (), tensors)

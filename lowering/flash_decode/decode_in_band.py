@@ -36,14 +36,14 @@ from ditron_inductor.core.in_band import (
 )
 from ditron_inductor.core.signals import granted, leave, with_epoch, words_of
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
-from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape
-from ditron_inductor.lowering.flash_decode.split_attention import (
+from ditron_inductor.lowering.decode_attention.split_attention import (
     Tensors,
     attend_ticket,
     merge_splits,
     part_offsets,
     work_of,
 )
+from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode

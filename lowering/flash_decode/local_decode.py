@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.flash_decode.decode_config import (
+from ditron_inductor.lowering.decode_attention.decode_config import (
     CROWDED_TOKENS,
+    HEAD_DIMS,
     INTERPRETED_SPLITS,
     DecodeConfig,
     Heads,
@@ -27,7 +28,7 @@ from ditron_inductor.lowering.flash_decode.decode_config import (
     merged_splits,
     select_config,
 )
-from ditron_inductor.lowering.flash_decode.split_attention import (
+from ditron_inductor.lowering.decode_attention.split_attention import (
     How,
     Sizes,
     Strides,
@@ -43,7 +44,6 @@ from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_la
 from ditron_inductor.task.nodes import FlashDecode
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
 MERGE_WARPS = 4
 
 

@@ -48,10 +48,8 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
 from ditron_inductor.core.trace import SEND, SUM, TILE, event, now
-from ditron_inductor.lowering.flash_decode import decode_in_band
-from ditron_inductor.lowering.flash_decode.decode_config import INTERPRETED_PROGRAMS
-from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape, make_local
-from ditron_inductor.lowering.flash_decode.split_attention import (
+from ditron_inductor.lowering.decode_attention.decode_config import INTERPRETED_PROGRAMS
+from ditron_inductor.lowering.decode_attention.split_attention import (
     Tensors,
     attend_ticket,
     merge_ranks,
@@ -59,6 +57,8 @@ from ditron_inductor.lowering.flash_decode.split_attention import (
     part_offsets,
     work_of,
 )
+from ditron_inductor.lowering.flash_decode import decode_in_band
+from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape, make_local
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode

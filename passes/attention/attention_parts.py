@@ -68,7 +68,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class SoftmaxCall:
     """A call of torch's attention ops: query [B, Hq, L, D], key and value [B, Hkv, S, D]. added: to the scores, or
     None.
     """
@@ -82,7 +82,7 @@ class AttentionCall:
     sizes: tuple[int, int, int, int, int, int]
 
     @classmethod
-    def read(cls, node: fx.Node) -> AttentionCall:
+    def read(cls, node: fx.Node) -> SoftmaxCall:
         """Reads a call whose sizes (B, Hkv, Hq / Hkv, L, S, D) are all known. Raises Unknown at one that does more."""
         bound = proofs.arguments(node)
         query, key, value = (bound[name] for name in ("query", "key", "value"))
@@ -331,7 +331,7 @@ class PartAlgebra:
 
     def _sdpa(self, node: fx.Node, call: fx.Node) -> Value:
         """Returns the values of the output and the log-sum-exp of torch's own ops."""
-        read = AttentionCall.read(call)
+        read = SoftmaxCall.read(call)
         B, heads, group, L, S, D = read.sizes
         # One origin for both results. Query heads that share a key head follow one another.
         if call not in self._calls:

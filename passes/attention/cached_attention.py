@@ -10,11 +10,12 @@ Before, for one token of each sequence, as a decoding layer has it between its p
 
 After:
 
-    q, keys, values, position, k, v, cos, sin -> ditron.cached_attention -> getitem 0 = out; after_(keys), after_(values)
+    q, keys, values, position, k, v, cos, sin -> ditron.cached_attention -> getitem 0 = out
+    out -> after_(keys), after_(values)
 
-Each of the parts may be missing: without a rotary embedding nothing is turned, and a cache that is written elsewhere is
-only read. The mask may be one of lengths (`arange(S) < lengths`), any mask that is the same for all heads, or none. Keys
-and values may be repeated for the query heads that share them; then the cache itself is read.
+Each of the parts may be missing: without a rotary embedding nothing is turned, and a cache that is written elsewhere
+is only read. The mask may be one of lengths (`arange(S) < lengths`), any mask that is the same for all heads, or none.
+Keys and values may be repeated for the query heads that share them; then the cache itself is read.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
@@ -34,7 +35,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.attention.attention_parts import SDPA, AttentionCall, PartAlgebra
+from ditron_inductor.passes.attention.attention_parts import SDPA, PartAlgebra, SoftmaxCall
 from ditron_inductor.passes.attention.roots import VIEWS, chain_to
 from ditron_inductor.passes.attention.rotary import Rotation, read_rotation
 from ditron_inductor.passes.attention.softmax_algebra import Atoms, Unknown, static_shape
@@ -54,7 +55,7 @@ WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class Written:
+class CacheWrite:
     """A cache in which `new` [B, Hkv, 1, D] is put at `position` by `put`, and which `copy` then makes the caller's."""
 
     cache: fx.Node
@@ -82,11 +83,11 @@ class Match:
     caches before they are written, if the call writes them. turned: the Rotations of the query and of the new key.
     """
 
-    call: AttentionCall
+    call: SoftmaxCall
     keys: fx.Node
     values: fx.Node
     choice: TokenChoice
-    written: tuple[Written, Written] | None = None
+    written: tuple[CacheWrite, CacheWrite] | None = None
     turned: tuple[Rotation, ...] = ()
 
 
@@ -96,7 +97,7 @@ def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
     if node.target not in SDPA or [(user.target, user.args[1]) for user in users] != [(getitem, 0)]:
         return None
     try:
-        call = AttentionCall.read(node)
+        call = SoftmaxCall.read(node)
         keys, values = (_unrepeated(cache, call) for cache in (call.key, call.value))
         choice = _read_choice(call)
     except Unknown:
@@ -110,7 +111,7 @@ def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
     return _with_rotations(_with_writes(Match(call, keys, values, choice)))
 
 
-def _unrepeated(cache: fx.Node, call: AttentionCall) -> fx.Node:
+def _unrepeated(cache: fx.Node, call: SoftmaxCall) -> fx.Node:
     """Returns the cache [B, Hkv, S, D] whose heads `cache` repeats for the query heads that share them: itself, if it
     repeats none. Raises Unknown if it repeats something else.
     """
@@ -130,7 +131,7 @@ def _unrepeated(cache: fx.Node, call: AttentionCall) -> fx.Node:
     return whole
 
 
-def _read_choice(call: AttentionCall) -> TokenChoice | None:
+def _read_choice(call: SoftmaxCall) -> TokenChoice | None:
     """Returns which tokens a call attends to; None if it is not known."""
     if call.added is None:
         return TokenChoice()
@@ -171,7 +172,7 @@ def _with_writes(match: Match) -> Match:
     return replace(match, keys=keys.cache, values=values.cache, written=(keys, values))
 
 
-def _read_write(put: fx.Node, call: AttentionCall) -> Written | None:
+def _read_write(put: fx.Node, call: SoftmaxCall) -> CacheWrite | None:
     """Returns how a cache is written before the call reads it; None if the call cannot do that."""
     if put.target is not aten.index_put.default:
         return None
@@ -189,12 +190,12 @@ def _read_write(put: fx.Node, call: AttentionCall) -> Written | None:
     if cache.op != "placeholder" or tuple(value.shape) != (B, heads, 1, D) or len(copies) != 1:
         return None
     (copy,) = copies
-    ours = copy.args[0] is cache and copy.args[1] is put and not copy.users and set(cache.users) == {put, copy}
+    ours = copy.args[:2] == (cache, put) and not copy.users and set(cache.users) == {put, copy}
     reads = {node for node in readers if not _leads_to(node, call.node)}
     fits = tuple(proofs.fake(cache).shape) == (B, heads, S, D) and proofs.fake(cache).dtype == value.dtype
     if not ours or reads or not fits or set(proofs.writers(cache)) != {copy} or proofs.fake(cache).stride(-1) != 1:
         return None
-    return Written(cache, position, new, put, copy)
+    return CacheWrite(cache, position, new, put, copy)
 
 
 def _leads_to(node: fx.Node, call: fx.Node) -> bool:

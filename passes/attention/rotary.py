@@ -38,7 +38,8 @@ class Term:
     table_half: int | None = None
 
 
-Halves = tuple[frozenset[Term], frozenset[Term]]
+Terms = frozenset[Term]
+Halves = tuple[Terms, Terms]
 """The terms of the first half of a tensor and those of its second half."""
 
 
@@ -55,11 +56,11 @@ class Rotation:
 
 def read_rotation(node: fx.Node) -> Rotation | None:
     """Returns the Rotation that a tensor [.., D] is; None if it is something else."""
-    reader = _Reader.of(node)
+    reader = _TermReader.of(node)
     if reader is None:
         return None
     halves = reader.whole(node)
-    if halves is None or None in halves:
+    if halves is None:
         return None
     tables = [[term.table for term in halves[0] if (term.sign, term.half) == one] for one in ((1, 0), (-1, 1))]
     if [len(found) for found in tables] != [1, 1]:
@@ -76,13 +77,13 @@ def read_rotation(node: fx.Node) -> Rotation | None:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _TermReader:
     """Reads the terms of tensors that are computed of x, which has an even last dimension."""
 
     x: fx.Node
 
     @classmethod
-    def of(cls, node: fx.Node) -> _Reader | None:
+    def of(cls, node: fx.Node) -> _TermReader | None:
         """Returns the reader for the tensor whose pieces `node` is computed of; None if there is none."""
         pending, seen = [node], set[fx.Node]()
         while pending and len(seen) <= MOST_NODES:
@@ -115,28 +116,26 @@ class _Reader:
             parts, last = bound["tensors"], proofs.fake(node).ndim - 1
             if len(parts) != 2 or bound["dim"] % (last + 1) != last:
                 return None
-            first, second = (self.half(part) for part in parts)
-            return None if first is None or second is None else (first, second)
+            return _both(*map(self.half, parts))
         if node.target in CASTS and proofs.fake(node).dtype in FLOATS:
             return self.whole(node.args[0])
         if node.target is aten.neg.default:
             found = self.whole(node.args[0])
             return None if found is None else (_negated(found[0]), _negated(found[1]))
         if node.target in SUMS and proofs.arguments(node)["alpha"] == 1:
-            left, right = (self.whole(given) for given in node.args)
-            if left is None or right is None:
+            one, other = (self.whole(given) for given in node.args[:2])
+            if one is None or other is None:
                 return None
-            return _sum(node, left[0], right[0]), _sum(node, left[1], right[1])
+            return _both(_sum(node, one[0], other[0]), _sum(node, one[1], other[1]))
         if node.target is aten.mul.Tensor:
             for given, table in (node.args, node.args[::-1]):
                 found = self.whole(given)
                 if found is None or not isinstance(table, fx.Node) or not self._is_table(table, self.size):
                     continue
-                terms = [_multiplied(half, table, index) for index, half in enumerate(found)]
-                return None if None in terms else (terms[0], terms[1])  # type: ignore[return-value]
+                return _both(*(_multiplied(half, table, index) for index, half in enumerate(found)))
         return None
 
-    def half(self, node: object) -> frozenset[Term] | None:
+    def half(self, node: object) -> Terms | None:
         """Returns the terms of a tensor of the shape of half of x."""
         if not isinstance(node, fx.Node) or node.op != "call_function":
             return None
@@ -154,8 +153,8 @@ class _Reader:
             found = self.half(node.args[0])
             return None if found is None else _negated(found)
         if node.target in SUMS and proofs.arguments(node)["alpha"] == 1:
-            left, right = (self.half(given) for given in node.args)
-            return None if left is None or right is None else _sum(node, left, right)
+            one, other = (self.half(given) for given in node.args[:2])
+            return None if one is None or other is None else _sum(node, one, other)
         if node.target is aten.mul.Tensor:
             for given, table in (node.args, node.args[::-1]):
                 found = self.half(given)
@@ -164,13 +163,18 @@ class _Reader:
         return None
 
     def _is_table(self, table: fx.Node, columns: int) -> bool:
-        """Returns whether a tensor has so many columns, and angles that are the same for all but the first dimension."""
+        """Returns whether a tensor has so many columns, and the same angles along all dimensions but the first one."""
         value, like = proofs.tensor(table), proofs.fake(self.x)
         if value is None or value.dtype not in FLOATS or not 0 < value.ndim <= like.ndim:
             return False
         inner = value.shape[:-1] if value.ndim < like.ndim else value.shape[1:-1]
         ones = all(proofs.known_equal(size, 1) for size in inner)
         return ones and proofs.known_equal(value.shape[-1], columns)
+
+
+def _both(first: Terms | None, second: Terms | None) -> Halves | None:
+    """Returns the terms of both halves; None if one is not known."""
+    return None if first is None or second is None else (first, second)
 
 
 def _uncast(node: fx.Node) -> fx.Node:
@@ -184,18 +188,18 @@ def _uncast(node: fx.Node) -> fx.Node:
     return node
 
 
-def _negated(terms: Iterable[Term]) -> frozenset[Term]:
+def _negated(terms: Iterable[Term]) -> Terms:
     return frozenset(Term(-term.sign, term.half, term.table, term.table_half) for term in terms)
 
 
-def _sum(node: fx.Node, left: frozenset[Term], right: frozenset[Term]) -> frozenset[Term] | None:
+def _sum(node: fx.Node, left: Terms, right: Terms) -> Terms | None:
     """Returns the terms of a sum or a difference; None if a term comes twice."""
     if SUMS[node.target] < 0:  # type: ignore[index]
         right = _negated(right)
     return None if left & right else left | right
 
 
-def _multiplied(terms: frozenset[Term], table: fx.Node, table_half: int | None) -> frozenset[Term] | None:
+def _multiplied(terms: Terms, table: fx.Node, table_half: int | None) -> Terms | None:
     """Returns the terms multiplied by a table; None if one is already."""
     if any(term.table is not None for term in terms):
         return None

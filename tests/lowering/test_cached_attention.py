@@ -143,7 +143,7 @@ def test_near_the_reference_on_a_gpu(rank_pools: RankPools, case: Case) -> None:
     rank_pools.get("cuda", 1).run(_near, case, timeout=100)
 
 
-def compiled(target: str, kernel: Any, form: lowering.Form) -> Any:
+def compiled(target: str, kernel: Any, asked: lowering.Asked) -> Any:
     """A kernel for 4 query heads of 128 elements that share a key head."""
     heads = lowering.deal(1, 16, 4)
     config = lowering.select_config(head_dim=128, dtype=BF16, paged=False, interpreted=False).for_arch(target)
@@ -157,25 +157,25 @@ def compiled(target: str, kernel: Any, form: lowering.Form) -> Any:
     strides = lowering.Strides(pair, triple, triple, "i32")
     structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 3)}
     signature: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "splits"), "i32")
-    signature = {**structures, **signature, "HOW": "constexpr", "FORM": "constexpr", "AT_ONCE": "constexpr"}
+    signature = {**structures, **signature, "HOW": "constexpr", "ASKED": "constexpr", "AT_ONCE": "constexpr"}
     signature = {parameter.name: signature[parameter.name] for parameter in kernel.params}
     places = {name: place for place, name in enumerate(signature)}
     aligned = {key: one for name in structures for key, one in all_aligned(places[name], signature[name]).items()}
-    known = {"HOW": how, "FORM": form, "AT_ONCE": lowering.MERGED_AT_ONCE}
+    known = {"HOW": how, "ASKED": asked, "AT_ONCE": lowering.MERGED_AT_ONCE}
     source = ASTSource(kernel, signature, {(places[one],): known[one] for one in known if one in places}, aligned)
     return compile_for(target, source, {"num_warps": config.num_warps, "num_stages": config.num_stages})
 
 
-FORMS = {
-    "appends": lowering.Form(True, False, 0, True, 128, False),
-    "marked": lowering.Form(False, True, 0, True, 64, True),
-    "reads": lowering.Form(True, False, 1, False, 0, False),
+PARTS = {
+    "appends": lowering.Asked(True, False, 0, True, 128, False),
+    "marked": lowering.Asked(False, True, 0, True, 64, True),
+    "reads": lowering.Asked(True, False, 1, False, 0, False),
 }
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("form", list(PARTS))
 def test_it_compiles_for_nvidia(form: str) -> None:
-    found = compiled("sm_90", lowering.cached_attention_kernel, FORMS[form])
+    found = compiled("sm_90", lowering.cached_attention_kernel, PARTS[form])
     text = found.asm["ptx"]
     # Nobody is waited for, and the cache comes 16 bytes at a time, several blocks ahead.
     assert not re.search(r"\b(atom|red)\b|ld\.acquire|st\.release", text)
@@ -188,12 +188,12 @@ def test_it_compiles_for_nvidia(form: str) -> None:
 
 
 def test_it_compiles_for_amd() -> None:
-    for form in FORMS.values():
+    for form in PARTS.values():
         text = compiled("gfx942", lowering.cached_attention_kernel, form).asm["amdgcn"]
         assert "v_mfma_" in text and "global_atomic" not in text
-    text = compiled("gfx942", lowering.merge_kernel, FORMS["appends"]).asm["amdgcn"]
+    text = compiled("gfx942", lowering.merge_kernel, PARTS["appends"]).asm["amdgcn"]
     assert re.search(r"(global|buffer)_store", text)
 
 
 def test_the_merging_kernel_spills_nothing() -> None:
-    assert resources(compiled("sm_90", lowering.merge_kernel, FORMS["appends"]).asm["ptx"]).spilled_bytes == 0
+    assert resources(compiled("sm_90", lowering.merge_kernel, PARTS["appends"]).asm["ptx"]).spilled_bytes == 0

@@ -12,17 +12,17 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.flash_decode import decode_in_band
-from ditron_inductor.lowering.flash_decode.decode_config import (
+from ditron_inductor.lowering.decode_attention.decode_config import (
     CONFIGS,
     DecodeConfig,
     deal,
     merged_splits,
     select_config,
 )
+from ditron_inductor.lowering.decode_attention.split_attention import How, Sizes, Strides, Tensors
+from ditron_inductor.lowering.flash_decode import decode_in_band
 from ditron_inductor.lowering.flash_decode.decode_in_band import flash_decode_in_band_kernel
 from ditron_inductor.lowering.flash_decode.local_decode import local_attention_kernel, merge_ranks_kernel
-from ditron_inductor.lowering.flash_decode.split_attention import How, Sizes, Strides, Tensors
 from ditron_inductor.lowering.flash_decode.tile import Sending, flash_decode_kernel
 from tests.cases import rare
 from tests.lowering.assembly import Listing, dialect_of, machine_code, resources

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.ops.flash_decode import MOST_BYTES, SETS, Cell, table, verdict
 from benchmarks.records import Row
-from ditron_inductor.lowering.flash_decode.decode_config import BY_HEAD_DIM, count_splits, deal, merged_splits
+from ditron_inductor.lowering.decode_attention.decode_config import BY_HEAD_DIM, count_splits, deal, merged_splits
 from ditron_inductor.lowering.flash_decode.local_decode import Shape
 from ditron_inductor.lowering.flash_decode.tile import in_two_launches
 

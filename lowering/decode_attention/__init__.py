@@ -1,0 +1,1 @@
+"""What the kernels of decode attention have in common: their blocks, splits of a cache, and the attention to one."""
