@@ -92,10 +92,9 @@ class _TermReader:
                 continue
             seen.add(one)
             part = proofs.piece(one)
-            if part is not None:
-                value = proofs.tensor(part.source)
-                known = value is not None and isinstance(value.shape[-1], int) and value.shape[-1] % 2 == 0
-                return cls(_uncast(part.source)) if known else None
+            if part is not None and proofs.alike(part.source, node):
+                size = proofs.fake(node).shape[-1]
+                return cls(_uncast(part.source)) if isinstance(size, int) and size % 2 == 0 else None
             if one.target in (*SUMS, *CASTS, aten.mul.Tensor, aten.neg.default, aten.cat.default):
                 pending += one.all_input_nodes
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutations.caching import CACHING
 from tests.mutations.deciding import DECIDING
 from tests.mutations.masking import MASKING
 from tests.mutations.measuring import MEASURING
@@ -589,7 +590,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOWERING,
     *PASSES,
     *DECIDING,
-    *MASKING,
+    *MASKING, *CACHING,
     *MULTIPLYING,
     *NORMING,
     *ROUTING,

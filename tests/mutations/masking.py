@@ -26,8 +26,8 @@ MASKING: tuple[Mutation, ...] = (
     Mutation(
         "a bias of torch's op hides nothing",
         PARTS,
-        "if given is not None and mask is None:",
-        "if False:",
+        "if read.added is not None:",
+        "if read.mask() is not None:",
         f"{STAYS}[a bias of torch's op]",
     ),
     Mutation(

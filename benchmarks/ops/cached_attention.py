@@ -1,0 +1,216 @@
+"""`python -m benchmarks.ops.cached_attention`: the attention of a decode step to a rank's own cache.
+
+It needs one GPU: nothing is communicated. From the products Q, K and V of one token of each sequence: the rotary
+embedding, the write of the cache, and attention to all tokens up to the new one. Contestants, interleaved, inside CUDA
+graphs; each call has a cache of its own, as each layer has:
+
+    inductor            torch's attention with `enable_gqa`, and Inductor's kernels in front of it
+    repeated            the same with repeated heads and a mask from outside, as transformers writes it
+    flex                torch's flex_attention, whose mask is computed in its kernel
+    ditron              cached_attention
+
+The limit is the time in which a copy reads the tokens that are attended to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch.nn.attention.flex_attention import flex_attention
+
+from benchmarks.ops import command
+from benchmarks.ops.expert_cells import BUDGET_S, LIMIT_S, bytes_per_s, end_cell
+from benchmarks.records import RESULTS, Row
+from benchmarks.session import Session
+from benchmarks.timing import interleaved
+from benchmarks.tolerances import relative_error
+from ditron_inductor.lowering.cached_attention.cached_kernel import cached_attention
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.timing import GRAPH_CALLS
+from ditron_inductor.task.cached_attention import turned
+from ditron_inductor.task.nodes import CachedAttention
+
+MODULE = "benchmarks.ops.cached_attention"
+RECORDED = RESULTS / "decode.csv"
+TOLERANCE = 2e-2
+SHOWN = ("inductor", "repeated", "flex", "ditron")
+Attend = Callable[..., torch.Tensor]
+
+
+class Shape(NamedTuple):
+    """B sequences with Hq query heads and Hkv key heads of D elements, in caches with room for S tokens, of which the
+    new one is at `position`.
+    """
+
+    B: int
+    Hq: int
+    Hkv: int
+    D: int
+    S: int
+    position: int
+
+    def __str__(self) -> str:
+        return ";".join(f"{name}={value}" for name, value in self._asdict().items())
+
+
+OF_8B, OF_70B, OF_OPT = (16, 4, 128), (32, 4, 128), (8, 8, 128)
+"""A rank of two of Llama 8B and 70B, and one with as many heads of keys as of queries."""
+SHAPES = {
+    "zoo": tuple(
+        Shape(B, *OF_8B, S, position)
+        for B, S, position in (
+            *((1, 256, 255), (1, 1024, 1000), (1, 4096, 200), (1, 4096, 4095), (1, 65536, 65535), (4, 4096, 4095)),
+            *((32, 256, 255), (32, 4096, 2048), (32, 4096, 4095), (128, 1024, 1023)),
+        )
+    ),
+    "heads": tuple(
+        Shape(B, *heads, S, S - 1) for heads in (OF_70B, OF_OPT) for B, S in ((1, 256), (1, 4096), (32, 256))
+    ),
+    "odd": (Shape(3, 12, 2, 64, 1111, 777), Shape(7, 16, 16, 256, 900, 899), Shape(2, 40, 8, 128, 3000, 1)),
+    "tiny": (Shape(2, 4, 2, 16, 40, 30),),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = command.parser(MODULE, SHAPES, ["zoo", "heads", "odd"], world=1, limit_s=LIMIT_S)
+    result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")
+    return result
+
+
+def halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+def attend_in_torch(shape: Shape, form: str) -> Attend:
+    """The decode step of a layer as a contestant writes it. It returns [B, Hq, 1, D]."""
+    group, scale = shape.Hq // shape.Hkv, shape.D**-0.5
+
+    def repeated(cache: torch.Tensor) -> torch.Tensor:
+        B, heads, S, D = cache.shape
+        return cache[:, :, None].expand(B, heads, group, S, D).reshape(B, heads * group, S, D)
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        q, k, v = (one.unflatten(-1, (-1, shape.D))[:, :, None] for one in (q, k, v))
+        keys.index_copy_(2, position, halves_turned(k, cos, sin))
+        values.index_copy_(2, position, v)
+        q = halves_turned(q, cos, sin)
+        if form == "flex":
+
+            def hidden(score: torch.Tensor, b: object, h: object, row: object, token: torch.Tensor) -> torch.Tensor:
+                return torch.where(token <= position[0], score, -float("inf"))
+
+            out = flex_attention(q, keys, values, score_mod=hidden, scale=scale, enable_gqa=True)
+            assert isinstance(out, torch.Tensor)
+            return out
+        if form == "repeated":
+            return F.scaled_dot_product_attention(q, repeated(keys), repeated(values), shown, scale=scale)
+        mask = (torch.arange(keys.shape[2], device=q.device) <= position)[None, None, None]
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
+
+    return attend
+
+
+def drawn(shape: Shape, device: torch.device, calls: int) -> list[tuple[torch.Tensor, ...]]:
+    """The operands of the calls: products, caches, angles, the position, and the mask of the tokens up to it."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, device=device, dtype=dtype).normal_(generator=generator)
+
+    B, Hq, Hkv, D, S, at = shape
+    angles, position = 6.3 * normal(1, D // 2), torch.tensor([at], device=device)
+    shown = (torch.arange(S, device=device) <= position).expand(B, 1, 1, S).contiguous()
+    rest = angles.cos(), angles.sin(), position, shown
+    widths = (Hq * D, Hkv * D, Hkv * D)
+    return [
+        (*(normal(B, width) for width in widths), normal(B, Hkv, S, D), normal(B, Hkv, S, D), *rest)
+        for _ in range(calls)
+    ]
+
+
+def exact(shape: Shape, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The attention [B, Hq, 1, D] in fp32, of caches that the contestants have written."""
+    q, keys, values, cos, sin = (given[index].float() for index in (0, 3, 4, 5, 6))
+    turned_q = turned(q.unflatten(-1, (-1, shape.D)), cos, sin)[:, :, None]
+    last = shape.position + 1
+    return F.scaled_dot_product_attention(turned_q, keys[:, :, :last], values[:, :, :last], enable_gqa=True)
+
+
+def contestants(
+    session: Session, shape: Shape, operands: list[tuple[torch.Tensor, ...]]
+) -> dict[str, Callable[[int], torch.Tensor]]:
+    """The contestants whose results are right, captured where there is a GPU."""
+    first, cuda = operands[0], operands[0][0].is_cuda
+    node = CachedAttention(shape.D**-0.5, "lengths", appends=True, rotated=True, strategy="auto" if cuda else "tile")
+
+    def ours(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        q, k, v = (one.unflatten(-1, (-1, shape.D)) for one in (q, k, v))
+        return cached_attention(node, [q, keys, values, position, position, k, v, cos, sin])[0][:, :, None]
+
+    def checked(name: str) -> Callable[[int], torch.Tensor]:
+        run = ours if name == "ditron" else torch.compile(attend_in_torch(shape, name), dynamic=False)
+        for cache in first[3:5]:
+            cache[:, :, shape.position] = float("nan")
+        found = run(*first)
+        error = relative_error(found.float(), exact(shape, first))
+        assert error < TOLERANCE, f"{name} is not near: {error:.1e}"
+        return lambda index: run(*operands[index % len(operands)])
+
+    with without_caches():
+        calls = session.right([name for name in SHOWN if cuda or name != "flex"], checked)
+    return session.replays(calls, GRAPH_CALLS) if cuda else calls
+
+
+def measure(session: Session, options: argparse.Namespace) -> list[Row]:
+    """All cells for which there is time; rank 0 writes and prints."""
+    rows: list[Row] = []
+    lines = []
+    device = session.clock.device
+    per_call = GRAPH_CALLS if device.type == "cuda" else 1
+    copied = bytes_per_s(device)
+    for shape in (shape for name in options.shapes for shape in SHAPES[name]):
+        if session.seconds() > options.budget:
+            session.say(f"no time for {shape}")
+            continue
+        torch.compiler.reset()
+        calls = contestants(session, shape, drawn(shape, device, per_call))
+        times = interleaved(session.clock, calls, per_call, options.rounds)
+        nbytes = 4 * shape.B * shape.Hkv * shape.D * (shape.position + 1)
+        rows += session.rows_of(
+            times, bench="decode", op="cached_attention", shape=str(shape), graph=device.type == "cuda",
+            limit_us=nbytes / copied * 1e6, commit=options.commit,
+        )  # fmt: skip
+        us = {name: each.p50_us for name, each in times.items()}
+        best = min((us[name] for name in us if name != "ditron"), default=float("nan"))
+        ratio = best / us["ditron"] if "ditron" in us else float("nan")
+        lines.append([str(shape), *(f"{us[name]:.1f}" if name in us else "-" for name in SHOWN), f"{ratio:.2f}"])
+        session.say("  ".join(lines[-1]))
+        del calls
+        end_cell(session, options, rows)
+    if session.rank == 0 and lines:
+        print(tabulate(lines, ["cell", *SHOWN, "best/ditron"], disable_numparse=True), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    return command.start_alone(MODULE, parser().parse_args(arguments), RECORDED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
