@@ -262,7 +262,7 @@ def test_other_turns_are_left_in_the_graph() -> None:
         lambda x, cos, sin: x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin + x,
         lambda x, cos, sin: turned(x, cos[:, :half], sin[:, half:]) + turned(x, cos[:, half:], sin[:, :half]),
         lambda x, cos, sin: x * cos * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin,
-        lambda x, cos, sin: x * cos[0, :HQ].view(HQ, 1, 1) + torch.cat([-x[..., half:], x[..., :half]], -1) * sin,
+        lambda x, cos, sin: turned_whole(x, *(angles * angles[0, :HQ].view(HQ, 1, 1) for angles in (cos, sin))),
     ]
     for turn in turns:
         before = graph_of(_turned_by(turn))
