@@ -45,4 +45,4 @@ def cached_attention(
     mask = None if shown is None else shown[:, None, None, :]
     out = F.scaled_dot_product_attention(q[:, :, None], keys, values, mask, scale=node.scale, enable_gqa=True)[:, :, 0]
     # Without any token, what torch returns differs from device to device.
-    return out if shown is None else out.where(shown.any(1)[:, None, None], 0.0)
+    return (out if shown is None else out.where(shown.any(1)[:, None, None], 0.0)).contiguous()

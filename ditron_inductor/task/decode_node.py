@@ -15,6 +15,8 @@ from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots,
 from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
 
 T = TypeVar("T")
+HEAD_DIMS = (16, 32, 64, 128, 256)
+"""The elements of a head that the kernels of decode attention have blocks for."""
 
 
 @dataclass(frozen=True)

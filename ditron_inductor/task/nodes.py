@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ditron_inductor.task.attention_nodes import AllGatherAttention as AllGatherAttention
 from ditron_inductor.task.attention_nodes import AttentionNode as AttentionNode
 from ditron_inductor.task.attention_nodes import AttentionReduceScatter as AttentionReduceScatter
+from ditron_inductor.task.decode_node import HEAD_DIMS as HEAD_DIMS
 from ditron_inductor.task.decode_node import CachedAttention as CachedAttention
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange

@@ -22,7 +22,6 @@ import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.decode_attention.decode_config import (
-    HEAD_DIMS,
     INTERPRETED_SPLITS,
     count_splits,
     deal,
@@ -43,7 +42,7 @@ from ditron_inductor.lowering.host.launch import dot_precision
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.task import cached_attention as reference
-from ditron_inductor.task.nodes import CachedAttention
+from ditron_inductor.task.nodes import HEAD_DIMS, CachedAttention
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 BLOCKS_OF_ONE_SPLIT = 4
@@ -113,6 +112,15 @@ def length_of(tensors, batch, sizes, ASKED: tl.constexpr):
 
 
 @triton.jit
+def angles_of(tensors, batch, sizes, HEAD_DIM: tl.constexpr, ASKED: tl.constexpr):
+    """Returns (cosines, sines) of a sequence's angles [HEAD_DIM]; the sines of the first half are negated."""
+    dims = tl.arange(0, HEAD_DIM)
+    at = batch.to(tl.int64) * sizes.angles + dims % ASKED.ANGLES
+    sin = tl.load(tensors.sin + at).to(tl.float32)
+    return tl.load(tensors.cos + at).to(tl.float32), tl.where(dims < HEAD_DIM // 2, -sin, sin)
+
+
+@triton.jit
 def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, ASKED: tl.constexpr):
     """Loads ROWS query heads from `row` on as [BLOCK_ROWS, HEAD_DIM], padded by zeros, and turns them."""
     if ASKED.ANGLES == 0:
@@ -124,9 +132,7 @@ def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, ASKED: tl.conste
     base = tensors.q + batch.to(tl.int64) * sizes.strides.q[0] + (row + rows)[:, None] * sizes.strides.q[1]
     x = tl.load(base + dims[None, :], mask=there, other=0.0).to(tl.float32)
     swapped = tl.load(base + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], mask=there, other=0.0).to(tl.float32)
-    at = batch * sizes.angles + dims % ASKED.ANGLES
-    cos = tl.load(tensors.cos + at).to(tl.float32)
-    sin = tl.load(tensors.sin + at).to(tl.float32) * tl.where(dims < HEAD_DIM // 2, -1.0, 1.0)
+    cos, sin = angles_of(tensors, batch, sizes, HEAD_DIM, ASKED)
     return (x * cos[None, :] + swapped * sin[None, :]).to(tensors.q.dtype.element_ty)
 
 
@@ -142,16 +148,14 @@ def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, AS
     if ASKED.COUNTED:
         is_here &= given >= 0
     if ASKED.MARKED:
-        is_here &= tl.load(tensors.shown + batch * sizes.shown + place, mask=exists, other=1) != 0
+        is_here &= tl.load(tensors.shown + batch.to(tl.int64) * sizes.shown + place, mask=exists, other=1) != 0
     key_at = tensors.new_k + batch.to(tl.int64) * sizes.new_k[0] + kv_head * sizes.new_k[1]
     value_at = tensors.new_v + batch.to(tl.int64) * sizes.new_v[0] + kv_head * sizes.new_v[1]
     key = tl.load(key_at + dims)
     value = tl.load(value_at + dims)
     if ASKED.ANGLES > 0:
         swapped = tl.load(key_at + (dims + HEAD_DIM // 2) % HEAD_DIM).to(tl.float32)
-        at = batch * sizes.angles + dims % ASKED.ANGLES
-        cos = tl.load(tensors.cos + at).to(tl.float32)
-        sin = tl.load(tensors.sin + at).to(tl.float32) * tl.where(dims < HEAD_DIM // 2, -1.0, 1.0)
+        cos, sin = angles_of(tensors, batch, sizes, HEAD_DIM, ASKED)
         key = (key.to(tl.float32) * cos + swapped * sin).to(tensors.k.dtype.element_ty)
     stores = (split == 0) & (part == 0) & exists & (dims >= 0)
     k, v = sizes.strides.k, sizes.strides.v
@@ -226,6 +230,11 @@ def merge_kernel(
     tl.store(tensors.out + tl.program_id(0).to(tl.int64) * HEAD_DIM + dims, out.to(tensors.out.dtype.element_ty))
 
 
+def rows_apart(x: torch.Tensor | None) -> int:
+    """Returns the distance of the rows of different sequences, 0 if they have one in common."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
 def prepare(node: CachedAttention, *operands: Any) -> Runner:
     """Returns what attends for operands of these forms: the kernels if they can run, and otherwise torch. In the
     interpreter, which is slow, the kernels run only if `tile` is forced.
@@ -236,10 +245,10 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     B, query_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     right = head_dim in HEAD_DIMS and q.dtype in ACTIVATION_DTYPES and capacity > 0 and B > 0
-    in_rows = all(x is None or x.shape[-1] == 1 or x.stride(-1) == 1 for x in (q, keys, values, shown, key, value, cos))
+    in_rows = all(x is None or x.shape[-1] == 1 or x.stride(-1) == 1 for x in given)
     if strategy == "library" or (device.type == "cpu" and strategy != "tile") or not right or not in_rows:
         return by_library(node)
-    if facts_of(device).tile_problem or (node.rotated and cos.stride() != sin.stride()):
+    if facts_of(device).tile_problem or rows_apart(cos) != rows_apart(sin):
         return by_library(node)
     interpreted = device.type == "cpu"
     heads = deal(B, query_heads, kv_heads)
@@ -267,9 +276,6 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     )
     angles = cos.shape[1] if node.rotated else 0
     asked = Asked(node.mask == "lengths", node.mask == "given", node.added, node.appends, angles, splits == 1)
-
-    def rows_apart(x: torch.Tensor | None) -> int:
-        return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
     def strides(x: torch.Tensor | None, *dims: int) -> tuple[int, ...]:
         return tuple(0 if x is None else x.stride(dim) for dim in dims)

@@ -8,8 +8,6 @@ import torch
 
 from ditron_inductor.lowering.host.launch import ceil_div
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
-"""The elements of a head that kernels have blocks for."""
 MOST_ROWS = 64
 """The most query heads of one program. If more of them share a key head, several programs read the key head."""
 LEAST_ROWS = 16

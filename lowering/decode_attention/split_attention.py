@@ -175,9 +175,10 @@ def attend(
         # Behind the loop it takes up to 2 us more.
         score = scaled(tl.sum(query.to(tl.float32) * token.key.to(tl.float32)[None, :], axis=1), HOW)
         most = tl.where(token.is_here, score, most)
-        weight = tl.where(token.is_here, 1.0, 0.0)
-        total += tl.where(tl.arange(0, BLOCK_N if APART else 1) == 0, weight, 0.0)[None, :]
-        acc += weight * tl.where(token.is_here, token.value.to(tl.float32), 0.0)[None, :]
+        # 1, 0 for a score of -inf, and NaN for one that is no number.
+        weight = tl.where(token.is_here, tl.exp2(score - tl.where(score == float("-inf"), 0.0, score)), 0.0)
+        total += tl.where((tl.arange(0, BLOCK_N if APART else 1) == 0)[None, :], weight[:, None], 0.0)
+        acc += weight[:, None] * tl.where(token.is_here, token.value.to(tl.float32), 0.0)[None, :]
     for block in range(0, tl.cdiv(end - begin, BLOCK_N)):
         first = begin + block * BLOCK_N
         there = tokens < end - first

@@ -19,7 +19,6 @@ import triton.language as tl
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.decode_attention.decode_config import (
     CROWDED_TOKENS,
-    HEAD_DIMS,
     INTERPRETED_SPLITS,
     DecodeConfig,
     Heads,
@@ -41,7 +40,7 @@ from ditron_inductor.lowering.decode_attention.split_attention import (
 )
 from ditron_inductor.lowering.host.launch import dot_precision, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
-from ditron_inductor.task.nodes import FlashDecode
+from ditron_inductor.task.nodes import HEAD_DIMS, FlashDecode
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 MERGE_WARPS = 4

@@ -19,7 +19,7 @@ Keys and values may be repeated for the query heads that share them; then the ca
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
-* the tensors are not on a GPU, or heads have another size than those of `HEAD_SIZES`;
+* the tensors are not on a GPU, or heads have another size than those of `HEAD_DIMS`;
 * there is more than one query for each sequence, a size is dynamic, or the log-sum-exp is used;
 * the mask differs between heads, or holds numbers that are added to the scores; with dropout, or `is_causal`.
 
@@ -42,26 +42,23 @@ from ditron_inductor.passes.attention.softmax_algebra import Atoms, Unknown, sta
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import CachedAttention
+from ditron_inductor.task.nodes import HEAD_DIMS, CachedAttention
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 
 PATTERN = CachedAttention.kind
 GPUS = ("cuda",)
-HEAD_SIZES = (16, 32, 64, 128, 256)
-NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
 WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """A cache in which `new` [B, Hkv, 1, D] is put at `position` by `put`, and which `copy` then makes the caller's."""
+    """A cache in which `new` [B, Hkv, 1, D] is put at `position`, and which `copy` then makes the caller's."""
 
     cache: fx.Node
     position: fx.Node
     new: fx.Node
-    put: fx.Node
     copy: fx.Node
 
 
@@ -106,14 +103,14 @@ def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
     right = given[0].device.type in devices and given[0].dtype in ACTIVATION_DTYPES
     alike = all(one.dtype == given[0].dtype for one in given) and static_shape(keys) == static_shape(values)
     in_rows = all(proofs.known_equal(proofs.fake(one).stride(-1), 1) for one in (keys, values))
-    if not right or not alike or not in_rows or call.sizes[3] != 1 or call.sizes[5] not in HEAD_SIZES or choice is None:
+    if not right or not alike or not in_rows or call.sizes[3] != 1 or call.sizes[5] not in HEAD_DIMS or choice is None:
         return None
     return _with_rotations(_with_writes(Match(call, keys, values, choice)))
 
 
 def _unrepeated(cache: fx.Node, call: SoftmaxCall) -> fx.Node:
-    """Returns the cache [B, Hkv, S, D] whose heads `cache` repeats for the query heads that share them: itself, if it
-    repeats none. Raises Unknown if it repeats something else.
+    """Returns the cache [B, Hkv, S, D] whose heads `cache` repeats for the query heads that share them: itself, if that
+    is not what it does.
     """
     B, heads, _, _, S, D = call.sizes
     source = cache
@@ -123,12 +120,10 @@ def _unrepeated(cache: fx.Node, call: SoftmaxCall) -> fx.Node:
         return cache
     shape = static_shape(source)
     if len(shape) != 5 or (shape[0], shape[1] * shape[2], *shape[3:]) != (B, heads, S, D):
-        raise Unknown(cache)
+        return cache
     once = proofs.operand(source)
     whole = proofs.view_in_shape(once, (B, shape[1], S, D))
-    if static_shape(once) != (B, shape[1], 1, S, D) or whole is None:
-        raise Unknown(cache)
-    return whole
+    return cache if static_shape(once) != (B, shape[1], 1, S, D) or whole is None else whole
 
 
 def _read_choice(call: SoftmaxCall) -> TokenChoice | None:
@@ -139,12 +134,14 @@ def _read_choice(call: SoftmaxCall) -> TokenChoice | None:
     if mask is None:
         return None
     B, _, _, _, S, _ = call.sizes
-    attention = PartAlgebra()
+    device, attention = proofs.fake(call.query).device, PartAlgebra()
     batch, heads, group, rows, tokens, _ = attention.atoms.new(call.sizes)
     try:
         node, axes, more = attention.lengths_of(mask, (batch, heads + group, rows, tokens), tokens[0])
         used = sum(attention.atoms.of(axes), ())
-        if used in ((), attention.atoms.flat(batch)) and proofs.fake(node).dtype in WHOLE_NUMBERS:
+        value = proofs.fake(node)
+        known = value.dtype in WHOLE_NUMBERS and value.device == device
+        if used in ((), attention.atoms.flat(batch)) and known:
             return TokenChoice(node, more)
     except Unknown:
         pass
@@ -155,7 +152,8 @@ def _read_choice(call: SoftmaxCall) -> TokenChoice | None:
     shape = static_shape(views[0] if views else mask.condition)
     shape = (1,) * (4 - len(shape)) + shape
     same = shape in ((1, 1, 1, S), (B, 1, 1, S)) and all(view.target in proofs.ORDER_KEEPING for view in views)
-    return TokenChoice(shown=mask.condition, kept=mask.kept) if same else None
+    here = proofs.fake(mask.condition).device == device
+    return TokenChoice(shown=mask.condition, kept=mask.kept) if same and here else None
 
 
 def _with_writes(match: Match) -> Match:
@@ -167,9 +165,16 @@ def _with_writes(match: Match) -> Match:
     if _whole(at) is not _whole(values.position):
         return match
     choice = match.choice
-    if choice.lengths is not None and (choice.more != 1 or _whole(choice.lengths) is not _whole(at)):
+    if choice.lengths is not None and not _follows(choice.lengths, choice.more, at):
         return match
     return replace(match, keys=keys.cache, values=values.cache, written=(keys, values))
+
+
+def _follows(lengths: fx.Node, more: int, position: fx.Node) -> bool:
+    """Returns whether lengths + more is a position plus 1."""
+    if more == 0 and lengths.target is aten.add.Tensor and lengths.args[1] == 1 and not lengths.kwargs:
+        lengths, more = proofs.operand(lengths), 1
+    return more == 1 and _whole(lengths) is _whole(position)
 
 
 def _read_write(put: fx.Node, call: SoftmaxCall) -> CacheWrite | None:
@@ -182,20 +187,21 @@ def _read_write(put: fx.Node, call: SoftmaxCall) -> CacheWrite | None:
     if bound["accumulate"] or len(indices) != 3 or indices[0] is not None or indices[1] is not None:
         return None
     position, place, value = indices[2], proofs.tensor(indices[2]), proofs.tensor(new)
-    heads = proofs.fake(put).shape[1]
-    if place is None or value is None or place.dtype != torch.int64 or tuple(place.shape) != (1,):
+    stored, written = proofs.tensor(cache), proofs.fake(put)
+    if place is None or value is None or stored is None or place.device != written.device:
+        return None
+    shapes = (place, (1,)), (value, (B, written.shape[1], 1, D)), (stored, (B, written.shape[1], S, D))
+    if place.dtype != torch.int64 or not all(proofs.same_shape(tuple(one.shape), shape) for one, shape in shapes):
         return None
     copies = [user for user in put.users if user.target is aten.copy_.default]
-    readers = set(put.users) - set(copies)
-    if cache.op != "placeholder" or tuple(value.shape) != (B, heads, 1, D) or len(copies) != 1:
+    if len(copies) != 1 or cache.op != "placeholder" or value.dtype != stored.dtype or stored.stride(-1) != 1:
         return None
     (copy,) = copies
     ours = copy.args[:2] == (cache, put) and not copy.users and set(cache.users) == {put, copy}
-    reads = {node for node in readers if not _leads_to(node, call.node)}
-    fits = tuple(proofs.fake(cache).shape) == (B, heads, S, D) and proofs.fake(cache).dtype == value.dtype
-    if not ours or reads or not fits or set(proofs.writers(cache)) != {copy} or proofs.fake(cache).stride(-1) != 1:
+    others = [user for user in put.users if user is not copy and not _leads_to(user, call.node)]
+    if not ours or others or set(proofs.writers(cache)) != {copy}:
         return None
-    return CacheWrite(cache, position, new, put, copy)
+    return CacheWrite(cache, position, new, copy)
 
 
 def _leads_to(node: fx.Node, call: fx.Node) -> bool:
@@ -219,14 +225,12 @@ def _with_rotations(match: Match) -> Match:
         rotation = read_rotation(proofs.views_up(node)[-1])
         if rotation is None:
             return match
-        value = proofs.fake(rotation.x)
-        if (value.shape[0], value.shape[-1], value.dtype) != (B, D, proofs.fake(node).dtype):
-            return match
-        if proofs.fake(rotation.cos).shape != proofs.fake(rotation.sin).shape:
+        value, (cos, sin) = proofs.fake(rotation.x), rotation.angles
+        if (value.shape[0], value.shape[-1], value.dtype) != (B, D, proofs.fake(node).dtype) or cos[1:] != sin[1:]:
             return match
         found.append(rotation)
-    tables = {(proofs.views_up(one.cos)[-1], proofs.views_up(one.sin)[-1]) for one in found}
-    return replace(match, turned=tuple(found)) if len(tables) == 1 else match
+    here = all(proofs.fake(one).device == proofs.fake(match.call.query).device for one in (found[0].cos, found[0].sin))
+    return replace(match, turned=tuple(found)) if here and len({one.angles for one in found}) == 1 else match
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
@@ -253,7 +257,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         if choice.shown is not None:
             shown = rewriting.shaped(graph, choice.shown, (proofs.fake(choice.shown).numel() // S, S))
             kept = choice.kept
-            operands["shown"] = shown if kept else rewriting.computed(graph, NEGATIONS[1], (shown,), shown)
+            operands["shown"] = shown if kept else rewriting.computed(graph, aten.logical_not.default, (shown,), shown)
         if match.written is not None:
             operands |= {"position": match.written[0].position, "key": new[0], "value": new[1]}
         for name in ("cos", "sin") if rotated else ():
@@ -268,7 +272,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     result.replace_all_uses_with(replacement)
     for written in match.written or ():
         graph.erase_node(written.copy)
-    rewriting.erase_unused(graph, [result, *(node for node in proofs.ancestors(origin) if node.op == "call_function")])
+    graph.erase_node(result)
     return made
 
 
@@ -276,12 +280,14 @@ def attend_within(graph: fx.Graph, options: Options, devices: tuple[str, ...]) -
     """Puts a call in the place of every such attention on these types of devices; returns how many."""
     if not takes_local(graph, PATTERN, options):
         return 0
-    count = 0
+    replaced = []
     for node in list(graph.nodes):
         if (match := find_attention(node, devices)) is not None:
             rewrite(graph, match, options)
-            count += 1
-    return count
+            replaced.append(node)
+    needed = proofs.reached(replaced, lambda node: node.all_input_nodes)
+    rewriting.erase_unused(graph, [node for node in needed if node.op == "call_function"])
+    return len(replaced)
 
 
 def cached_attention(graph: fx.Graph, *, options: Options) -> int:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ditron_inductor.passes.attention.softmax_algebra import FLOATS
+from ditron_inductor.passes.attention.roots import widens
 from ditron_inductor.passes.graph import proofs
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -53,9 +54,19 @@ class Rotation:
     cos: fx.Node
     sin: fx.Node
 
+    @property
+    def angles(self) -> tuple[tuple[fx.Node, int, int], ...]:
+        """Of cos and of sin, what it is a view of, its rows and its columns. If these are equal, so are the angles."""
+        values = [(table, proofs.fake(table)) for table in (self.cos, self.sin)]
+        return tuple(
+            (proofs.views_up(table)[-1], value.numel() // value.shape[-1], value.shape[-1]) for table, value in values
+        )
+
 
 def read_rotation(node: fx.Node) -> Rotation | None:
     """Returns the Rotation that a tensor [.., D] is; None if it is something else."""
+    # The result may be rounded, and nothing on the way to it.
+    node = proofs.operand(node) if node.target in CASTS else node
     reader = _TermReader.of(node)
     if reader is None:
         return None
@@ -116,7 +127,7 @@ class _TermReader:
             if len(parts) != 2 or bound["dim"] % (last + 1) != last:
                 return None
             return _both(*map(self.half, parts))
-        if node.target in CASTS and proofs.fake(node).dtype in FLOATS:
+        if widens(node):
             return self.whole(node.args[0])
         if node.target is aten.neg.default:
             found = self.whole(node.args[0])
@@ -146,7 +157,7 @@ class _TermReader:
             last = proofs.fake(part.source).ndim - 1
             right = _uncast(part.source) is self.x and part.dim == last and part.start in (0, size)
             return frozenset({Term(1, int(part.start == size))}) if right else None
-        if node.target in CASTS and value.dtype in FLOATS:
+        if widens(node):
             return self.half(node.args[0])
         if node.target is aten.neg.default:
             found = self.half(node.args[0])
@@ -164,7 +175,7 @@ class _TermReader:
     def _is_table(self, table: fx.Node, columns: int) -> bool:
         """Returns whether a tensor has so many columns, and the same angles along all dimensions but the first one."""
         value, like = proofs.tensor(table), proofs.fake(self.x)
-        if value is None or value.dtype not in FLOATS or not 0 < value.ndim <= like.ndim:
+        if value is None or value.dtype not in ACTIVATION_DTYPES or not 0 < value.ndim <= like.ndim:
             return False
         inner = value.shape[:-1] if value.ndim < like.ndim else value.shape[1:-1]
         ones = all(proofs.known_equal(size, 1) for size in inner)
@@ -178,12 +189,8 @@ def _both(first: Terms | None, second: Terms | None) -> Halves | None:
 
 def _uncast(node: fx.Node) -> fx.Node:
     """Returns what a tensor was before casts to wider types."""
-    while node.target in CASTS:
-        source = proofs.operand(node)
-        both = proofs.fake(source).dtype, proofs.fake(node).dtype
-        if both not in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
-            break
-        node = source
+    while widens(node):
+        node = proofs.operand(node)
     return node
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -141,6 +141,87 @@ def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case
 @pytest.mark.parametrize("case", [*CASES, *GPU_CASES], ids=str)
 def test_near_the_reference_on_a_gpu(rank_pools: RankPools, case: Case) -> None:
     rank_pools.get("cuda", 1).run(_near, case, timeout=100)
+
+
+def _no_numbers(ctx: RankContext) -> None:
+    """With the new token alone, a query or a key that is no number leaves none, and one that is hidden 0."""
+    case = Case(1, 4, 2, 64 if ctx.device.type == "cuda" else 16, 16, tokens=(0,), appends=True)
+    for name, number in (("q", "nan"), ("key", "nan"), ("key", "inf"), ("value", "nan")):
+        given = operands(case, ctx.device)
+        place = [slot for slot, _ in case.node.slots()].index(name)
+        given[place][:] = float(number)
+        given[0].abs_()
+        (out,) = cached_attention(case.node, given)
+        assert out.isnan().all(), (name, number)
+    given = operands(case, ctx.device)
+    given[0].abs_()
+    given[5][:] = float("-inf")
+    (out,) = cached_attention(case.node, given)
+    assert not out.any()
+
+
+def test_what_is_no_number_stays_none(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 1).run(_no_numbers)
+
+
+@pytest.mark.gpu
+def test_what_is_no_number_stays_none_on_a_gpu(rank_pools: RankPools) -> None:
+    rank_pools.get("cuda", 1).run(_no_numbers, timeout=100)
+
+
+def _beyond(ctx: RankContext) -> None:
+    """A place that the cache does not have is not written, and leaves no number."""
+    case = Case(1, 4, 2, 40, 16, tokens=(3,), appends=True)
+    given = operands(case, ctx.device)
+    before = [cache.clone() for cache in given[1:3]]
+    for name in ("lengths", "position"):
+        given[[slot for slot, _ in case.node.slots()].index(name)].fill_(40)
+    (out,) = cached_attention(case.node, given)
+    assert out.isnan().all()
+    assert all(torch.equal(old.nan_to_num(), new.nan_to_num()) for old, new in zip(before, given[1:3], strict=True))
+
+
+def test_no_place_beyond_the_cache_is_written(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 1).run(_beyond)
+
+
+def _by_the_library(ctx: RankContext) -> None:
+    """Other forms are torch's: its results are contiguous, and new tokens are written."""
+    case = Case(2, 4, 2, 12, 24, tokens=(7,), appends=True, turned=1)
+    given = [x.nan_to_num() if x.is_floating_point() else x for x in operands(case, ctx.device)]
+    check(case, given)
+    case = Case(2, 4, 2, 12, 16, "all")
+    given = operands(case, ctx.device)
+    given[0] = given[0].transpose(0, 1).contiguous().transpose(0, 1)
+    node = replace(case.node, strategy="library")
+    (out,) = cached_attention(node, given)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, cached_attention(case.node, given)[0])
+
+
+def test_other_forms_go_to_the_library(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 1).run(_by_the_library)
+
+
+def _replayed(ctx: RankContext) -> None:
+    case = GPU_CASES[1]
+    given = operands(case, ctx.device)
+    cached_attention(case.node, given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (out,) = cached_attention(case.node, given)
+    for at in range(3990, 4096, 21):
+        for tensor, other in zip(given, operands(replace(case, tokens=(at,)), ctx.device, at), strict=True):
+            tensor.copy_(other)
+        graph.replay()
+        exact = [x.double().nan_to_num() if x.is_floating_point() else x for x in given]
+        limit = 32 * torch.finfo(case.dtype).eps
+        torch.testing.assert_close(out.double(), reference(case.node, *case.node.split(exact)), rtol=limit, atol=limit)
+
+
+@pytest.mark.gpu
+def test_in_a_graph_it_follows_the_position(rank_pools: RankPools) -> None:
+    rank_pools.get("cuda", 1).run(_replayed, timeout=100)
 
 
 def compiled(target: str, kernel: Any, asked: lowering.Asked) -> Any:

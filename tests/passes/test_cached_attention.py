@@ -112,6 +112,31 @@ def other_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tens
     return attend(q, keys, values, mask[:, None, None])
 
 
+def below_the_next(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> torch.Tensor:
+    keys, values = written(k, v, given)
+    return attend(q, keys, values, (torch.arange(S) < given["position"] + 1)[None, None, None])
+
+
+def other_angles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> torch.Tensor:
+    """Those of the key are views of the same tables, and belong to the sequences."""
+    angles = given["cos"], given["sin"]
+    keys, values = written(turned(k, *(one.view(B, 1, 1, D // 2) for one in angles)), v, given)
+    return attend(turned_whole(q, *angles), keys, values, seen(given))
+
+
+def angles_in_fp64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> torch.Tensor:
+    keys, values = written(k, v, given)
+    out = turned_whole(q, given["cos"].double(), given["sin"].double()).to(q.dtype)
+    return attend(out, keys, values, seen(given))
+
+
+def turned_and_rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> torch.Tensor:
+    """The query is rounded before it is turned."""
+    keys, values = written(k, v, given)
+    rounded = (q * given["cos"]).bfloat16().float() + torch.cat([-q[..., D // 2 :], q[..., : D // 2]], -1) * given["sin"]
+    return attend(rounded, keys, values, seen(given))
+
+
 def graph_of(form: Step, dtype: torch.dtype = torch.float32, dynamic: bool = False) -> fx.GraphModule:
     """A decode step behind a fused reduction, as Inductor has it."""
 
@@ -227,6 +252,10 @@ FORMS: dict[str, tuple[Step, CachedAttention]] = {
     "caches that are read elsewhere": (elsewhere, CachedAttention(SCALE, "lengths", added=1)),
     "tokens first": (tokens_first, CachedAttention(SCALE, "all")),
     "a query that is turned alone": (query_alone, CachedAttention(SCALE, "lengths", appends=True)),
+    "the next position": (below_the_next, CachedAttention(SCALE, "lengths", appends=True)),
+    "other angles for the key": (other_angles, CachedAttention(SCALE, "lengths", appends=True)),
+    "angles in fp64": (angles_in_fp64, CachedAttention(SCALE, "lengths", appends=True)),
+    "turned and rounded": (turned_and_rounded, CachedAttention(SCALE, "lengths", appends=True)),
     "another mask than that of the position": (other_lengths, CachedAttention(SCALE, "lengths")),
 }
 
