@@ -224,7 +224,7 @@ def test_in_a_graph_it_follows_the_position(rank_pools: RankPools) -> None:
     rank_pools.get("cuda", 1).run(_replayed, timeout=100)
 
 
-def compiled(target: str, kernel: Any, asked: lowering.Asked) -> Any:
+def compiled(target: str, kernel: Any, asked: lowering.NodeParts) -> Any:
     """A kernel for 4 query heads of 128 elements that share a key head."""
     heads = lowering.deal(1, 16, 4)
     config = lowering.select_config(head_dim=128, dtype=BF16, paged=False, interpreted=False).for_arch(target)
@@ -238,19 +238,19 @@ def compiled(target: str, kernel: Any, asked: lowering.Asked) -> Any:
     strides = lowering.Strides(pair, triple, triple, "i32")
     structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 3)}
     signature: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "splits"), "i32")
-    signature = {**structures, **signature, "HOW": "constexpr", "ASKED": "constexpr", "AT_ONCE": "constexpr"}
+    signature = {**structures, **signature, "HOW": "constexpr", "PARTS_OF": "constexpr", "AT_ONCE": "constexpr"}
     signature = {parameter.name: signature[parameter.name] for parameter in kernel.params}
     places = {name: place for place, name in enumerate(signature)}
     aligned = {key: one for name in structures for key, one in all_aligned(places[name], signature[name]).items()}
-    known = {"HOW": how, "ASKED": asked, "AT_ONCE": lowering.MERGED_AT_ONCE}
+    known = {"HOW": how, "PARTS_OF": asked, "AT_ONCE": lowering.MERGED_AT_ONCE}
     source = ASTSource(kernel, signature, {(places[one],): known[one] for one in known if one in places}, aligned)
     return compile_for(target, source, {"num_warps": config.num_warps, "num_stages": config.num_stages})
 
 
 PARTS = {
-    "appends": lowering.Asked(True, False, 0, True, 128, False),
-    "marked": lowering.Asked(False, True, 0, True, 64, True),
-    "reads": lowering.Asked(True, False, 1, False, 0, False),
+    "appends": lowering.NodeParts(True, False, 0, True, 128, False),
+    "marked": lowering.NodeParts(False, True, 0, True, 64, True),
+    "reads": lowering.NodeParts(True, False, 1, False, 0, False),
 }
 
 

@@ -41,14 +41,14 @@ CACHING: tuple[Mutation, ...] = (
     Mutation(
         "a written cache that others read is written by the call",
         PASS,
-        "if not ours or reads or not fits",
-        "if not ours or not fits",
+        "if not ours or others or set",
+        "if not ours or set",
         f"{TESTS}::test_every_form[caches_that_are_read_elsewhere]",
     ),
     Mutation(
         "the mask need not be that of the position",
         PASS,
-        "(choice.more != 1 or _whole(choice.lengths) is not _whole(at))",
+        "not _follows(choice.lengths, choice.more, at)",
         "False",
         f"{TESTS}::test_every_form[another_mask_than_that_of_the_position]",
     ),
