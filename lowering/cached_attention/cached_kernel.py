@@ -101,29 +101,29 @@ class NodeParts(NamedTuple):
 
 
 @triton.jit
-def length_of(tensors, batch, sizes, PARTS_OF: tl.constexpr):
+def length_of(tensors, batch, sizes, NODE: tl.constexpr):
     """Returns how many of a sequence's first tokens are attended to, as far as their number says."""
     length = sizes.capacity
-    if PARTS_OF.COUNTED:
-        length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + PARTS_OF.ADDED
+    if NODE.COUNTED:
+        length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + NODE.ADDED
         # A sequence is never longer than its cache, even if the tensor says so.
         length = tl.minimum(tl.maximum(length, 0), sizes.capacity).to(tl.int32)
     return length
 
 
 @triton.jit
-def angles_of(tensors, batch, sizes, HEAD_DIM: tl.constexpr, PARTS_OF: tl.constexpr):
+def angles_of(tensors, batch, sizes, HEAD_DIM: tl.constexpr, NODE: tl.constexpr):
     """Returns (cosines, sines) of a sequence's angles [HEAD_DIM]; the sines of the first half are negated."""
     dims = tl.arange(0, HEAD_DIM)
-    at = batch.to(tl.int64) * sizes.angles + dims % PARTS_OF.ANGLES
+    at = batch.to(tl.int64) * sizes.angles + dims % NODE.ANGLES
     sin = tl.load(tensors.sin + at).to(tl.float32)
     return tl.load(tensors.cos + at).to(tl.float32), tl.where(dims < HEAD_DIM // 2, -sin, sin)
 
 
 @triton.jit
-def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, PARTS_OF: tl.constexpr):
+def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, NODE: tl.constexpr):
     """Loads ROWS query heads from `row` on as [BLOCK_ROWS, HEAD_DIM], padded by zeros, and turns them."""
-    if PARTS_OF.ANGLES == 0:
+    if NODE.ANGLES == 0:
         return load_query(tensors.q, sizes.strides.q, batch, row, HOW.ROWS, HOW.BLOCK_ROWS, HOW.HEAD_DIM)
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     rows = tl.arange(0, HOW.BLOCK_ROWS)
@@ -132,12 +132,12 @@ def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, PARTS_OF: tl.con
     base = tensors.q + batch.to(tl.int64) * sizes.strides.q[0] + (row + rows)[:, None] * sizes.strides.q[1]
     x = tl.load(base + dims[None, :], mask=there, other=0.0).to(tl.float32)
     swapped = tl.load(base + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], mask=there, other=0.0).to(tl.float32)
-    cos, sin = angles_of(tensors, batch, sizes, HEAD_DIM, PARTS_OF)
+    cos, sin = angles_of(tensors, batch, sizes, HEAD_DIM, NODE)
     return (x * cos[None, :] + swapped * sin[None, :]).to(tensors.q.dtype.element_ty)
 
 
 @triton.jit
-def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, PARTS_OF: tl.constexpr):
+def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, NODE: tl.constexpr):
     """Returns the NewToken of a sequence. The program of the first split and the first part of a key head stores it."""
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     dims = tl.arange(0, HEAD_DIM)
@@ -145,17 +145,17 @@ def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, PA
     place = tl.where(given < 0, given + sizes.capacity, given)
     exists = (place >= 0) & (place < sizes.capacity)
     is_here = split == 0
-    if PARTS_OF.COUNTED:
+    if NODE.COUNTED:
         is_here &= given >= 0
-    if PARTS_OF.MARKED:
+    if NODE.MARKED:
         is_here &= tl.load(tensors.shown + batch.to(tl.int64) * sizes.shown + place, mask=exists, other=1) != 0
     key_at = tensors.new_k + batch.to(tl.int64) * sizes.new_k[0] + kv_head * sizes.new_k[1]
     value_at = tensors.new_v + batch.to(tl.int64) * sizes.new_v[0] + kv_head * sizes.new_v[1]
     key = tl.load(key_at + dims)
     value = tl.load(value_at + dims)
-    if PARTS_OF.ANGLES > 0:
+    if NODE.ANGLES > 0:
         swapped = tl.load(key_at + (dims + HEAD_DIM // 2) % HEAD_DIM).to(tl.float32)
-        cos, sin = angles_of(tensors, batch, sizes, HEAD_DIM, PARTS_OF)
+        cos, sin = angles_of(tensors, batch, sizes, HEAD_DIM, NODE)
         key = (key.to(tl.float32) * cos + swapped * sin).to(tensors.k.dtype.element_ty)
     stores = (split == 0) & (part == 0) & exists & (dims >= 0)
     k, v = sizes.strides.k, sizes.strides.v
@@ -168,7 +168,7 @@ def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, PA
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
-def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, PARTS_OF: tl.constexpr):
+def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, NODE: tl.constexpr):
     """Attends to one split of one piece of query heads; see the module."""
     head = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -176,18 +176,18 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
     batch = head // (kv_heads * HOW.PARTS)
     kv_head = head // HOW.PARTS % kv_heads
     row = (kv_head * HOW.PARTS + part) * HOW.ROWS
-    query = turned_query(tensors, batch, row, sizes, HOW, PARTS_OF)
-    token = new_token(tensors, batch, kv_head, split, part, sizes, HOW, PARTS_OF) if PARTS_OF.APPENDS else None
-    length = length_of(tensors, batch, sizes, PARTS_OF)
+    query = turned_query(tensors, batch, row, sizes, HOW, NODE)
+    token = new_token(tensors, batch, kv_head, split, part, sizes, HOW, NODE) if NODE.APPENDS else None
+    length = length_of(tensors, batch, sizes, NODE)
     used, per_split = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     counts = Counts(heads, kv_heads, splits, sizes.capacity)
     work = Work(tensors.q, tensors.k, tensors.v, None, None, tensors.partials, None, counts)
     if split < used:
         begin = split * per_split
         end = tl.minimum(begin + per_split, length)
-        shown = tensors.shown + batch.to(tl.int64) * sizes.shown if PARTS_OF.MARKED else None
+        shown = tensors.shown + batch.to(tl.int64) * sizes.shown if NODE.MARKED else None
         o, lse = attend(query, work, sizes.strides, None, batch, kv_head, begin, end, HOW, token, shown)
-        if PARTS_OF.ONE_SPLIT:
+        if NODE.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
             at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]
             inside = (rows < HOW.ROWS)[:, None] & (at >= 0)
@@ -198,13 +198,13 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
 def merge_kernel(
-    tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, PARTS_OF: tl.constexpr, AT_ONCE: tl.constexpr
+    tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, NODE: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """Merges the splits of one query head, AT_ONCE together."""
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     ROWS: tl.constexpr = HOW.ROWS
     head = tl.program_id(0) // ROWS
-    length = length_of(tensors, head // (kv_heads * HOW.PARTS), sizes, PARTS_OF)
+    length = length_of(tensors, head // (kv_heads * HOW.PARTS), sizes, NODE)
     used, _ = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     lses = tensors.partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
     dims = tl.arange(0, HEAD_DIM)
@@ -289,7 +289,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         rows_apart(lengths),
         rows_apart(shown),
     )
-    fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "PARTS_OF": node_parts}
+    fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "NODE": node_parts}
     launches = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     attending = Arguments(heads.heads * splits, {**fixed, **launches})
     at_once = min(triton.next_power_of_2(splits), INTERPRETED_AT_ONCE if interpreted else MERGED_AT_ONCE)

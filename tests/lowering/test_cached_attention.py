@@ -238,11 +238,11 @@ def compiled(target: str, kernel: Any, asked: lowering.NodeParts) -> Any:
     strides = lowering.Strides(pair, triple, triple, "i32")
     structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 3)}
     signature: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "splits"), "i32")
-    signature = {**structures, **signature, "HOW": "constexpr", "PARTS_OF": "constexpr", "AT_ONCE": "constexpr"}
+    signature = {**structures, **signature, "HOW": "constexpr", "NODE": "constexpr", "AT_ONCE": "constexpr"}
     signature = {parameter.name: signature[parameter.name] for parameter in kernel.params}
     places = {name: place for place, name in enumerate(signature)}
     aligned = {key: one for name in structures for key, one in all_aligned(places[name], signature[name]).items()}
-    known = {"HOW": how, "PARTS_OF": asked, "AT_ONCE": lowering.MERGED_AT_ONCE}
+    known = {"HOW": how, "NODE": asked, "AT_ONCE": lowering.MERGED_AT_ONCE}
     source = ASTSource(kernel, signature, {(places[one],): known[one] for one in known if one in places}, aligned)
     return compile_for(target, source, {"num_warps": config.num_warps, "num_stages": config.num_stages})
 
