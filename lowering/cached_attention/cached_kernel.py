@@ -275,7 +275,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         UPCAST=interpreted,
     )
     angles = cos.shape[1] if node.rotated else 0
-    node_parts = NodeParts(node.mask == "lengths", node.mask == "given", node.added, node.appends, angles, splits == 1)
+    parts = NodeParts(node.mask == "lengths", node.mask == "given", node.added, node.appends, angles, splits == 1)
 
     def strides(x: torch.Tensor | None, *dims: int) -> tuple[int, ...]:
         return tuple(0 if x is None else x.stride(dim) for dim in dims)
@@ -289,7 +289,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         rows_apart(lengths),
         rows_apart(shown),
     )
-    fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "NODE": node_parts}
+    fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "NODE": parts}
     launches = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     attending = Arguments(heads.heads * splits, {**fixed, **launches})
     at_once = min(triton.next_power_of_2(splits), INTERPRETED_AT_ONCE if interpreted else MERGED_AT_ONCE)
