@@ -59,6 +59,14 @@ def report(*sites: ExplainedSite, options: Options | None = None) -> Report:
     return Report(sites, (graph,), options or Options())
 
 
+def test_the_last_line_counts_nodes_without_a_collective() -> None:
+    one = ExplainedSite("forward", site(), "tile", 12.4, "the plan's sentence", "model", {"tile": 12.4})
+    graph = replace(report(one).graphs[0], local=("projections", "cached_attention", "projections"))
+    assert replace(report(one), graphs=(graph, graph)).conclusion() == (
+        "1 of 1 collectives matched, in 2 graphs, beside 4 projections, 2 cached_attention; 1 ran fused (1 tile)"
+    )
+
+
 def test_the_table_has_a_row_for_different_collectives() -> None:
     predictions = {"library": 20.1, "tile": 12.4}
     fused = ExplainedSite("forward", site(), "tile", 12.4, "the plan's sentence", "model", predictions)

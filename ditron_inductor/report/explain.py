@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ class Report:
         return report_page(self.sites, self.conclusion())
 
     def conclusion(self) -> str:
-        """How many collectives were matched, how many of these ran fused, and why the others did not."""
+        """How many collectives were matched, beside which other nodes, how many ran fused, and why the rest did not."""
         from ditron_inductor.summary import NOT_RUN, ran_by, ran_text
 
         if not self.graphs:
@@ -79,7 +80,10 @@ class Report:
             NOT_RUN if site.strategy == NOTHING else ran_by(site.strategy, site.source, site.reason)
             for site in self.matched
         ]
+        local = Counter(kind for graph in self.graphs for kind in graph.local)
         text = f"{len(self.matched)} of {len(self.sites)} collectives matched, in {graphs}"
+        if local:
+            text += ", beside " + ", ".join(f"{count} {kind}" for kind, count in local.items())
         return text + (f"; {ran_text(ran)}" if ran else "") + _changed(self.options)
 
 

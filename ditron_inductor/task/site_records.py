@@ -103,7 +103,9 @@ def stopped_text(node: str, line: str, reason_code: str, culprit: NodeRecord | N
 
 @dataclasses.dataclass(frozen=True)
 class GraphRecord:
-    """The sites of one compiled graph; `is_backward` is None where the compiler does not say."""
+    """The sites of one compiled graph. `is_backward` is None where the compiler does not say. `local` has the kinds of
+    its nodes that communicate nothing, one for each node.
+    """
 
     index: int
     is_backward: bool | None
@@ -111,6 +113,7 @@ class GraphRecord:
     sites: tuple[SiteRecord, ...]
     graph_before: str
     graph_after: str
+    local: tuple[str, ...] = ()
 
 
 class SiteSink:

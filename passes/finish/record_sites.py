@@ -23,6 +23,7 @@ from ditron_inductor.task.problem import Problem
 from ditron_inductor.task.schema import node_from_call, operands_from_call, values_of
 from ditron_inductor.task.site_records import GraphRecord, SiteRecord
 from ditron_inductor.task.torch_dtypes import precision_of
+from ditron_inductor.task.verify import local_calls
 
 NO_PATTERN = "no_pattern"
 """The reason for a collective that no pass has looked at."""
@@ -46,6 +47,7 @@ def record_graph(graph: fx.Graph, options: Options, *, graph_before: str, graph_
         sites=tuple(records),
         graph_before=graph_before,
         graph_after=graph_after,
+        local=tuple(node.kind for _, node in local_calls(graph)),
     )
 
 

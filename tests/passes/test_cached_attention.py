@@ -16,6 +16,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.cached_attention import attend_within, cached_attention, find_attention
 from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.record_sites import record_graph
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import CachedAttention
@@ -204,6 +205,7 @@ def decoded(module: fx.GraphModule, options: Options | None = None) -> list[Cach
 def test_golden() -> None:
     module = graph_of(step)
     assert len(decoded(module)) == 1
+    assert record_graph(module.graph, Options(), graph_before="", graph_after="").local == ("cached_attention",)
     expecttest.assert_expected_inline(
         text(module.graph),
         """\
