@@ -6,6 +6,7 @@ import importlib.util
 import tempfile
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ditron_inductor import serving
+from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.tools.demo_model import Llama, LlamaConfig, tensor_parallel
 from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
@@ -88,7 +90,8 @@ def generated(ctx: RankContext, case: Generation) -> dict[str, int]:
     architecture, sizes = ARCHITECTURES[case.name], Sizes()
     own = {name: value(sizes) for name, value in architecture.from_sizes.items()}
     config = AutoConfig.for_model(architecture.model_type, **(sizes.config(LAYERS) | architecture.config | own))
-    with tempfile.TemporaryDirectory() as mine, without_generated_code():
+    here = mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda"))
+    with tempfile.TemporaryDirectory() as mine, without_generated_code(), here:
         folder = [mine]
         dist.broadcast_object_list(folder)
         torch.manual_seed(0)
@@ -126,7 +129,7 @@ needs_transformers = pytest.mark.skipif(
 @needs_transformers
 def test_generate_with_a_static_cache(rank_pools: RankPools) -> None:
     for fused in rank_pools.get("cpu", 2, label="accelerate").run(generated, Generation("llama"), timeout=200.0):
-        assert fused["name_sites"] == 2 + 2 * LAYERS
+        assert fused["name_sites"] == 2 + 2 * LAYERS and fused["cached_attention"] == LAYERS
 
 
 MIXTURES = {"mixtral": ("hf", 4, 2), "qwen3_moe": ("hf", 4, 2), "deepseek_v3": ("hf", 3, 2), "gpt_oss": ("ep", 4, 4)}
