@@ -35,6 +35,7 @@ from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import GRAPH_CALLS
 from ditron_inductor.task.cached_attention import turned
 from ditron_inductor.task.nodes import CachedAttention
+from ditron_inductor.tools.demo_model import rotate
 
 MODULE = "benchmarks.ops.cached_attention"
 RECORDED = RESULTS / "decode.csv"
@@ -84,11 +85,6 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def halves_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
-
-
 def attend_in_torch(shape: Shape, form: str) -> Attend:
     """The decode step of a layer as a contestant writes it. It returns [B, Hq, 1, D]."""
     group, scale = shape.Hq // shape.Hkv, shape.D**-0.5
@@ -102,9 +98,9 @@ def attend_in_torch(shape: Shape, form: str) -> Attend:
         cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         q, k, v = (one.unflatten(-1, (-1, shape.D))[:, :, None] for one in (q, k, v))
-        keys.index_copy_(2, position, halves_turned(k, cos, sin))
+        keys.index_copy_(2, position, rotate(k, cos, sin))
         values.index_copy_(2, position, v)
-        q = halves_turned(q, cos, sin)
+        q = rotate(q, cos, sin)
         if form == "flex":
 
             def hidden(score: torch.Tensor, b: object, h: object, row: object, token: torch.Tensor) -> torch.Tensor:

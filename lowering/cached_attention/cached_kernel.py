@@ -123,17 +123,16 @@ def angles_of(tensors, batch, sizes, HEAD_DIM: tl.constexpr, NODE: tl.constexpr)
 @triton.jit
 def turned_query(tensors, batch, row, sizes, HOW: tl.constexpr, NODE: tl.constexpr):
     """Loads ROWS query heads from `row` on as [BLOCK_ROWS, HEAD_DIM], padded by zeros, and turns them."""
-    if NODE.ANGLES == 0:
-        return load_query(tensors.q, sizes.strides.q, batch, row, HOW.ROWS, HOW.BLOCK_ROWS, HOW.HEAD_DIM)
+    ROWS: tl.constexpr = HOW.ROWS
+    BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
-    rows = tl.arange(0, HOW.BLOCK_ROWS)
-    dims = tl.arange(0, HEAD_DIM)
-    there = (rows < HOW.ROWS)[:, None] & (dims >= 0)[None, :]
-    base = tensors.q + batch.to(tl.int64) * sizes.strides.q[0] + (row + rows)[:, None] * sizes.strides.q[1]
-    x = tl.load(base + dims[None, :], mask=there, other=0.0).to(tl.float32)
-    swapped = tl.load(base + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], mask=there, other=0.0).to(tl.float32)
-    cos, sin = angles_of(tensors, batch, sizes, HEAD_DIM, NODE)
-    return (x * cos[None, :] + swapped * sin[None, :]).to(tensors.q.dtype.element_ty)
+    query = load_query(tensors.q, sizes.strides.q, batch, row, ROWS, BLOCK_ROWS, HEAD_DIM)
+    if NODE.ANGLES > 0:
+        swapped = load_query(tensors.q, sizes.strides.q, batch, row, ROWS, BLOCK_ROWS, HEAD_DIM, True)
+        cos, sin = angles_of(tensors, batch, sizes, HEAD_DIM, NODE)
+        turned = query.to(tl.float32) * cos[None, :] + swapped.to(tl.float32) * sin[None, :]
+        query = turned.to(tensors.q.dtype.element_ty)
+    return query
 
 
 @triton.jit
@@ -248,14 +247,14 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     in_rows = all(x is None or x.shape[-1] == 1 or x.stride(-1) == 1 for x in given)
     if strategy == "library" or (device.type == "cpu" and strategy != "tile") or not right or not in_rows:
         return by_library(node)
-    if facts_of(device).tile_problem or rows_apart(cos) != rows_apart(sin):
+    facts = facts_of(device)
+    if facts.tile_problem or rows_apart(cos) != rows_apart(sin):
         return by_library(node)
     interpreted = device.type == "cpu"
     heads = deal(B, query_heads, kv_heads)
-    num_sms = facts_of(device).num_sms
     config = select_config(head_dim=head_dim, dtype=q.dtype, paged=False, interpreted=interpreted)
-    config = replace(config, least_blocks=1).for_arch(facts_of(device).arch)
-    programs = INTERPRETED_SPLITS if interpreted else config.programs(heads.heads, num_sms)
+    config = replace(config, least_blocks=1).for_arch(facts.arch)
+    programs = INTERPRETED_SPLITS if interpreted else config.programs(heads.heads, facts.num_sms)
     splits = count_splits(heads.heads, capacity, programs, config)
     if capacity <= config.block_n * (1 if interpreted else BLOCKS_OF_ONE_SPLIT):
         splits = 1

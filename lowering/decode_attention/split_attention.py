@@ -115,10 +115,17 @@ def cut_splits(length, splits, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr
 
 
 @triton.jit
-def load_query(q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Loads ROWS query heads from `row` on as [BLOCK_ROWS, HEAD_DIM], padded by zeros. strides_q: see Strides."""
+def load_query(
+    q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SWAPPED: tl.constexpr = False,
+):  # fmt: skip
+    """Loads ROWS query heads from `row` on as [BLOCK_ROWS, HEAD_DIM], padded by zeros. strides_q: see Strides. SWAPPED:
+    whether both halves of each head change places.
+    """
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, HEAD_DIM)
+    if SWAPPED:
+        dims = (dims + HEAD_DIM // 2) % HEAD_DIM
     q_at = q + batch.to(tl.int64) * strides_q[0] + (row + rows)[:, None] * strides_q[1] + dims[None, :]
     return tl.load(q_at, mask=(rows < ROWS)[:, None] & (dims >= 0)[None, :], other=0.0)
 

@@ -35,6 +35,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.attention.attention_calls import unrepeated
 from ditron_inductor.passes.attention.attention_parts import SDPA, PartAlgebra, SoftmaxCall
 from ditron_inductor.passes.attention.roots import VIEWS, chain_to
 from ditron_inductor.passes.attention.rotary import Rotation, read_rotation
@@ -95,7 +96,7 @@ def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
         return None
     try:
         call = SoftmaxCall.read(node)
-        keys, values = (_unrepeated(cache, call) for cache in (call.key, call.value))
+        keys, values = (unrepeated(cache)[0] for cache in (call.key, call.value))
         choice = _read_choice(call)
     except Unknown:
         return None
@@ -106,24 +107,6 @@ def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
     if not right or not alike or not in_rows or call.sizes[3] != 1 or call.sizes[5] not in HEAD_DIMS or choice is None:
         return None
     return _with_rotations(_with_writes(Match(call, keys, values, choice)))
-
-
-def _unrepeated(cache: fx.Node, call: SoftmaxCall) -> fx.Node:
-    """Returns the cache [B, Hkv, S, D] whose heads `cache` repeats for the query heads that share them: itself, if that
-    is not what it does.
-    """
-    B, heads, _, _, S, D = call.sizes
-    source = cache
-    while source.target in proofs.ORDER_KEEPING or source.target is aten.clone.default:
-        source = proofs.operand(source)
-    if source.target is not aten.expand.default:
-        return cache
-    shape = static_shape(source)
-    if len(shape) != 5 or (shape[0], shape[1] * shape[2], *shape[3:]) != (B, heads, S, D):
-        return cache
-    once = proofs.operand(source)
-    whole = proofs.view_in_shape(once, (B, shape[1], S, D))
-    return cache if static_shape(once) != (B, shape[1], 1, S, D) or whole is None else whole
 
 
 def _read_choice(call: SoftmaxCall) -> TokenChoice | None:
@@ -208,8 +191,7 @@ def _leads_to(node: fx.Node, call: fx.Node) -> bool:
     """Returns whether a node is the call, or a view or copy that only the call reads."""
     if node is call:
         return True
-    moves = node.target in VIEWS or node.target is aten.clone.default
-    return moves and bool(node.users) and all(_leads_to(user, call) for user in node.users)
+    return node.target in VIEWS and bool(node.users) and all(_leads_to(user, call) for user in node.users)
 
 
 def _whole(node: fx.Node) -> fx.Node:
@@ -256,14 +238,14 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             operands["lengths"] = rewriting.shaped(graph, lengths, (proofs.fake(lengths).numel(),))
         if choice.shown is not None:
             shown = rewriting.shaped(graph, choice.shown, (proofs.fake(choice.shown).numel() // S, S))
-            kept = choice.kept
-            operands["shown"] = shown if kept else rewriting.computed(graph, aten.logical_not.default, (shown,), shown)
+            if not choice.kept:
+                shown = rewriting.computed(graph, aten.logical_not.default, (shown,), shown)
+            operands["shown"] = shown
         if match.written is not None:
             operands |= {"position": match.written[0].position, "key": new[0], "value": new[1]}
-        for name in ("cos", "sin") if rotated else ():
-            table = getattr(match.turned[0], name)
-            columns = proofs.fake(table).shape[-1]
-            operands[name] = rewriting.shaped(graph, table, (proofs.fake(table).numel() // columns, columns))
+        if rotated:
+            tables = zip(("cos", "sin"), match.turned[0].angles, strict=True)
+            operands |= {name: rewriting.shaped(graph, root, (rows, columns)) for name, (root, rows, columns) in tables}
         made = rewriting.call_task(graph, task, operands, result, [out])
         attended = rewriting.output(graph, made, 0, result)
         for written in match.written or ():

@@ -16,17 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ditron_inductor.passes.attention.attention_parts import CASTS
 from ditron_inductor.passes.attention.roots import widens
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 MOST_NODES = 40
 """The most nodes of a rotary embedding: twice as many as any form has."""
 SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
-CASTS = proofs.CASTS - {aten.view.dtype}
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Rotation:
 
     @property
     def angles(self) -> tuple[tuple[fx.Node, int, int], ...]:
-        """Of cos and of sin, what it is a view of, its rows and its columns. If these are equal, so are the angles."""
+        """Returns (what it is a view of, its rows, its columns) of cos and of sin. Equal ones hold equal angles."""
         values = [(table, proofs.fake(table)) for table in (self.cos, self.sin)]
         return tuple(
             (proofs.views_up(table)[-1], value.numel() // value.shape[-1], value.shape[-1]) for table, value in values

@@ -26,6 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.name_sites import name_sites
+from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
@@ -163,6 +166,25 @@ def fuse(module: fx.GraphModule, options: Options | None = None) -> int:
     module.graph.lint()
     module.recompile()
     return sum(counts[-len(FUSIONS) :])
+
+
+def local_nodes(
+    module: fx.GraphModule, kind: str, name_pass: Callable[[fx.Graph, Options], int], options: Options | None = None
+) -> list[Any]:
+    """The nodes of a kind that communicates nothing, behind the fusions and `name_pass`, which makes them and returns
+    how many. The passes that finish a graph accept it.
+    """
+    options = options or Options()
+    fuse(module, options)
+    count = name_pass(module.graph, options)
+    named = twin(module)
+    for finish in (order_collectives, name_sites, verify_tasks):
+        finish(named.graph, options=options)
+    module.graph.lint()
+    module.recompile()
+    calls = module.graph.find_nodes(op="call_function", target=schema.overload(kind))
+    assert len(calls) == count
+    return [schema.node_from_call(call.target, call.args) for call in calls]
 
 
 def rewritten(

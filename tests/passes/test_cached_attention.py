@@ -14,13 +14,19 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.cached_attention import attend_within, cached_attention, find_attention
-from ditron_inductor.passes.finish.name_sites import name_sites
-from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.record_sites import record_graph
-from ditron_inductor.passes.finish.verify_tasks import verify_tasks
-from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import CachedAttention
-from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, graph_on, run_ranks, text, twin
+from tests.passes.graphs import (
+    WORLD_SIZE,
+    all_reduce,
+    compiled_graphs,
+    fuse,
+    graph_on,
+    local_nodes,
+    run_ranks,
+    text,
+    twin,
+)
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -189,17 +195,7 @@ def check(before: fx.GraphModule, after: fx.GraphModule) -> None:
 
 def decoded(module: fx.GraphModule, options: Options | None = None) -> list[CachedAttention]:
     """The calls that the pass makes."""
-    options = options or Options()
-    fuse(module, options)
-    count = attend_within(module.graph, options, ("cpu",))
-    named = twin(module)
-    for finish in (order_collectives, name_sites, verify_tasks):
-        finish(named.graph, options=options)
-    module.graph.lint()
-    module.recompile()
-    calls = module.graph.find_nodes(op="call_function", target=schema.overload(CachedAttention.kind))
-    assert len(calls) == count
-    return [schema.node_from_call(call.target, call.args) for call in calls]
+    return local_nodes(module, CachedAttention.kind, lambda *given: attend_within(*given, ("cpu",)), options)
 
 
 def test_golden() -> None:

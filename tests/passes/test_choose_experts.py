@@ -12,9 +12,6 @@ from torch import fx
 from torch.nn.functional import linear
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.name_sites import name_sites
-from ditron_inductor.passes.finish.order_collectives import order_collectives
-from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.fuse.choose_experts import (
     MOST_CHOSEN,
     MOST_EXPERTS,
@@ -23,9 +20,8 @@ from ditron_inductor.passes.fuse.choose_experts import (
     choose_experts,
     choose_within,
 )
-from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import ChooseExperts
-from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, run_ranks, text, twin
+from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, local_nodes, run_ranks, text, twin
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -82,17 +78,7 @@ def routed(
     module: fx.GraphModule, options: Options | None = None, bounds: ChoiceBounds = ANYWHERE
 ) -> list[ChooseExperts]:
     """The calls that the pass makes."""
-    options = options or Options()
-    fuse(module, options)
-    count = choose_within(module.graph, options, bounds)
-    named = twin(module)
-    for finish in (order_collectives, name_sites, verify_tasks):
-        finish(named.graph, options=options)
-    module.graph.lint()
-    module.recompile()
-    calls = module.graph.find_nodes(op="call_function", target=schema.overload(ChooseExperts.kind))
-    assert len(calls) == count
-    return [schema.node_from_call(call.target, call.args) for call in calls]
+    return local_nodes(module, ChooseExperts.kind, lambda *given: choose_within(*given, bounds), options)
 
 
 def test_golden() -> None:
