@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -15,12 +17,14 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor import serving
 from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.tools.demo_model import Llama, LlamaConfig, tensor_parallel
 from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.interpreted import without_generated_code
+from tests.models.run_hugging_face import NARROW_ROUNDING
 from tests.ranks import RankContext, RankPools
 
 LAYERS = 1
@@ -81,43 +85,98 @@ class Generation:
         return f"{self.name}-{self.form}-{self.cache}" + f"-{self.experts}" * (self.experts != "grouped_mm")
 
 
-def generated(ctx: RankContext, case: Generation) -> dict[str, int]:
-    """What was fused while the compiled model's `generate` made the tokens of eager mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
+@contextlib.contextmanager
+def from_one_folder(ctx: RankContext, case: Generation, sizes: Sizes) -> Iterator[Callable[[torch.dtype], Any]]:
+    """A function that loads the same sharded model in a dtype, as its users do, on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    torch._dynamo.reset()
-    architecture, sizes = ARCHITECTURES[case.name], Sizes()
+    architecture = ARCHITECTURES[case.name]
     own = {name: value(sizes) for name, value in architecture.from_sizes.items()}
     config = AutoConfig.for_model(architecture.model_type, **(sizes.config(LAYERS) | architecture.config | own))
-    here = mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda"))
-    with tempfile.TemporaryDirectory() as mine, without_generated_code(), here:
+    with tempfile.TemporaryDirectory() as mine:
         folder = [mine]
-        dist.broadcast_object_list(folder)
+        dist.broadcast_object_list(folder, device=ctx.device)
         torch.manual_seed(0)
         if ctx.rank == 0:
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder[0])
+            AutoModelForCausalLM.from_config(config).to(sizes.dtype).save_pretrained(folder[0])
         dist.barrier()
         parallel: dict[str, Any] = {"ep_size": ctx.world_size, "ep_implementation": "all_reduce"}
         distributed: Any = DistributedConfig(tp_size=ctx.world_size, **(parallel if case.form == "ep" else {}))
-        model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=distributed).eval()
-        if architecture.chooses:
-            model.set_experts_implementation(case.experts)
+
+        def load(dtype: torch.dtype) -> Any:
+            model = AutoModelForCausalLM.from_pretrained(folder[0], dtype=dtype, distributed_config=distributed)
+            if architecture.chooses:
+                model.set_experts_implementation(case.experts)
+            return model.eval()
+
+        yield load
+
+
+def compiled_steps(cudagraphs: bool) -> dict[str, Any]:
+    """Arguments of `generate` with which its steps are compiled."""
+    from transformers import CompileConfig
+
+    compiled = CompileConfig(backend="ditron", mode=None, options=serving.options(cudagraphs=cudagraphs))
+    compiled._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": compiled}
+
+
+def generated(ctx: RankContext, case: Generation) -> dict[str, int]:
+    """What was fused while the compiled model's `generate` made the tokens of eager mode."""
+    torch._dynamo.reset()
+    here = mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda"))
+    with from_one_folder(ctx, case, Sizes()) as load, without_generated_code(), here:
+        model = load(torch.float32)
         tokens = torch.arange(1, 17).view(2, -1)
         how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         wanted = model.generate(tokens, **how, disable_compile=True)
         with pytest.raises(ValueError, match="was replaced"):
             serving.local_parameters(model)
-        options = serving.options(cudagraphs=False)
         counters.clear()
         if case.cache == "static":
-            compiled = CompileConfig(backend="ditron", mode=None, options=options)
-            compiled._compile_all_devices = True
-            got = model.generate(tokens, **how, cache_implementation="static", compile_config=compiled)
+            got = model.generate(tokens, **how, **compiled_steps(cudagraphs=False))
         else:
+            options = serving.options(cudagraphs=False)
             model.forward = torch.compile(model.forward, backend="ditron", options=options)
             got = model.generate(tokens, **how)
     assert got.shape == (2, 8 + 4) and torch.equal(got, wanted)
+    return dict(counters["ditron"])
+
+
+def logits_of(model: Any, tokens: torch.Tensor, fed: torch.Tensor, **how: Any) -> torch.Tensor:
+    """The logits [steps, batch, vocabulary] of a `generate` that is made to choose the tokens `fed` [batch, steps]."""
+
+    def choose(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = fed[:, seen.shape[1] - tokens.shape[1], None]
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+    kept = {"return_dict_in_generate": True, "output_logits": True, "logits_processor": [choose]}
+    out = model.generate(tokens, max_new_tokens=fed.shape[1], do_sample=False, pad_token_id=0, **kept, **how)
+    assert torch.equal(out.sequences[:, tokens.shape[1] :], fed)
+    return torch.stack(out.logits).float()
+
+
+def as_near_as_eager(ctx: RankContext, case: Generation, sizes: Sizes, count: int) -> dict[str, int]:
+    """What was fused in steps of which none is further from the model in float32 than eager's rounding explains."""
+    torch._dynamo.reset()
+    cuda = ctx.device.type == "cuda"
+    code = contextlib.nullcontext() if cuda else without_generated_code()
+    here = mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda"))
+    with from_one_folder(ctx, case, sizes) as load, code, here:
+        generator = torch.Generator().manual_seed(5)
+        drawn = torch.randint(0, sizes.vocabulary, (2, 8 + count), generator=generator).to(ctx.device)
+        tokens, fed = drawn.split((8, count), dim=1)
+        exact = logits_of(load(torch.float32), tokens, fed, disable_compile=True)
+        model = load(sizes.dtype)
+        eager = logits_of(model, tokens, fed, disable_compile=True)
+        counters.clear()
+        found = logits_of(model, tokens, fed, **compiled_steps(cudagraphs=cuda))
+        for step in range(count):
+            limit = max(MODEL_TOLERANCES[sizes.dtype], NARROW_ROUNDING * relative_error(eager[step], exact[step]))
+            error = relative_error(found[step], exact[step])
+            assert error <= limit, f"step {step}: {error:.1e}, at most {limit:.1e}"
+    dist.barrier()
     return dict(counters["ditron"])
 
 
@@ -165,3 +224,22 @@ def test_generate_of_a_mixture(rank_pools: RankPools, case: Generation) -> None:
         else:
             # The prompt is compiled too, and the steps again once the length is a symbol.
             assert found[0] > sites and (found[1] > projections) is (case.experts == "batched_mm")
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", [*rare("llama", "qwen3", "mixtral")])
+def test_steps_in_bfloat16(rank_pools: RankPools, name: str) -> None:
+    case, sizes = Generation(name, experts="batched_mm"), Sizes(dtype=torch.bfloat16)
+    pool = rank_pools.get("cpu", 2, label="accelerate")
+    for fused in pool.run(as_near_as_eager, case, sizes, 4, timeout=200.0):
+        assert fused["cached_attention"] == LAYERS
+
+
+@pytest.mark.gpu
+@needs_transformers
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_steps_in_cuda_graphs(rank_pools: RankPools, name: str) -> None:
+    sizes = Sizes(hidden=512, heads=8, kv_heads=4, inner=1024, vocabulary=256, longest=128, dtype=torch.bfloat16)
+    case = Generation(name, experts="batched_mm")
+    for fused in rank_pools.get("cuda", 2).run(as_near_as_eager, case, sizes, 24, timeout=200.0):
+        assert fused["cached_attention"] == LAYERS

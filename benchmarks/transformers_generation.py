@@ -1,0 +1,199 @@
+"""`python -m benchmarks.transformers_generation`: a token of `generate` of `transformers` with a static KV cache.
+
+A model of the zoo as `transformers` has it, with random weights, loaded with its own plan of tensor parallelism. A
+token is what a user waits for: the step, and what `generate` does around it. It is the time of a call less that of a
+call of half as many tokens, by the tokens between them; so the prompt does not count. The logits of each contestant
+are first compared with those of eager mode, which is fed the same tokens. Inductor has the options of
+`ditron_inductor.serving` too. `--device cpu` runs a tiny model on the interpreter: that everything works, nothing
+about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+from benchmarks.launch import measure_on_ranks, num_ranks
+from benchmarks.models.zoo import MODELS, TINY
+from benchmarks.ops import command
+from benchmarks.records import GENERATION, head_commit, merge_csv
+from benchmarks.session import Session
+from benchmarks.timing import Times, synchronize
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
+from ditron_inductor import serving
+
+MODULE = "benchmarks.transformers_generation"
+CONTESTANTS = ("inductor", "max_autotune", "ditron")
+FAMILIES = {"llama3-8b": "llama", "llama3-70b": "llama"}
+PROMPT = 8
+CHECKED = 4
+"""Tokens of the comparison with eager mode."""
+
+
+def sizes_of(name: str, layers: int, longest: int, cuda: bool) -> dict[str, Any]:
+    """A model's config values, as `transformers` names them."""
+    arch = MODELS[name] if cuda else MODELS[name].like(TINY)
+    return {
+        "hidden_size": arch.hidden,
+        "intermediate_size": arch.inner,
+        "num_hidden_layers": layers or arch.depth,
+        "num_attention_heads": arch.heads,
+        "num_key_value_heads": arch.kv_heads,
+        "head_dim": arch.head_dim,
+        "vocab_size": 128256 if cuda else 96,
+        "max_position_embeddings": longest,
+    }
+
+
+def load(session: Session, options: argparse.Namespace, dtype: torch.dtype) -> Any:
+    """The sharded model, from a folder that rank 0 writes and removes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    device = session.clock.device
+    folder = session.agree(tempfile.mkdtemp(prefix="ditron-generation-") if session.rank == 0 else "")[0]
+    sizes = sizes_of(options.model, options.layers, max(options.cache), device.type == "cuda")
+    config = AutoConfig.for_model(FAMILIES[options.model], **sizes)
+    try:
+        if session.rank == 0:
+            torch.manual_seed(1)
+            with device:
+                AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
+        session.agree(None)
+        whole: Any = DistributedConfig(tp_size=session.world_size)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=whole).eval()
+        session.agree(None)
+    finally:
+        if session.rank == 0:
+            shutil.rmtree(folder)
+    return model
+
+
+def compiled_by(name: str, cudagraphs: bool) -> dict[str, Any]:
+    """Arguments of `generate` with which a contestant compiles its steps."""
+    from transformers import CompileConfig
+
+    own = {"max_autotune": True} if name == "max_autotune" else {}
+    options = serving.options(cudagraphs=cudagraphs, **own)
+    if name != "ditron":
+        options = {key: value for key, value in options.items() if not key.startswith("ditron")}
+    # No mode: torch takes a mode or options.
+    how: dict[str, Any] = {"backend": "ditron" if name == "ditron" else "inductor", "mode": None, "options": options}
+    compiled: Any = CompileConfig(**how)
+    compiled._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": compiled}
+
+
+def generate(model: Any, tokens: torch.Tensor, count: int, **how: Any) -> Any:
+    """`count` greedy tokens behind `tokens`."""
+    return model.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **how)
+
+
+def fed_logits(model: Any, tokens: torch.Tensor, fed: torch.Tensor, **how: Any) -> torch.Tensor:
+    """The logits [steps, batch, vocabulary] where the tokens `fed` [batch, steps] are chosen whatever they are."""
+
+    def choose(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).scatter(1, fed[:, seen.shape[1] - tokens.shape[1], None], 0.0)
+
+    kept = {"return_dict_in_generate": True, "output_logits": True, "logits_processor": [choose]}
+    return torch.stack(generate(model, tokens, fed.shape[1], **kept, **how).logits)
+
+
+def seconds_of(session: Session, model: Any, tokens: torch.Tensor, count: int, how: dict[str, Any]) -> float:
+    """How long the slowest rank waited for a call."""
+    synchronize(session.clock)
+    dist.barrier()
+    begun = time.perf_counter()
+    generate(model, tokens, count, **how)
+    synchronize(session.clock)
+    return max(session.agree(time.perf_counter() - begun))
+
+
+def token_times(session: Session, model: Any, tokens: torch.Tensor, rounds: int, count: int, how: Any) -> Times:
+    """The time of a token, in `rounds` rounds of a call of `count` tokens and one of half of them."""
+    us = []
+    for _ in range(rounds):
+        whole, half = (seconds_of(session, model, tokens, some, how) for some in (count, count // 2))
+        us.append((whole - half) / (count - count // 2) * 1e6)
+    deciles = statistics.quantiles(us, n=10)
+    return Times(deciles[1], deciles[4], deciles[7], 0.0)
+
+
+def measure(session: Session, options: argparse.Namespace) -> None:
+    """All batch sizes, on this rank; rank 0 prints, and writes rows."""
+    device = session.clock.device
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    model = load(session, options, dtype)
+    layers, lines = model.config.num_hidden_layers, []
+    for batch, cache in zip(options.batches, options.cache, strict=True):
+        generator = torch.Generator().manual_seed(batch)
+        drawn = torch.randint(0, model.config.vocab_size, (batch, PROMPT + CHECKED), generator=generator).to(device)
+        tokens, fed = drawn.split((PROMPT, CHECKED), dim=1)
+        wanted = fed_logits(model, tokens, fed, disable_compile=True)
+        times: dict[str, Times] = {}
+        for name in (name for name in CONTESTANTS if name in options.contestants):
+            torch.compiler.reset()
+            # `generate` keeps the compiled step and the cache of the call before.
+            for kept in ("_compiled_call", "_last_compile_config", "_cache"):
+                model.__dict__.pop(kept, None)
+            how = compiled_by(name, cuda) | {"max_cache_len": cache}
+            error = relative_error(fed_logits(model, tokens, fed, **how), wanted)
+            assert error < MODEL_TOLERANCES[dtype], f"{name} differs from eager: {error:.1e}"
+            for _ in range(2):
+                generate(model, tokens, options.tokens, **how)
+            times[name] = token_times(session, model, tokens, options.rounds, options.tokens, how)
+            session.say(f"batch {batch}: {name}: {times[name].p50_us:.0f} us a token, {session.seconds():.0f} s")
+        rows = session.rows_of(
+            times,
+            bench="generation",
+            op="transformers_generate",
+            shape=f"model={options.model};layers={layers};batch={batch};cache={cache};tokens={options.tokens}",
+            graph=cuda,
+            limit_us=None,
+            commit=options.commit or head_commit(),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        if session.rank == 0 and options.out:
+            merge_csv(Path(options.out), rows)
+        lines.append([options.model, batch, cache, layers, *(f"{times[name].p50_us:.0f}" for name in times)])
+    if session.rank == 0:
+        where = torch.cuda.get_device_name() if cuda else "the CPU device, which says nothing of speed"
+        print(f"us a token, {session.world_size} ranks, {where}, torch {torch.__version__}")
+        print(tabulate(lines, ["model", "batch", "cache", "layers", *times], "github", disable_numparse=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=sorted(FAMILIES), default="llama3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="layers; all of the model by default")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--cache", nargs="+", type=int, default=[4096, 4096], help="slots, one number for each batch")
+    parser.add_argument("--tokens", type=int, default=128, help="of each sequence in a call")
+    parser.add_argument("--rounds", type=int, default=5, help="of each contestant, at least two")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["inductor", "ditron"])
+    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
+    parser.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
+    parser.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds, after which the ranks are ended")
+    options = parser.parse_args(arguments)
+    options.out = command.out_of(options, GENERATION)
+    world = num_ranks(MODULE, options.world, options.device)
+    return measure_on_ranks(MODULE, options, world, options.device, options.limit) if world else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
