@@ -139,7 +139,8 @@ def measure(session: Session, options: argparse.Namespace) -> None:
     layers, lines = model.config.num_hidden_layers, []
     for batch, cache in zip(options.batches, options.cache, strict=True):
         generator = torch.Generator().manual_seed(batch)
-        drawn = torch.randint(0, model.config.vocab_size, (batch, PROMPT + CHECKED), generator=generator).to(device)
+        # The first tokens of a vocabulary may end a sequence.
+        drawn = torch.randint(8, model.config.vocab_size, (batch, PROMPT + CHECKED), generator=generator).to(device)
         tokens, fed = drawn.split((PROMPT, CHECKED), dim=1)
         wanted = fed_logits(model, tokens, fed, disable_compile=True)
         times: dict[str, Times] = {}

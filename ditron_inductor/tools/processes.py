@@ -45,6 +45,8 @@ class Rank:
         import torch.distributed as dist
 
         make_quick()
+        # Libraries take their GPU from it, as `torch.distributed.run` sets it.
+        os.environ["LOCAL_RANK"] = str(self.rank)
         device, backend = torch.device("cpu"), "gloo"
         if self.device_type == "cuda":
             device, backend = torch.device("cuda", self.rank), "nccl"
