@@ -51,6 +51,9 @@ def test_programs_have_everything_in_them() -> None:
         "new_zeros",
         "_eager(",
         ', "avg")',
+        ".index_copy_(2, ",
+        "attention_with_sinks(",
+        "turned_by_halves(",
     )
     for part in (*words, *forms, ", A", ", B", ", C", "if RANK ==", "777", "191", "sleeps", "spins"):
         assert part in text, part

@@ -1,23 +1,43 @@
-"""`python -m benchmarks.generation` runs on the CPU; every contestant is compared with eager mode there."""
+"""The benchmarks of generation run on the CPU; every contestant is compared with eager mode there."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import generation
+from benchmarks import generation, transformers_generation
 from benchmarks.records import read_csv
+
+TINY = ["--device", "cpu", "--layers", "1", "--batches", "1", "--rounds", "2", "--limit", "280"]
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra 'models'"
+)
 
 
 @pytest.mark.all_cases
 @pytest.mark.timeout(300)
-def test_it_prints_a_rate_for_every_contestant(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "more", "names"),
+    [
+        pytest.param(generation, ["--tokens", "2"], list(generation.CONTESTANTS), id="generation"),
+        pytest.param(
+            transformers_generation,
+            ["--tokens", "4", "--cache", "32"],
+            ["inductor", "ditron"],
+            id="transformers",
+            marks=needs_transformers,
+        ),
+    ],
+)
+def test_it_prints_every_contestant(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, module: Any, more: list[str], names: list[str]
+) -> None:
     out = tmp_path / "rows.csv"
-    tiny = ["--device", "cpu", "--layers", "1", "--batches", "1", "--tokens", "2", "--rounds", "2", "--limit", "280"]
-    assert generation.main([*tiny, "--out", str(out)]) == 0
+    assert module.main([*TINY, *more, "--out", str(out)]) == 0
     *_, heads, _, line = capfd.readouterr().out.strip().splitlines()
-    assert [name in heads for name in generation.CONTESTANTS] == [True] * len(generation.CONTESTANTS)
-    rates = [float(one) for one in line.strip("| ").split("|")[3:]]
-    assert [row.contestant for row in read_csv(out)] == list(generation.CONTESTANTS)
-    assert len(rates) == len(generation.CONTESTANTS) and min(rates) > 0
+    assert [name in heads for name in names] == [True] * len(names)
+    assert [row.contestant for row in read_csv(out)] == names
+    assert len([float(one) for one in line.strip("| ").split("|")[-len(names) :]]) == len(names)

@@ -192,9 +192,14 @@ def test_generate_with_a_static_cache(rank_pools: RankPools) -> None:
         assert fused["name_sites"] == 2 + 2 * LAYERS and fused["cached_attention"] == LAYERS
 
 
-MIXTURES = {"mixtral": ("hf", 4, 2), "qwen3_moe": ("hf", 4, 2), "deepseek_v3": ("hf", 3, 2), "gpt_oss": ("ep", 4, 4)}
-"""With a static cache, which sees each step in a graph: the form, the sites, and the matmuls of experts of few tokens.
-GPT-OSS has two graphs.
+MIXTURES = {
+    "mixtral": ("hf", 4, 2, 1),
+    "qwen3_moe": ("hf", 4, 2, 1),
+    "deepseek_v3": ("hf", 3, 2, 0),
+    "gpt_oss": ("ep", 4, 4, 2),
+}
+"""With a static cache, which sees each step in a graph: the form, the sites, the matmuls of experts of few tokens, and
+the attentions to a cache. GPT-OSS has two graphs, and latent attention is none of these.
 """
 
 
@@ -216,12 +221,12 @@ GPT-OSS has two graphs.
     ids=str,
 )
 def test_generate_of_a_mixture(rank_pools: RankPools, case: Generation) -> None:
-    _, sites, projections = MIXTURES[case.name]
+    _, sites, projections, attentions = MIXTURES[case.name]
     projections = projections if case.experts == "batched_mm" else 0
     for fused in rank_pools.get("cpu", 2, label="accelerate").run(generated, case, timeout=200.0):
         found = fused["name_sites"], fused["expert_projections"]
         if case.cache == "static":
-            assert found == (sites, projections)
+            assert (*found, fused["cached_attention"]) == (sites, projections, attentions)
         else:
             # The prompt is compiled too, and the steps again once the length is a symbol.
             assert found[0] > sites and (found[1] > projections) is (case.experts == "batched_mm")

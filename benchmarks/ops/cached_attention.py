@@ -9,7 +9,9 @@ graphs; each call has a cache of its own, as each layer has:
     flex                torch's flex_attention, whose mask is computed in its kernel
     ditron              cached_attention
 
-The limit is the time in which a copy reads the tokens that are attended to.
+With sinks, which no attention op of torch takes, `inductor` gives them to a key of zeros in the last place of the
+cache, as a mask for each head; `repeated` writes the attention out, as transformers does for GPT-OSS; and `flex` scales
+the result by its log-sum-exp. The limit is the time in which a copy reads the tokens that are attended to.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from benchmarks.tolerances import relative_error
 from ditron_inductor.lowering.cached_attention.cached_kernel import cached_attention
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import GRAPH_CALLS
-from ditron_inductor.task.cached_attention import turned
+from ditron_inductor.task.cached_attention import cached_attention as reference
 from ditron_inductor.task.nodes import CachedAttention
 from ditron_inductor.tools.demo_model import rotate
 
@@ -46,7 +48,7 @@ Attend = Callable[..., torch.Tensor]
 
 class Shape(NamedTuple):
     """B sequences with Hq query heads and Hkv key heads of D elements, in caches with room for S tokens, of which the
-    new one is at `position`.
+    new one is at `position`; it is not the last one if there are `sinks`.
     """
 
     B: int
@@ -55,13 +57,15 @@ class Shape(NamedTuple):
     D: int
     S: int
     position: int
+    sinks: bool = False
 
     def __str__(self) -> str:
-        return ";".join(f"{name}={value}" for name, value in self._asdict().items())
+        sizes = (f"{name}={value}" for name, value in self._asdict().items() if name != "sinks")
+        return ";".join([*sizes, *["sinks=1"] * self.sinks])
 
 
-OF_8B, OF_70B, OF_OPT = (16, 4, 128), (32, 4, 128), (8, 8, 128)
-"""A rank of two of Llama 8B and 70B, and one with as many heads of keys as of queries."""
+OF_8B, OF_70B, OF_OPT, OF_GPT_OSS = (16, 4, 128), (32, 4, 128), (8, 8, 128), (32, 4, 64)
+"""A rank of two of Llama 8B and 70B, one with as many heads of keys as of queries, and one of two of GPT-OSS."""
 SHAPES = {
     "zoo": tuple(
         Shape(B, *OF_8B, S, position)
@@ -74,13 +78,20 @@ SHAPES = {
         Shape(B, *heads, S, S - 1) for heads in (OF_70B, OF_OPT) for B, S in ((1, 256), (1, 4096), (32, 256))
     ),
     "odd": (Shape(3, 12, 2, 64, 1111, 777), Shape(7, 16, 16, 256, 900, 899), Shape(2, 40, 8, 128, 3000, 1)),
-    "tiny": (Shape(2, 4, 2, 16, 40, 30),),
+    "sinks": tuple(
+        Shape(B, *OF_GPT_OSS, S, position, True)
+        for B, S, position in (
+            *((1, 256, 254), (1, 4096, 200), (1, 4096, 4094), (1, 65536, 65534)),
+            *((8, 4096, 4094), (32, 1024, 1022), (32, 4096, 2048)),
+        )
+    ),
+    "tiny": (Shape(2, 4, 2, 16, 40, 30), Shape(2, 4, 2, 16, 40, 30, True)),
 }
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = command.parser(MODULE, SHAPES, ["zoo", "heads", "odd"], world=1, limit_s=LIMIT_S)
+    result = command.parser(MODULE, SHAPES, ["zoo", "heads", "odd", "sinks"], world=1, limit_s=LIMIT_S)
     result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")
     return result
 
@@ -95,7 +106,8 @@ def attend_in_torch(shape: Shape, form: str) -> Attend:
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-        cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor,
+        cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor, bias: torch.Tensor,
+        sinks: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         q, k, v = (one.unflatten(-1, (-1, shape.D))[:, :, None] for one in (q, k, v))
         keys.index_copy_(2, position, rotate(k, cos, sin))
@@ -106,42 +118,62 @@ def attend_in_torch(shape: Shape, form: str) -> Attend:
             def hidden(score: torch.Tensor, b: object, h: object, row: object, token: torch.Tensor) -> torch.Tensor:
                 return torch.where(token <= position[0], score, -float("inf"))
 
-            out = flex_attention(q, keys, values, score_mod=hidden, scale=scale, enable_gqa=True)
+            how = {"score_mod": hidden, "scale": scale, "enable_gqa": True}
+            if shape.sinks:
+                out, lse = flex_attention(q, keys, values, return_lse=True, **how)
+                return out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
+            out = flex_attention(q, keys, values, **how)
             assert isinstance(out, torch.Tensor)
             return out
+        if form == "repeated" and shape.sinks:
+            scores = q @ repeated(keys).transpose(2, 3) * scale + bias
+            both = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(shape.B, -1, 1, -1)], -1)
+            both = both - both.max(-1, keepdim=True).values
+            return both.softmax(-1, dtype=both.dtype)[..., :-1] @ repeated(values)
         if form == "repeated":
             return F.scaled_dot_product_attention(q, repeated(keys), repeated(values), shown, scale=scale)
         mask = (torch.arange(keys.shape[2], device=q.device) <= position)[None, None, None]
+        if shape.sinks:
+            numbers = torch.where(mask, 0.0, -float("inf")).expand(1, shape.Hq, 1, -1)
+            mask = torch.cat([numbers[..., :-1], sinks.view(1, -1, 1, 1)], -1).to(q.dtype)
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
 
     return attend
 
 
 def drawn(shape: Shape, device: torch.device, calls: int) -> list[tuple[torch.Tensor, ...]]:
-    """The operands of the calls: products, caches, angles, the position, and the mask of the tokens up to it."""
+    """The operands of the calls: products, caches, angles, the position, the mask of the tokens up to it as bools and
+    as numbers, and sinks. The last place of a cache holds zeros if there are sinks.
+    """
     generator = torch.Generator(device=device).manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def normal(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, device=device, dtype=dtype).normal_(generator=generator)
 
-    B, Hq, Hkv, D, S, at = shape
+    B, Hq, Hkv, D, S, at, has_sinks = shape
     angles, position = 6.3 * normal(1, D // 2), torch.tensor([at], device=device)
     shown = (torch.arange(S, device=device) <= position).expand(B, 1, 1, S).contiguous()
-    rest = angles.cos(), angles.sin(), position, shown
+    bias = torch.zeros(shown.shape, dtype=dtype, device=device).masked_fill_(~shown, torch.finfo(dtype).min)
+    rest = angles.cos(), angles.sin(), position, shown, bias, normal(Hq)
     widths = (Hq * D, Hkv * D, Hkv * D)
-    return [
+    found = [
         (*(normal(B, width) for width in widths), normal(B, Hkv, S, D), normal(B, Hkv, S, D), *rest)
         for _ in range(calls)
     ]
+    for cache in (cache for given in found for cache in given[3:5] if has_sinks):
+        cache[:, :, -1] = 0.0
+    return found
 
 
 def exact(shape: Shape, given: Sequence[torch.Tensor]) -> torch.Tensor:
     """The attention [B, Hq, 1, D] in fp32, of caches that the contestants have written."""
-    q, keys, values, cos, sin = (given[index].float() for index in (0, 3, 4, 5, 6))
-    turned_q = turned(q.unflatten(-1, (-1, shape.D)), cos, sin)[:, :, None]
+    q, keys, values, cos, sin, sinks = (given[index].float() for index in (0, 3, 4, 5, 6, 10))
     last = shape.position + 1
-    return F.scaled_dot_product_attention(turned_q, keys[:, :, :last], values[:, :, :last], enable_gqa=True)
+    caches = keys[:, :, :last], values[:, :, :last]
+    operands = [q.unflatten(-1, (-1, shape.D)), *caches, *[sinks] * shape.sinks, cos, sin]
+    node = CachedAttention(shape.D**-0.5, "all", rotated=True, sinks=shape.sinks)
+    return reference(node, *node.split(operands))[:, :, None]
 
 
 def contestants(
@@ -149,14 +181,17 @@ def contestants(
 ) -> dict[str, Callable[[int], torch.Tensor]]:
     """The contestants whose results are right, captured where there is a GPU."""
     first, cuda = operands[0], operands[0][0].is_cuda
-    node = CachedAttention(shape.D**-0.5, "lengths", appends=True, rotated=True, strategy="auto" if cuda else "tile")
+    mask, strategy = "bias" if shape.sinks else "lengths", "auto" if cuda else "tile"
+    node = CachedAttention(shape.D**-0.5, mask, appends=True, rotated=True, sinks=shape.sinks, strategy=strategy)
 
     def ours(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-        cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor,
+        cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor, bias: torch.Tensor,
+        sinks: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         q, k, v = (one.unflatten(-1, (-1, shape.D)) for one in (q, k, v))
-        return cached_attention(node, [q, keys, values, position, position, k, v, cos, sin])[0][:, :, None]
+        choice = [bias[:, 0, 0], sinks] if shape.sinks else [position]
+        return cached_attention(node, [q, keys, values, *choice, position, k, v, cos, sin])[0][:, :, None]
 
     def checked(name: str) -> Callable[[int], torch.Tensor]:
         run = ours if name == "ditron" else torch.compile(attend_in_torch(shape, name), dynamic=False)

@@ -26,6 +26,8 @@ def cached_attention(
     values: torch.Tensor,
     lengths: torch.Tensor | None,
     shown: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     position: torch.Tensor | None,
     key: Any,
     value: Any,
@@ -42,7 +44,31 @@ def cached_attention(
     if lengths is not None:
         places = torch.arange(keys.shape[2], device=q.device)
         shown = places < (lengths + (1 if node.appends else node.added))[:, None]
+    if sinks is not None:
+        return _with_sinks(node, q, keys, values, shown, bias, sinks)
     mask = None if shown is None else shown[:, None, None, :]
     out = F.scaled_dot_product_attention(q[:, :, None], keys, values, mask, scale=node.scale, enable_gqa=True)[:, :, 0]
     # Without any token, what torch returns differs from device to device.
     return (out if shown is None else out.where(shown.any(1)[:, None, None], 0.0)).contiguous()
+
+
+def _with_sinks(
+    node: CachedAttention,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    shown: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the attention [B, Hq, D] with one more score for each head, computed in fp32 or wider."""
+    (B, heads, D), dtype = q.shape, torch.promote_types(q.dtype, torch.float32)
+    by_key = q.to(dtype).view(B, keys.shape[1], -1, D) * node.scale
+    scores = (by_key @ keys.to(dtype).transpose(2, 3)).view(B, heads, -1)
+    if bias is not None:
+        scores = scores + bias.to(dtype)[:, None]
+    if shown is not None:
+        scores = scores.where(shown[:, None], -torch.inf)
+    weights = torch.cat([scores, sinks.to(dtype).view(1, heads, 1).expand(B, -1, 1)], -1).softmax(-1)[..., :-1]
+    out = weights.view(B, keys.shape[1], -1, keys.shape[2]) @ values.to(dtype)
+    return out.view(B, heads, D).to(q.dtype)

@@ -72,8 +72,10 @@ class FlashDecode(TaskNode):
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
 
-MASKS = ("all", "lengths", "given")
-"""Which tokens of a cache are attended to: all, the first ones of each sequence, or those that a tensor marks."""
+MASKS = ("all", "lengths", "given", "bias")
+"""Which tokens of a cache are attended to: all, the first ones of each sequence, those that a tensor marks, or those
+whose scores a tensor does not lower to next to nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,16 @@ class CachedAttention(Node):
     q and out are [B, Hq, D]; the caches keys and values are [B, Hkv, S, D], in any strides. Head h of q attends to head
     h // (Hq / Hkv). Scores are q . k * scale. With the mask `lengths`, an integer [B] or [1], the first lengths + added
     tokens of the cache are attended to. With the mask `given`, those for which shown, a bool [B, S] or [1, S], is true.
-    Without any token out is 0.
+    With the mask `bias`, a float [B, S] or [1, S] is added to the scores. Without any token out is 0.
+
+    With sinks, a float [Hq], each head has one more score, which belongs to no token: what a softmax gives to it is
+    left out of the sum. A `bias` comes with sinks only, since without them a row without tokens would be the mean of all.
 
     If it appends, key and value [B, Hkv, D] are written into the caches at position, an int64 [1], which counts from
     the end if negative. The text of the node says that the caches are written, and the schema of the op does not: an
     `after_` behind the call does. What the cache held at this place is not attended to. The new token is: with the mask
-    `given` if it is shown, with `lengths`, which are then the position and do not count the token, unless negative.
+    `given` if it is shown, with a `bias` as all others, and with `lengths`, which are then the position and do not
+    count the token, unless negative.
 
     If `rotated`, q, and key if there is one, are turned first: x * cos + turn(x) * sin, where turn(x) is (-second half
     of x, first half of x), computed in fp32 and rounded once. cos and sin are [B, W] or [1, W], with W = D, or D / 2 if
@@ -104,24 +110,26 @@ class CachedAttention(Node):
     appends: bool = False
     rotated: bool = False
     added: int = 0
+    sinks: bool = False
     strategy: str = "auto"
 
     @property
     def pattern(self) -> str:
         turned, written = "rotary embedding -> " * self.rotated, "write of the cache -> " * self.appends
-        return f"{turned}{written}decode attention"
+        return f"{turned}{written}decode attention{' with sinks' * self.sinks}"
 
     def verify(self) -> None:
         check(0.0 < self.scale < math.inf, self.kind, "scale", self.scale, "a number above 0")
         check(self.mask in MASKS, self.kind, "mask", self.mask, f"one of {', '.join(MASKS)}")
         right = not self.added or (self.mask == "lengths" and not self.appends)
         check(right, self.kind, "added", self.added, "0, where no lengths are, or where they are the position")
+        check(self.sinks or self.mask != "bias", self.kind, "mask", self.mask, "a bias with sinks only")
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
     def slots(self) -> Slots:
-        mask = ("lengths",) * (self.mask == "lengths") + ("shown",) * (self.mask == "given")
+        mask = {"all": (), "lengths": ("lengths",), "given": ("shown",), "bias": ("bias",)}[self.mask]
         new = ("position", "key", "value") * self.appends
-        return single(("q", "keys", "values", *mask, *new, *("cos", "sin") * self.rotated))
+        return single(("q", "keys", "values", *mask, *("sinks",) * self.sinks, *new, *("cos", "sin") * self.rotated))
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
         """Returns the operands in the order of `OPERANDS`, None for those that the node does not have."""
@@ -135,5 +143,5 @@ class CachedAttention(Node):
         return [Output(tuple(shapes["q"]))]
 
 
-OPERANDS = ("q", "keys", "values", "lengths", "shown", "position", "key", "value", "cos", "sin")
+OPERANDS = ("q", "keys", "values", "lengths", "shown", "bias", "sinks", "position", "key", "value", "cos", "sin")
 """All operands that a `CachedAttention` may have."""

@@ -334,6 +334,15 @@ def _cached(node: nodes.CachedAttention, given: Given) -> Rules:
         yield shown.dtype == torch.bool and shown.ndim == 2, "has a mask that is no bool matrix"
         yield (shown.shape[0] == 1, shown.shape[0] == q.shape[0]), "has a mask of another number of sequences"
         yield shown.shape[1] == keys.shape[2], "has a mask of another number of tokens"
+    if "bias" in given:
+        bias = given["bias"]
+        yield bias.dtype in ACTIVATION_DTYPES and bias.ndim == 2, f"has a bias of {bias.dtype}, or no matrix"
+        yield (bias.shape[0] == 1, bias.shape[0] == q.shape[0]), "has a bias of another number of sequences"
+        yield bias.shape[1] == keys.shape[2], "has a bias of another number of tokens"
+    if node.sinks:
+        sinks = given["sinks"]
+        yield sinks.dtype in ACTIVATION_DTYPES and sinks.ndim == 1, f"has sinks of {sinks.dtype}, or no vector"
+        yield sinks.shape[0] == q.shape[1], "has sinks of another number of heads"
     if node.appends:
         position, new = given["position"], (q.shape[0], keys.shape[1], q.shape[2])
         yield position.dtype == torch.int64 and tuple(position.shape) == (1,), "has a position that is no int64 [1]"

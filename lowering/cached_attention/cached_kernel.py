@@ -5,6 +5,7 @@ turns the query, one turns the key and stores it, one stores the value, one writ
 kernels. In the first one each program attends to a piece of a sequence's cache for the query heads that share a key
 head (see decode_attention/split_attention.py). It turns these heads as it loads them. The program of the first piece
 turns the new key as well, stores key and value, and adds their token to its sums, so nobody reads them from the cache.
+It also adds the sinks, which are scores of no token.
 In the second kernel each program merges the pieces of a query head. If there is one piece, the first kernel stores the
 result. Nothing is communicated, and no program waits. Limits. Heads have one of `HEAD_DIMS` elements. Anything else is
 computed by torch.
@@ -28,6 +29,7 @@ from ditron_inductor.lowering.decode_attention.decode_config import (
     select_config,
 )
 from ditron_inductor.lowering.decode_attention.split_attention import (
+    LOG2_E,
     Counts,
     How,
     NewToken,
@@ -37,6 +39,7 @@ from ditron_inductor.lowering.decode_attention.split_attention import (
     cut_splits,
     load_query,
     store_part,
+    to_base_2,
 )
 from ditron_inductor.lowering.host.launch import dot_precision
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
@@ -64,6 +67,8 @@ class Tensors(NamedTuple):
     v: Any
     lengths: Any
     shown: Any
+    bias: Any
+    sinks: Any
     position: Any
     new_k: Any
     new_v: Any
@@ -75,7 +80,8 @@ class Tensors(NamedTuple):
 
 class Sizes(NamedTuple):
     """The tokens that a cache has room for; the Strides of query and caches; those of the new key and value (batch,
-    head); and the distances between the sequences' rows of angles, lengths and masks, 0 if they have them in common.
+    head); and the distances between the sequences' rows of angles, lengths, masks and biases, 0 if they have them in
+    common.
     """
 
     capacity: Any
@@ -85,15 +91,19 @@ class Sizes(NamedTuple):
     angles: Any
     lengths: Any
     shown: Any
+    bias: Any
 
 
 class NodeParts(NamedTuple):
-    """What a node asks for: whether tokens are counted, whether they are marked, a number to add to the lengths,
-    whether a token is appended, the angles of a row (0 if nothing is turned), and whether there is one split.
+    """What a node asks for: whether tokens are counted, are marked, have a bias; whether there are sinks; a number to
+    add to the lengths; whether a token is appended, the angles of a row (0 if nothing is turned), and whether there is
+    one split.
     """
 
     COUNTED: Any
     MARKED: Any
+    BIASED: Any
+    SINKS: Any
     ADDED: Any
     APPENDS: Any
     ANGLES: Any
@@ -148,6 +158,10 @@ def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, NO
         is_here &= given >= 0
     if NODE.MARKED:
         is_here &= tl.load(tensors.shown + batch.to(tl.int64) * sizes.shown + place, mask=exists, other=1) != 0
+    bias = 0.0
+    if NODE.BIASED:
+        bias_at = tensors.bias + batch.to(tl.int64) * sizes.bias + place
+        bias = to_base_2(tl.load(bias_at, mask=exists, other=0.0).to(tl.float32))
     key_at = tensors.new_k + batch.to(tl.int64) * sizes.new_k[0] + kv_head * sizes.new_k[1]
     value_at = tensors.new_v + batch.to(tl.int64) * sizes.new_v[0] + kv_head * sizes.new_v[1]
     key = tl.load(key_at + dims)
@@ -163,7 +177,15 @@ def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, NO
     tl.store(tensors.v + first * v[0] + place * v[1] + kv_head.to(tl.int64) * v[2] + dims, value, mask=stores)
     # If the cache has no such place, nothing is written, and the result is no number.
     value = tl.where(exists, value.to(tl.float32), float("nan"))
-    return NewToken(key, value, place, is_here)
+    return NewToken(key, value, place, is_here, bias)
+
+
+@triton.jit
+def sinks_of(tensors, row, split, HOW: tl.constexpr):
+    """Returns (the sinks of ROWS query heads from `row` on, to the base 2; whether this split counts them)."""
+    rows = tl.arange(0, HOW.BLOCK_ROWS)
+    sinks = tl.load(tensors.sinks + row + rows, mask=rows < HOW.ROWS, other=0.0).to(tl.float32)
+    return sinks * LOG2_E, split == 0
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
@@ -185,7 +207,9 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
         begin = split * per_split
         end = tl.minimum(begin + per_split, length)
         shown = tensors.shown + batch.to(tl.int64) * sizes.shown if NODE.MARKED else None
-        o, lse = attend(query, work, sizes.strides, None, batch, kv_head, begin, end, HOW, token, shown)
+        bias = tensors.bias + batch.to(tl.int64) * sizes.bias if NODE.BIASED else None
+        sinks = sinks_of(tensors, row, split, HOW) if NODE.SINKS else None
+        o, lse = attend(query, work, sizes.strides, None, batch, kv_head, begin, end, HOW, token, shown, bias, sinks)
         if NODE.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
             at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]
@@ -239,7 +263,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     interpreter, which is slow, the kernels run only if `tile` is forced.
     """
     *given, strategy = operands
-    q, keys, values, lengths, shown, position, key, value, cos, sin = given
+    q, keys, values, lengths, shown, bias, sinks, position, key, value, cos, sin = given
     device = q.device
     B, query_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -274,7 +298,8 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         UPCAST=interpreted,
     )
     angles = cos.shape[1] if node.rotated else 0
-    parts = NodeParts(node.mask == "lengths", node.mask == "given", node.added, node.appends, angles, splits == 1)
+    asked = (node.mask == "lengths", node.mask == "given", node.mask == "bias", node.sinks, node.added, node.appends)
+    parts = NodeParts(*asked, angles, splits == 1)
 
     def strides(x: torch.Tensor | None, *dims: int) -> tuple[int, ...]:
         return tuple(0 if x is None else x.stride(dim) for dim in dims)
@@ -287,6 +312,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         rows_apart(cos),
         rows_apart(lengths),
         rows_apart(shown),
+        rows_apart(bias),
     )
     fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "NODE": parts}
     launches = {"num_warps": config.num_warps, "num_stages": config.num_stages}

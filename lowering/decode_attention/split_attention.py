@@ -19,6 +19,10 @@ import triton.language as tl
 from ditron_inductor.core.signals import arrive
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-1e37)
+"""Scores are far above it, unless a mask has lowered them."""
+LOWEST = tl.constexpr(-2.3e38)
+"""Its product with LOG2_E is a number of fp32."""
 MOST_SHARED_ROWS = tl.constexpr(32)
 """Up to this many query heads, the warps of a program share all of them in a matrix product."""
 
@@ -132,13 +136,15 @@ def load_query(
 
 class NewToken(NamedTuple):
     """A token whose key and value, both [HEAD_DIM], are not read from the cache. place: what the cache holds there is
-    not attended to. is_here: whether this program attends to the token.
+    not attended to. is_here: whether this program attends to the token. bias: what is added to its scores, to the base
+    2.
     """
 
     key: Any
     value: Any
     place: Any
     is_here: Any
+    bias: Any
 
 
 @triton.jit
@@ -152,12 +158,42 @@ def scaled(scores, HOW: tl.constexpr):
 
 
 @triton.jit
+def weight_of(score, most):
+    """Returns 2 ** (score - most): 0 for a score of -inf, also if nothing is larger, and NaN for one that is NaN."""
+    return tl.exp2(score - tl.where(most == float("-inf"), 0.0, most))
+
+
+@triton.jit
+def first_column(x, like):
+    """Returns x [rows] as the first column of zeros of the shape of `like`."""
+    return tl.where((tl.arange(0, like.shape[1]) == 0)[None, :], x[:, None], 0.0)
+
+
+@triton.jit
+def to_base_2(added):
+    """Returns what is added to scores, for scores to the base 2. What is finite stays finite."""
+    return tl.where(added == float("-inf"), added, tl.maximum(added, LOWEST) * LOG2_E)
+
+
+@triton.jit
+def is_seen(added, sinks):
+    """Returns whether a token counts, to whose scores this is added. Beside a sink that is a common number, one that is
+    lowered to the least of bfloat16 or float32 has a weight of exactly 0, so its key and value need not be read.
+    """
+    usual = tl.min(sinks, 0) > LEAST
+    return tl.where(added > LEAST, True, (added != added) | (usual == 0))
+
+
+@triton.jit
 def attend(
-    query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr, token=None, shown=None
+    query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr, token=None, shown=None, bias=None,
+    sinks=None,
 ):  # fmt: skip
     """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens begin .. end - 1. query:
     the result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages. token: a
-    NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all.
+    NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all. bias: pointer
+    to what is added to the scores, or None. sinks: (one more score of each row, to the base 2; whether this program
+    counts it), or None.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -178,13 +214,22 @@ def attend(
     APART: tl.constexpr = BLOCK_ROWS <= MOST_SHARED_ROWS
     total = tl.zeros((BLOCK_ROWS, BLOCK_N if APART else 1), dtype=tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
+    if sinks is not None:
+        sink = tl.where(sinks[1], sinks[0], float("-inf"))
+        most = sink
+        if token is None:
+            total += first_column(weight_of(sink, most), total)
     if token is not None:
         # Behind the loop it takes up to 2 us more.
         score = scaled(tl.sum(query.to(tl.float32) * token.key.to(tl.float32)[None, :], axis=1), HOW)
-        most = tl.where(token.is_here, score, most)
-        # 1, 0 for a score of -inf, and NaN for one that is no number.
-        weight = tl.where(token.is_here, tl.exp2(score - tl.where(score == float("-inf"), 0.0, score)), 0.0)
-        total += tl.where((tl.arange(0, BLOCK_N if APART else 1) == 0)[None, :], weight[:, None], 0.0)
+        if bias is not None:
+            score += token.bias
+        score = tl.where(token.is_here, score, float("-inf"))
+        most = tl.maximum(most, score)
+        weight = weight_of(score, most)
+        total += first_column(weight, total)
+        if sinks is not None:
+            total += first_column(weight_of(sink, most), total)
         acc += weight[:, None] * tl.where(token.is_here, token.value.to(tl.float32), 0.0)[None, :]
     for block in range(0, tl.cdiv(end - begin, BLOCK_N)):
         first = begin + block * BLOCK_N
@@ -193,6 +238,10 @@ def attend(
             there &= first + tokens != token.place
         if shown is not None:
             there &= tl.load(shown + first + tokens, mask=there, other=0) != 0
+        added = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        if bias is not None:
+            added = tl.load(bias + first + tokens, mask=there, other=0.0).to(tl.float32)
+            there &= is_seen(added, sinks[0])
         loaded = there[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE > 0:
             page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=there, other=0).to(tl.int64)[:, None]
@@ -209,10 +258,13 @@ def attend(
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision=HOW.PRECISION)
-        scores = tl.where(there[None, :], scaled(scores, HOW), float("-inf"))
+        scores = scaled(scores, HOW)
+        if bias is not None:
+            scores += to_base_2(added)[None, :]
+        scores = tl.where(there[None, :], scores, float("-inf"))
         largest = tl.maximum(most, tl.max(scores, axis=1))
         known = largest
-        if token is not None or shown is not None:
+        if token is not None or shown is not None or bias is not None:
             # So far there may be no token at all.
             known = tl.where(largest == float("-inf"), 0.0, largest)
         weights = tl.exp2(scores - known[:, None])

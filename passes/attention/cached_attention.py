@@ -29,17 +29,16 @@ A cache is written by the call only if it is an input of the graph that nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from operator import getitem
 
 import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.attention.attention_calls import unrepeated
-from ditron_inductor.passes.attention.attention_parts import SDPA, PartAlgebra, SoftmaxCall
 from ditron_inductor.passes.attention.roots import VIEWS, chain_to
 from ditron_inductor.passes.attention.rotary import Rotation, read_rotation
-from ditron_inductor.passes.attention.softmax_algebra import Atoms, Unknown, static_shape
+from ditron_inductor.passes.attention.softmax_algebra import Atoms
+from ditron_inductor.passes.attention.step_attention import StepAttention, read_step
+from ditron_inductor.passes.attention.sunk_attention import read_sunk
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task import schema
@@ -50,7 +49,6 @@ aten = torch.ops.aten
 
 PATTERN = CachedAttention.kind
 GPUS = ("cuda",)
-WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -64,90 +62,41 @@ class CacheWrite:
 
 
 @dataclass(frozen=True)
-class TokenChoice:
-    """Which tokens are attended to: the first lengths + more, or those for which `shown` is true, or, if not `kept`,
-    false; all if both are None.
-    """
-
-    lengths: fx.Node | None = None
-    more: int = 0
-    shown: fx.Node | None = None
-    kept: bool = True
-
-
-@dataclass(frozen=True)
 class Match:
-    """An attention of torch's, the caches [B, Hkv, S, D] that it reads, its mask, and what precedes it. written: the
-    caches before they are written, if the call writes them. turned: the Rotations of the query and of the new key.
+    """An attention, its caches [B, Hkv, S, D], and what precedes it. written: the writes of the caches, which are those
+    before them, if the call makes them. turned: the Rotations of the query and of the new key.
     """
 
-    call: SoftmaxCall
+    attention: StepAttention
     keys: fx.Node
     values: fx.Node
-    choice: TokenChoice
     written: tuple[CacheWrite, CacheWrite] | None = None
     turned: tuple[Rotation, ...] = ()
 
 
 def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
     """Proves that a node is an attention of one query for each sequence; None if it is not."""
-    users = list(node.users)
-    if node.target not in SDPA or [(user.target, user.args[1]) for user in users] != [(getitem, 0)]:
+    attention = read_step(node) or read_sunk(node)
+    if attention is None or attention.sizes[3] != 1 or attention.sizes[5] not in HEAD_DIMS:
         return None
-    try:
-        call = SoftmaxCall.read(node)
-        keys, values = (unrepeated(cache)[0] for cache in (call.key, call.value))
-        choice = _read_choice(call)
-    except Unknown:
-        return None
-    given = [proofs.fake(one) for one in (call.query, call.key, call.value)]
+    given = [proofs.fake(one) for one in (attention.query, attention.keys, attention.values)]
     right = given[0].device.type in devices and given[0].dtype in ACTIVATION_DTYPES
-    alike = all(one.dtype == given[0].dtype for one in given) and static_shape(keys) == static_shape(values)
-    in_rows = all(proofs.known_equal(proofs.fake(one).stride(-1), 1) for one in (keys, values))
-    if not right or not alike or not in_rows or call.sizes[3] != 1 or call.sizes[5] not in HEAD_DIMS or choice is None:
+    alike = all(one.dtype == given[0].dtype for one in given) and given[1].shape == given[2].shape
+    in_rows = all(proofs.known_equal(one.stride(-1), 1) for one in given[1:])
+    if not right or not alike or not in_rows:
         return None
-    return _with_rotations(_with_writes(Match(call, keys, values, choice)))
-
-
-def _read_choice(call: SoftmaxCall) -> TokenChoice | None:
-    """Returns which tokens a call attends to; None if it is not known."""
-    if call.added is None:
-        return TokenChoice()
-    mask = call.mask()
-    if mask is None:
-        return None
-    B, _, _, _, S, _ = call.sizes
-    device, attention = proofs.fake(call.query).device, PartAlgebra()
-    batch, heads, group, rows, tokens, _ = attention.atoms.new(call.sizes)
-    try:
-        node, axes, more = attention.lengths_of(mask, (batch, heads + group, rows, tokens), tokens[0])
-        used = sum(attention.atoms.of(axes), ())
-        value = proofs.fake(node)
-        known = value.dtype in WHOLE_NUMBERS and value.device == device
-        if used in ((), attention.atoms.flat(batch)) and known:
-            return TokenChoice(node, more)
-    except Unknown:
-        pass
-    # Any mask that is the same for all heads. Views that repeat it come last, and nothing else moves its elements.
-    views = list(mask.views)
-    while views and views[0].target is aten.expand.default:
-        views.pop(0)
-    shape = static_shape(views[0] if views else mask.condition)
-    shape = (1,) * (4 - len(shape)) + shape
-    same = shape in ((1, 1, 1, S), (B, 1, 1, S)) and all(view.target in proofs.ORDER_KEEPING for view in views)
-    here = proofs.fake(mask.condition).device == device
-    return TokenChoice(shown=mask.condition, kept=mask.kept) if same and here else None
+    return _with_rotations(_with_writes(Match(attention, attention.keys, attention.values)))
 
 
 def _with_writes(match: Match) -> Match:
     """Returns a match with the writes of its caches, if the call can make them."""
-    keys, values = (_read_write(cache, match.call) for cache in (match.keys, match.values))
+    keys, values = (_read_write(cache, match.attention) for cache in (match.keys, match.values))
     if keys is None or values is None or keys.cache is values.cache:
         return match
     at = keys.position
     if _whole(at) is not _whole(values.position):
         return match
-    choice = match.choice
+    choice = match.attention.choice
     if choice.lengths is not None and not _follows(choice.lengths, choice.more, at):
         return match
     return replace(match, keys=keys.cache, values=values.cache, written=(keys, values))
@@ -160,13 +109,13 @@ def _follows(lengths: fx.Node, more: int, position: fx.Node) -> bool:
     return more == 1 and _whole(lengths) is _whole(position)
 
 
-def _read_write(put: fx.Node, call: SoftmaxCall) -> CacheWrite | None:
+def _read_write(put: fx.Node, attention: StepAttention) -> CacheWrite | None:
     """Returns how a cache is written before the call reads it; None if the call cannot do that."""
     if put.target is not aten.index_put.default:
         return None
     bound = proofs.arguments(put)
     cache, indices, new = bound["self"], bound["indices"], bound["values"]
-    B, _, _, _, S, D = call.sizes
+    B, _, _, _, S, D = attention.sizes
     if bound["accumulate"] or len(indices) != 3 or indices[0] is not None or indices[1] is not None:
         return None
     position, place, value = indices[2], proofs.tensor(indices[2]), proofs.tensor(new)
@@ -181,17 +130,17 @@ def _read_write(put: fx.Node, call: SoftmaxCall) -> CacheWrite | None:
         return None
     (copy,) = copies
     ours = copy.args[:2] == (cache, put) and not copy.users and set(cache.users) == {put, copy}
-    others = [user for user in put.users if user is not copy and not _leads_to(user, call.node)]
+    others = [user for user in put.users if user is not copy and not _leads_to(user, attention.readers)]
     if not ours or others or set(proofs.writers(cache)) != {copy}:
         return None
     return CacheWrite(cache, position, new, copy)
 
 
-def _leads_to(node: fx.Node, call: fx.Node) -> bool:
-    """Returns whether a node is the call, or a view or copy that only the call reads."""
-    if node is call:
+def _leads_to(node: fx.Node, readers: tuple[fx.Node, ...]) -> bool:
+    """Returns whether a node is one of the readers, or a view or copy that only they read."""
+    if node in readers:
         return True
-    return node.target in VIEWS and bool(node.users) and all(_leads_to(user, call) for user in node.users)
+    return node.target in VIEWS and bool(node.users) and all(_leads_to(user, readers) for user in node.users)
 
 
 def _whole(node: fx.Node) -> fx.Node:
@@ -201,9 +150,9 @@ def _whole(node: fx.Node) -> fx.Node:
 
 def _with_rotations(match: Match) -> Match:
     """Returns a match with the rotary embedding of its query, and of its new key, if the call can make them."""
-    B, D = match.call.sizes[0], match.call.sizes[5]
-    found = []
-    for node in (match.call.query, *(() if match.written is None else (match.written[0].new,))):
+    B, D = match.attention.sizes[0], match.attention.sizes[5]
+    query, found = match.attention.query, []
+    for node in (query, *(() if match.written is None else (match.written[0].new,))):
         rotation = read_rotation(proofs.views_up(node)[-1])
         if rotation is None:
             return match
@@ -211,26 +160,27 @@ def _with_rotations(match: Match) -> Match:
         if (value.shape[0], value.shape[-1], value.dtype) != (B, D, proofs.fake(node).dtype) or cos[1:] != sin[1:]:
             return match
         found.append(rotation)
-    here = all(proofs.fake(one).device == proofs.fake(match.call.query).device for one in (found[0].cos, found[0].sin))
+    here = all(proofs.fake(one).device == proofs.fake(query).device for one in (found[0].cos, found[0].sin))
     return replace(match, turned=tuple(found)) if here and len({one.angles for one in found}) == 1 else match
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    call, choice, origin = match.call, match.choice, match.call.node
-    B, _, _, _, S, D = call.sizes
-    heads = proofs.fake(call.query).shape[1]
-    mask = "given" if choice.shown is not None else "all" if choice.lengths is None else "lengths"
-    appends, rotated = match.written is not None, bool(match.turned)
-    task = CachedAttention(call.scale, mask, appends, rotated, 0 if appends else choice.more, options.strategy)
+    attention, choice, result = match.attention, match.attention.choice, match.attention.result
+    B, _, _, _, S, D = attention.sizes
+    heads = proofs.fake(attention.query).shape[1]
+    appends, rotated, sinks = match.written is not None, bool(match.turned), attention.sinks
+    more = 0 if appends else choice.more
+    task = CachedAttention(
+        attention.scale, choice.mask, appends, rotated, more, sinks is not None, options.strategy
+    )
     news = [] if match.written is None else [one.new for one in match.written]
-    heads_of = [call.query, *news]
+    heads_of = [attention.query, *news]
     for index, rotation in enumerate(match.turned):
         heads_of[index] = rotation.x
-    (result,) = origin.users
-    like = proofs.fake(call.query)
+    like, wanted = proofs.fake(attention.query), tuple(proofs.fake(result).shape)
     out = rewriting.fake_like(like, (B, heads, D), rewriting.contiguous_strides((B, heads, D)))
-    with graph.inserting_before(origin):
+    with graph.inserting_before(result):
         q, *new = (rewriting.shaped(graph, node, (B, -1, D)) for node in heads_of)
         operands: dict[str, fx.Node | None] = {"q": q, "keys": match.keys, "values": match.values}
         if choice.lengths is not None:
@@ -241,6 +191,11 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             if not choice.kept:
                 shown = rewriting.computed(graph, aten.logical_not.default, (shown,), shown)
             operands["shown"] = shown
+        if choice.bias is not None:
+            bias = proofs.fake(choice.bias)
+            operands["bias"] = rewriting.shaped(graph, choice.bias, (bias.numel() // S, S))
+        if sinks is not None:
+            operands["sinks"] = sinks
         if match.written is not None:
             operands |= {"position": match.written[0].position, "key": new[0], "value": new[1]}
         if rotated:
@@ -250,11 +205,10 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         attended = rewriting.output(graph, made, 0, result)
         for written in match.written or ():
             graph.call_function(schema.overload("after_"), (written.cache, attended))
-        replacement = rewriting.shaped(graph, attended, (B, heads, 1, D))
+        replacement = rewriting.shaped(graph, attended, wanted)
     result.replace_all_uses_with(replacement)
     for written in match.written or ():
         graph.erase_node(written.copy)
-    graph.erase_node(result)
     return made
 
 
@@ -266,7 +220,7 @@ def attend_within(graph: fx.Graph, options: Options, devices: tuple[str, ...]) -
     for node in list(graph.nodes):
         if (match := find_attention(node, devices)) is not None:
             rewrite(graph, match, options)
-            replaced.append(node)
+            replaced.append(match.attention.result)
     needed = proofs.reached(replaced, lambda node: node.all_input_nodes)
     rewriting.erase_unused(graph, [node for node in needed if node.op == "call_function"])
     return len(replaced)

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,10 @@ import torch.distributed as dist
 import ditron_inductor
 from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.errors import StrategyUnavailable
+from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task.site_records import collect_sites
-from tests.fuzz.program import Call, Place, Program
+from tests.fuzz.program import CACHE, Call, Place, Program
 from tests.fuzz.verdict import Settings, Verdict
 from tests.fuzz.words import DTYPES, Group, load, vocabulary
 from tests.models.interpreted import code_generated
@@ -53,7 +55,9 @@ def run_program(ctx: RankContext, program: Program, settings: Settings) -> Verdi
     torch._dynamo.reset()
     wrong: list[str] = []
     refused = ""
-    with without_caches(), collect_sites() as sink, code_generated(settings.generated):
+    # In a model on the CPU device torch attends.
+    everywhere = mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda"))
+    with without_caches(), collect_sites() as sink, code_generated(settings.generated), everywhere:
         try:
             wrong = _Runner(ctx, program, groups, settings).run()
         except Exception as error:
@@ -66,6 +70,7 @@ def run_program(ctx: RankContext, program: Program, settings: Settings) -> Verdi
     torch._dynamo.reset()
     sites = [site for graph in sink.graphs for site in graph.sites]
     counts = Counter(site.kind if site.matched else f"left alone: {site.reason_code}" for site in sites)
+    counts.update(name for graph in sink.graphs for name in graph.local)
     return Verdict("\n".join(wrong), refused, tuple(sorted(counts.items())), time.monotonic() - start)
 
 
@@ -142,7 +147,7 @@ class _Runner:
             torch.compiler.cudagraph_mark_step_begin()
         outputs = list(fn(*leaves))
         if not self.program.trained:
-            return [one.clone() for one in outputs]
+            return [one.clone() for one in (*outputs, *self._caches(leaves))]
         generator = torch.Generator().manual_seed(self.program.index)
         losses = []
         for one in outputs:
@@ -152,6 +157,10 @@ class _Runner:
         torch.stack([one.to(losses[-1].dtype) for one in losses]).sum().backward()
         grads = [None if one.grad is None else one.grad.clone() for one in leaves]
         return [*(one.detach().clone() for one in outputs), *grads]
+
+    def _caches(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs that a program writes into."""
+        return [one for one, spec in zip(given, self.program.inputs, strict=True) if spec.name.startswith(CACHE)]
 
     def _references(self, sizes: int, values: int) -> tuple[Values, list[Values]]:
         """Of the inputs with these numbers: the values in float64, and some runs in the program's own dtype."""
@@ -187,7 +196,7 @@ class _Runner:
             for one, value in zip(static, self._arguments(call), strict=True):
                 one.copy_(value)
             graph.replay()
-            return [one.clone() for one in outputs]
+            return [one.clone() for one in (*outputs, *self._caches(static))]
 
         yield replay
         torch.cuda.synchronize()

@@ -15,6 +15,8 @@ LENGTHS = {
     "cpu": (1, 3, 5, 8, 8, 12, 16, 16, 17, 24, 31, 32),
 }
 HEADS = {"cuda": (16, 64, 128), "cpu": (4, 8, 16)}
+SLOTS = {"cuda": (2, 33, 100, 256, 700, 3000), "cpu": (2, 7, 16, 33)}
+"""How many tokens a cache has room for."""
 # No value may be larger, with tokens as many as there are at most.
 MAX_TOKENS = {"cuda": 1024, "cpu": 33}
 MAX_NUMEL = {"cuda": 1 << 22, "cpu": 1 << 13}

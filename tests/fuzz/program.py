@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+CACHE = "cache"
+"""The names of inputs that a program writes into begin like this."""
 # The value of every symbol for one rank.
 Sizes = Mapping[str, int]
 

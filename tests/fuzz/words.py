@@ -74,9 +74,37 @@ def layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tenso
     return F.layer_norm(x, (x.shape[-1],), w, b, 1e-5)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [B, H, S, D], k, v [B, heads, keys, D], with fewer heads perhaps."""
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """q [B, H, S, D], k, v [B, heads, keys, D], with fewer heads perhaps. seen: bools, which keys are attended to."""
+    return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+    """x [B, heads, keys, D] with every head `times` times in a row."""
+    return x[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
+
+
+def attention_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """The same with one more score [H] for each head, of no key, as transformers writes it."""
+    k, v = (repeated(one, q.shape[1] // k.shape[1]) for one in (k, v))
+    mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min)
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + mask
+    both = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, 1, 1)], -1)
+    return (both - both.max(-1, keepdim=True).values).softmax(-1)[..., :-1] @ v
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """A rotary embedding of whole heads."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def turned_by_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The same with angles of half a head."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def vocabulary(
@@ -117,7 +145,11 @@ def vocabulary(
         return received(call(packed(x), splits, splits, group))
 
     words: dict[str, Any] = {
-        one.__name__: one for one in (gather, scatter, reduce, copied, exchange, rms_norm, layer_norm, attention)
+        one.__name__: one
+        for one in (
+            *(gather, scatter, reduce, copied, exchange, rms_norm, layer_norm),
+            *(attention, attention_with_sinks, repeated, turned, turned_by_halves),
+        )
     }
     own = torch.float64 if exact else DTYPES[dtype]
     words |= {"DT": own, "F32": torch.float64 if exact else torch.float32}

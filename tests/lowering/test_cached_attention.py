@@ -40,18 +40,19 @@ class Case:
     turned: int = 0
     own_angles: bool = False
     added: int = 0
+    sinks: bool = False
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         flags = "-appends" * self.appends + f"-turned{self.turned}" * bool(self.turned) + "-own" * self.own_angles
-        flags += "-tokens_first" * self.tokens_first
+        flags += "-tokens_first" * self.tokens_first + "-sinks" * self.sinks
         sizes = f"{self.B}x{self.Hq}of{self.Hkv}-{self.S}x{self.D}"
         return f"{sizes}-{self.mask}{'_'.join(map(str, self.tokens))}{flags}-{str(self.dtype)[6:]}"
 
     @property
     def node(self) -> CachedAttention:
         rotated = self.turned > 0
-        return CachedAttention(0.25, self.mask, self.appends, rotated, self.added, strategy="tile")
+        return CachedAttention(0.25, self.mask, self.appends, rotated, self.added, self.sinks, strategy="tile")
 
 
 CASES = (
@@ -63,6 +64,9 @@ CASES = (
     Case(1, 130, 1, 20, 16, tokens=(0,), appends=True, turned=1),
     Case(2, 4, 2, 48, 16, "given", tokens=(7,), tokens_first=True),
     Case(1, 4, 2, 1, 16, "all", tokens=(0,)),
+    Case(2, 4, 2, 300, 16, "bias", tokens=(131,), sinks=True, appends=True, turned=2),
+    Case(2, 6, 2, 70, 16, "bias", tokens=(0,), sinks=True),
+    Case(2, 4, 2, 200, 16, tokens=(0, 150), sinks=True),
     Case(2, 4, 2, 40, 16, tokens=(39,), appends=True, dtype=torch.float16, turned=2),
 )
 BF16 = torch.bfloat16
@@ -74,6 +78,8 @@ GPU_CASES = (
     Case(3, 8, 8, 515, 256, tokens=(3, 515, 0), tokens_first=True, dtype=BF16),
     Case(2, 8, 1, 2000, 128, "all", tokens=(1999,), appends=True, dtype=BF16),
     Case(128, 4, 1, 300, 128, tokens=(299,), appends=True, turned=2, dtype=BF16),
+    Case(3, 32, 4, 4096, 64, "bias", tokens=(3000,), sinks=True, appends=True, turned=2, dtype=BF16),
+    Case(3, 32, 4, 130, 64, "bias", tokens=(129,), sinks=True, dtype=BF16),
 )
 
 
@@ -99,6 +105,13 @@ def operands(case: Case, device: torch.device, seed: int = 0) -> list[torch.Tens
         given.append(lengths)
     if case.mask == "given":
         given.append(torch.rand(case.B, case.S, generator=generator) < 0.5)
+    if case.mask == "bias":
+        # As transformers hides tokens, and a sequence that sees none.
+        bias = drawn(case.B, case.S).where(torch.rand(case.B, case.S, generator=generator) < 0.6, torch.finfo(BF16).min)
+        bias[0] = torch.finfo(BF16).min
+        given.append(bias)
+    if case.sinks:
+        given.append(drawn(case.Hq))
     if case.appends:
         given += [lengths[:1].clone(), drawn(case.B, case.Hkv, case.D), drawn(case.B, case.Hkv + 1, case.D)[:, 1:]]
     if case.turned:
@@ -233,10 +246,10 @@ def compiled(target: str, kernel: Any, asked: lowering.NodeParts) -> Any:
         *(1, 0, 0.125, 0.0, "ieee", False),
     )
     x = "*bf16"
-    tensors = lowering.Tensors(x, x, x, "*i64", "*i1", "*i64", *(x,) * 5, "*fp32")
+    tensors = lowering.Tensors(x, x, x, "*i64", "*i1", x, x, "*i64", *(x,) * 5, "*fp32")
     pair, triple = ("i32",) * 2, ("i32",) * 3
     strides = lowering.Strides(pair, triple, triple, "i32")
-    structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 3)}
+    structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 4)}
     signature: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "splits"), "i32")
     signature = {**structures, **signature, "HOW": "constexpr", "NODE": "constexpr", "AT_ONCE": "constexpr"}
     signature = {parameter.name: signature[parameter.name] for parameter in kernel.params}
@@ -248,9 +261,10 @@ def compiled(target: str, kernel: Any, asked: lowering.NodeParts) -> Any:
 
 
 PARTS = {
-    "appends": lowering.NodeParts(True, False, 0, True, 128, False),
-    "marked": lowering.NodeParts(False, True, 0, True, 64, True),
-    "reads": lowering.NodeParts(True, False, 1, False, 0, False),
+    "appends": lowering.NodeParts(True, False, False, False, 0, True, 128, False),
+    "marked": lowering.NodeParts(False, True, False, False, 0, True, 64, True),
+    "reads": lowering.NodeParts(True, False, False, False, 1, False, 0, False),
+    "sinks": lowering.NodeParts(False, False, True, True, 0, True, 64, False),
 }
 
 

@@ -404,4 +404,4 @@ def test_the_number_that_hides_scores_from_cudnn(op: Any, hiding: float) -> None
     (call,) = graph.find_nodes(op="call_function", target=op)
     match = find_attention(call, ("cpu",))
     assert (match is not None) == (op is CUDNN or hiding == -math.inf)
-    assert match is None or (match.choice.shown is not None and match.choice.kept)
+    assert match is None or (match.attention.choice.shown is not None and match.attention.choice.kept)

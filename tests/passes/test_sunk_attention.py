@@ -1,0 +1,136 @@
+"""Attention with a sink for each head, as GPT-OSS has it, becomes one call too, and nothing that only looks like it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ditron_inductor.task.nodes import CachedAttention
+from tests.passes.graphs import twin
+from tests.passes.test_cached_attention import (
+    HKV,
+    HQ,
+    SCALE,
+    B,
+    D,
+    S,
+    Step,
+    Tensors,
+    check,
+    decoded,
+    graph_of,
+    turned,
+    written,
+)
+
+pytestmark = pytest.mark.usefixtures("group")
+
+Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns weights [B, HQ, 1, S] for scores of that shape and sinks [HQ]."""
+
+
+def lowered(given: Tensors) -> torch.Tensor:
+    """The mask [B, 1, 1, S] as transformers adds it."""
+    return torch.where(given["shown"], 0.0, torch.finfo(torch.float32).min)[:, None, None]
+
+
+def sinks_of(given: Tensors) -> torch.Tensor:
+    return given["cos"][0, :HQ] * 2
+
+
+def repeated(cache: torch.Tensor) -> torch.Tensor:
+    return cache[:, :, None].expand(B, HKV, HQ // HKV, S, D).reshape(B, HQ, S, D)
+
+
+def with_maximum(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """As transformers writes it."""
+    both = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(B, -1, 1, -1)], -1)
+    both = both - both.max(-1, keepdim=True).values
+    return both.softmax(-1)[..., :-1]
+
+
+def by_quotient(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([scores, sinks.view(HQ, 1, 1).expand(B, HQ, 1, 1)], 3).exp()
+    return (both / both.sum(-1, keepdim=True))[..., :S]
+
+
+def sunk(
+    weights: Scores, mask: Callable[[Tensors], torch.Tensor] | None = lowered,
+    sinks: Callable[[Tensors], torch.Tensor] = sinks_of, factor: float = 1.0,
+) -> Step:  # fmt: skip
+    """A decode step with sinks. factor: of the scores after the mask was added."""
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> torch.Tensor:
+        angles = given["cos"][:, : D // 2], given["sin"][:, : D // 2]
+        keys, values = written(turned(k, *angles), v, given)
+        scores = turned(q, *angles) @ repeated(keys).transpose(2, 3) * SCALE
+        if mask is not None:
+            scores = scores + mask(given)
+        return weights(scores * factor, sinks(given)) @ repeated(values)
+
+    return step
+
+
+TASK = CachedAttention(SCALE, "bias", appends=True, rotated=True, sinks=True)
+FORMS: dict[str, tuple[Step, CachedAttention]] = {
+    "transformers": (sunk(with_maximum), TASK),
+    "a quotient": (sunk(by_quotient), TASK),
+    "no mask": (sunk(with_maximum, None), CachedAttention(SCALE, "all", appends=True, rotated=True, sinks=True)),
+    "a mask for all": (sunk(with_maximum, lambda given: lowered(given)[:1]), TASK),
+    "sinks in another order": (sunk(with_maximum, sinks=lambda given: sinks_of(given).flip(0)), TASK),
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.replace(" ", "_"))
+def test_every_form(form: str) -> None:
+    """It fires, and computes and writes what the graph does."""
+    function, task = FORMS[form]
+    before = graph_of(function)
+    after = twin(before)
+    assert decoded(after) == [task]
+    check(before, after)
+
+
+def _first_column(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([scores, sinks.view(1, HQ, 1, 1).expand(B, HQ, 1, 1)], -1)
+    return both.softmax(-1)[..., 1:]
+
+
+def _sinks_in_front(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([sinks.view(1, HQ, 1, 1).expand(B, HQ, 1, 1), scores], -1)
+    return both.softmax(-1)[..., 1:]
+
+
+def _of_sequences(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([scores, sinks[:B].view(B, 1, 1, 1).expand(B, HQ, 1, 1)], -1)
+    return both.softmax(-1)[..., :-1]
+
+
+def _crossed(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    across = sinks.view(HKV, HQ // HKV).t().reshape(1, HQ, 1, 1)
+    both = torch.cat([scores, across.expand(B, HQ, 1, 1)], -1)
+    return both.softmax(-1)[..., :-1]
+
+
+def _scaled_together(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([scores, sinks.view(1, HQ, 1, 1).expand(B, HQ, 1, 1)], -1)
+    return (both * 0.5).softmax(-1)[..., :-1]
+
+
+NEVER: dict[str, Step] = {
+    "another column is left out": sunk(_first_column),
+    "sinks in front": sunk(_sinks_in_front),
+    "sinks of sequences": sunk(_of_sequences),
+    "sinks of other heads": sunk(_crossed),
+    "sinks that are scaled": sunk(_scaled_together),
+    "a mask that is scaled": sunk(with_maximum, factor=0.5),
+    "a mask for each head": sunk(with_maximum, lambda given: lowered(given).repeat(1, HQ, 1, 1) * sinks_of(given)[:, None, None]),
+    "no sinks": sunk(lambda scores, sinks: scores.softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("name", NEVER, ids=lambda name: name.replace(" ", "_"))
+def test_it_must_not_fire(name: str) -> None:
+    assert decoded(graph_of(NEVER[name])) == []
