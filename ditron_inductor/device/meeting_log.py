@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,12 +18,14 @@ NOBODY = ""
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One line of a rank's log. uid: the name of its register, empty for a bare graph. attempt: how often the rank has
-    posted these facts, this time included. facts, options: see facts.py.
+    """One line of a rank's log. uid: the name of its register, empty for a bare graph. idle: whether the rank's device
+    had nothing left to do. attempt: how often the rank has posted these facts, this time included. facts, options: see
+    facts.py.
     """
 
     uid: str
     position: int
+    idle: bool
     attempt: int
     facts: GroupFacts
     options: Mapping[str, str]
@@ -47,22 +49,26 @@ class GroupLog:
         self._written = 0
         self._read = [0] * group.world_size
         self._inside = [0] * group.world_size
+        # How much further than this rank a peer counts at the same point of the program.
+        self._ahead = [0] * group.world_size
         self._bare: dict[tuple[int, str], LogEntry] = {}
         self._posted: Counter[str] = Counter()
 
-    def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> LogEntry:
+    def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str], idle: bool) -> LogEntry:
         """Appends an entry to this rank's log."""
-        value = {"uid": uid, "position": position, "facts": json.loads(GraphFacts((facts,)).text()), "options": options}
+        value = {"uid": uid, "position": position, "idle": idle, "options": options}
+        value["facts"] = json.loads(GraphFacts((facts,)).text())
         key = GraphFacts((facts,), options).key
         self._posted[key] += 1
         value["attempt"] = attempt = self._posted[key]
         self.store.set(self._place(self.group.rank, self._written), json.dumps(value))
         self._written += 1
-        return LogEntry(uid, position, attempt, facts, options)
+        return LogEntry(uid, position, idle, attempt, facts, options)
 
-    def find(self, own: LogEntry, peer: int) -> LogEntry | Elsewhere | None:
+    def find(self, own: LogEntry, peer: int, waits: Callable[[str], bool]) -> LogEntry | Elsewhere | None:
         """Returns the peer's entry at the position of `own`, or why there will be none, or None if it is not there yet.
         An entry of an earlier position is skipped. A bare entry is remembered, because its rank posts it only once.
+        waits: whether the owner of a register has not given up, so that it is still at its entry's position.
         """
         while True:
             found = self._look(peer)
@@ -70,6 +76,11 @@ class GroupLog:
                 if own.position >= self._inside[peer]:
                     return None
                 return Elsewhere(f"{ranks_text([peer])} is inside a graph that began earlier", True)
+            if found.position != own.position and own.idle and found.idle and waits(found.uid):
+                # Both have launched the same collectives, whatever they count: none is left that only one has launched.
+                self._ahead[peer] += found.position - own.position
+                self._inside[peer] = min(self._inside[peer], own.position)
+                found = replace(found, position=own.position)
             if found.position > own.position:
                 passed = Elsewhere(f"{ranks_text([peer])} ran this part outside of a compiled graph", False)
                 return self.bare(own, peer) or passed
@@ -101,7 +112,8 @@ class GroupLog:
             return None
         value = json.loads(self.store.get(key))
         facts = group_of(value["facts"]["groups"][0])
-        return LogEntry(value["uid"], value["position"], value["attempt"], facts, value["options"])
+        position = value["position"] - self._ahead[peer]
+        return LogEntry(value["uid"], position, value["idle"], value["attempt"], facts, value["options"])
 
     def _place(self, rank: int, index: int) -> str:
         return f"meetings/{self.life}/{rank}/{index}"

@@ -4,8 +4,9 @@ Every graph that holds collectives meets its peers once, on the host, when it ru
 of the process group. docs/meeting.md says why, who meets whom, and how the ranks agree. The result is a `Decision`.
 
 A rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on
-has passed this point outside of any compiled graph, and will not come. An entry that an earlier group of the same name
-left in the store cannot have seen the present entries.
+has passed this point outside of any compiled graph, and will not come, unless the devices of both ranks have nothing
+left to do: then both have launched the same collectives, and have only counted them differently. An entry that an
+earlier group of the same name left in the store cannot have seen the present entries.
 
 A graph that the passes left as it was ("bare") only posts its entry, because it runs in the same way whatever the
 others decide.
@@ -28,6 +29,7 @@ from torch.distributed import distributed_c10d
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_sizes, ranks_text
+from ditron_inductor.device.idle import is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
 
@@ -137,7 +139,7 @@ class Meetings:
             if not touched:
                 for group in facts.groups:
                     log = self._log(group.name)
-                    log.post(NOBODY, position_of(log.group, group), group, facts.options)
+                    log.post(NOBODY, position_of(log.group, group), group, facts.options, idle=False)
                 return Decision()
             found = _Meeting([self._log(group.name) for group in touched], touched, facts, limit_s).hold(other is None)
         except dist.DistError as exc:
@@ -188,8 +190,9 @@ class _Meeting:
         self.store = registers(logs[0].group)
         self.deadline = time.monotonic() + limit_s
         self.limit_s = limit_s
+        idle = is_idle(next((one.device_type for group in touched for one in group.before + group.after), ""))
         self.own = [
-            log.post(self.uid, position_of(log.group, group), group, facts.options)
+            log.post(self.uid, position_of(log.group, group), group, facts.options, idle)
             for log, group in zip(logs, touched, strict=True)
         ]
 
@@ -250,7 +253,7 @@ class _Meeting:
             return Elsewhere(GAVE_UP, False)
         for log, own, seen in zip(self.logs, self.own, found, strict=True):
             for peer in self._absent(log, seen):
-                entry = log.find(own, peer)
+                entry = log.find(own, peer, self._waits)
                 if isinstance(entry, Elsewhere):
                     return entry
                 if entry is None:
@@ -334,6 +337,10 @@ class _Meeting:
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _waits(self, uid: str) -> bool:
+        """Returns whether the owner of a register has not given up."""
+        return uid != NOBODY and self._read(uid) not in (CLOSED, CLOSED_FOR_GOOD)
 
     def _read(self, uid: str) -> str | None:
         return self.store.get(uid).decode() if self.store.check([uid]) else None

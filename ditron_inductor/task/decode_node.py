@@ -89,7 +89,7 @@ class CachedAttention(Node):
     With the mask `bias`, a float [B, S] or [1, S] is added to the scores. Without any token out is 0.
 
     With sinks, a float [Hq], each head has one more score, which belongs to no token: what a softmax gives to it is
-    left out of the sum. A `bias` comes with sinks only, since without them a row without tokens would be the mean of all.
+    left out of the sum. A `bias` comes with sinks only: without them a row that sees nothing would be the mean of all.
 
     If it appends, key and value [B, Hkv, D] are written into the caches at position, an int64 [1], which counts from
     the end if negative. The text of the node says that the caches are written, and the schema of the op does not: an

@@ -206,10 +206,18 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
     if split < used:
         begin = split * per_split
         end = tl.minimum(begin + per_split, length)
+        step = None
+        if NODE.MARKED or NODE.BIASED:
+            # If most of the tokens are hidden, as in a cache that is not full, all splits have some of the others.
+            begin = split * HOW.BLOCK_N
+            end = length
+            step = used * HOW.BLOCK_N
         shown = tensors.shown + batch.to(tl.int64) * sizes.shown if NODE.MARKED else None
         bias = tensors.bias + batch.to(tl.int64) * sizes.bias if NODE.BIASED else None
         sinks = sinks_of(tensors, row, split, HOW) if NODE.SINKS else None
-        o, lse = attend(query, work, sizes.strides, None, batch, kv_head, begin, end, HOW, token, shown, bias, sinks)
+        o, lse = attend(
+            query, work, sizes.strides, None, batch, kv_head, begin, end, HOW, token, shown, bias, sinks, step
+        )
         if NODE.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
             at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]

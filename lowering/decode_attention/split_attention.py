@@ -187,13 +187,13 @@ def is_seen(added, sinks):
 @triton.jit
 def attend(
     query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr, token=None, shown=None, bias=None,
-    sinks=None,
+    sinks=None, step=None,
 ):  # fmt: skip
-    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens begin .. end - 1. query:
-    the result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages. token: a
-    NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all. bias: pointer
-    to what is added to the scores, or None. sinks: (one more score of each row, to the base 2; whether this program
-    counts it), or None.
+    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens begin .. end - 1, or, with
+    a `step`, over BLOCK_N tokens from begin, begin + step, .. on. query: the result of `load_query`. pages: pointer to
+    the sequence's row of the block table, if there are pages. token: a NewToken beside them, or None. shown: pointer to
+    bools, which tokens are attended to, or None for all. bias: pointer to what is added to the scores, or None. sinks:
+    (one more score of each row, to the base 2; whether this program counts it), or None.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -231,8 +231,10 @@ def attend(
         if sinks is not None:
             total += first_column(weight_of(sink, most), total)
         acc += weight[:, None] * tl.where(token.is_here, token.value.to(tl.float32), 0.0)[None, :]
-    for block in range(0, tl.cdiv(end - begin, BLOCK_N)):
-        first = begin + block * BLOCK_N
+    if step is None:
+        step = BLOCK_N
+    for block in range(0, tl.cdiv(end - begin, step)):
+        first = begin + block * step
         there = tokens < end - first
         if token is not None:
             there &= first + tokens != token.place

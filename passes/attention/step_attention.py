@@ -45,8 +45,8 @@ class TokenChoice:
 @dataclass(frozen=True)
 class StepAttention:
     """An attention of a query [B, Hq, 1, D] to keys and values [B, Hkv, S, D]. result: what it computes, in the order
-    of the query. readers: the nodes that read keys and values, through views and copies. sizes: B, Hkv, Hq / Hkv, 1, S, D.
-    sinks: a vector [Hq] of one more score for each head, or None.
+    of the query. readers: the nodes that read keys and values, through views and copies. sizes: B, Hkv, Hq / Hkv, 1,
+    S, D. sinks: a vector [Hq] of one more score for each head, or None.
     """
 
     result: fx.Node

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ditron_inductor.device import meetings
 from tests.cases import rare
 from tests.models import divergent
 from tests.ranks import RankContext, RankPool, RankPools, RanksFailed
@@ -117,6 +120,37 @@ def test_options_that_differ_are_named_on_all_ranks(pair: RankPool, name: str, v
     first = {"ditron.workspace_limit": (1 << 28) + len(name)}
     errors = pair.run(error_of_rank, [first, {**first, f"ditron.{name}": value}], timeout=60.0)
     assert all(error.startswith("DitronOptionsMismatch") and f"ditron.{name} is " in error for error in errors), errors
+
+
+def miscounted(ctx: RankContext, idle: bool, graph: bool) -> dict[str, int]:
+    """One rank has counted more collectives than its peers, as when it alone captures a graph once more."""
+    options = {"ditron.strategy": "tile", "ditron.meeting_s": 2.0}
+    if graph:
+        here = torch.ones(4, device=ctx.device)
+        dist.all_reduce(here)
+        if ctx.rank == 1:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                dist.all_reduce(here)
+        return divergent.check(ctx, "bias_before", options)
+    place = meetings.position_of
+    with (
+        mock.patch.object(meetings, "position_of", lambda *given: place(*given) + 3 * ctx.rank),
+        mock.patch.object(meetings, "is_idle", lambda device_type: idle),
+    ):
+        return divergent.check(ctx, "bias_before", options)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_ranks_that_count_differently_meet_when_they_are_idle(rank_pools: RankPools, idle: bool) -> None:
+    # Ranks of their own: what they have counted stays with the group.
+    found = rank_pools.get("cpu", 2, label=f"idle={idle}").run(miscounted, idle, False, timeout=60.0)
+    assert found == ([FUSED, FUSED] if idle else [PLAIN, PLAIN])
+
+
+@pytest.mark.gpu
+def test_a_graph_that_one_rank_captures_again_keeps_nobody_from_meeting(rank_pools: RankPools) -> None:
+    found = rank_pools.get("cuda", 2, label="captures").run(miscounted, True, True, timeout=100.0)
+    assert found == [FUSED, FUSED]
 
 
 def bias_with(ctx: RankContext, options: list[dict[str, Any]]) -> dict[str, int]:
