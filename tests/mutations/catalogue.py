@@ -10,6 +10,7 @@ from tests.mutations.multiplying import MULTIPLYING
 from tests.mutations.mutation import Mutation
 from tests.mutations.norming import NORMING
 from tests.mutations.routing import ROUTING
+from tests.mutations.sinking import SINKING
 from tests.mutations.unsorting import UNSORTING
 
 SIGNALS = "ditron_inductor/core/signals.py"
@@ -590,7 +591,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOWERING,
     *PASSES,
     *DECIDING,
-    *MASKING, *CACHING,
+    *MASKING, *CACHING, *SINKING,
     *MULTIPLYING,
     *NORMING,
     *ROUTING,

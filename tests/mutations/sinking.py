@@ -1,0 +1,63 @@
+"""The mutations of attention with sinks, and of ranks that count collectives differently."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+KERNEL = "lowering/cached_attention/cached_kernel.py"
+ATTEND = "lowering/decode_attention/split_attention.py"
+NEAR = "tests/lowering/test_cached_attention.py::test_near_the_reference_in_the_interpreter"
+APPENDED = f"{NEAR}[2x4of2-300x16-bias131-appends-turned2-sinks-float32]"
+READ = f"{NEAR}[2x6of2-70x16-bias0-sinks-float32]"
+PASS = "passes/attention/sunk_attention.py"
+TESTS = "tests/passes/test_sunk_attention.py"
+NEVER = f"{TESTS}::test_it_must_not_fire"
+LOG = "ditron_inductor/device/meeting_log.py"
+COUNTS = "tests/models/test_divergent.py::test_ranks_that_count_differently_meet_when_they_are_idle"
+
+SINKING: tuple[Mutation, ...] = (
+    Mutation("every split adds the sinks", KERNEL, "sinks * LOG2_E, split == 0", "sinks * LOG2_E, split >= 0", READ),
+    Mutation("the new token has no bias", ATTEND, "score += token.bias", "score += 0.0", APPENDED),
+    Mutation(
+        "splits take one block only",
+        KERNEL,
+        "step = used * HOW.BLOCK_N",
+        "step = length",
+        READ,
+    ),
+    Mutation(
+        "any column may be left out",
+        PASS,
+        "not last or part.start != 0 or",
+        "not last or",
+        f"{NEVER}[another_column_is_left_out]",
+    ),
+    Mutation(
+        "sinks may belong to other heads",
+        PASS,
+        "if self.atoms.of(root.axes) != (self.atoms.flat(heads),):",
+        "if False:",
+        f"{NEVER}[sinks_of_other_heads]",
+    ),
+    Mutation(
+        "scores may be scaled with their sinks",
+        PASS,
+        'if value.power != {outputs[0]: 1.0, ("Z", 1.0, kept.whole): -1.0} or count != 1.0:',
+        "if False:",
+        f"{NEVER}[sinks_that_are_scaled]",
+    ),
+    Mutation(
+        "the positions of idle ranks decide",
+        LOG,
+        "own.idle and found.idle and",
+        "False and",
+        f"{COUNTS}[True]",
+    ),
+    Mutation(
+        "ranks that are not idle meet wherever they are",
+        LOG,
+        "own.idle and found.idle and",
+        "True and",
+        f"{COUNTS}[False]",
+    ),
+)
