@@ -23,7 +23,7 @@ from torch import fx
 
 from ditron_inductor.passes.attention.attention_parts import PartAlgebra, Scores
 from ditron_inductor.passes.attention.roots import Root, chain_to
-from ditron_inductor.passes.attention.softmax_algebra import Unknown, Value, static_shape
+from ditron_inductor.passes.attention.softmax_algebra import Symbol, Unknown, Value, static_shape
 from ditron_inductor.passes.attention.step_attention import StepAttention, TokenChoice
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
@@ -128,7 +128,7 @@ class SunkAlgebra(PartAlgebra):
         except Unknown:
             return None
         found = [symbol for symbol in value.power if symbol[0] == "x"]
-        if value.is_log or len(found) != 1 or not isinstance(found[0][1], Shifted) or value.power[found[0]] != 1.0:
+        if value.is_log or len(found) != 1 or not isinstance(found[0][1], Shifted):
             return None
         origin = found[0][1]
         axes, tokens = self.atoms.of(value.axes), self.atoms.flat((origin.scores.atom,))
@@ -137,8 +137,8 @@ class SunkAlgebra(PartAlgebra):
         if origin.sinks is None or not last or part.start != 0 or size != self.atoms.size(origin.scores.atom):
             return None
         power = {symbol: count for symbol, count in value.power.items() if symbol != found[0]}
-        kept = Kept(origin, origin.scores.atom)
-        return Value((*axes[:-1], tokens), {**power, ("x", kept): 1.0}, is_log=False)
+        kept: Symbol = ("x", Kept(origin, origin.scores.atom))
+        return Value((*axes[:-1], tokens), {**power, kept: value.power[found[0]]}, is_log=False)
 
 
 def read_sunk(node: fx.Node) -> StepAttention | None:
