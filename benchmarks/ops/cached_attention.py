@@ -7,7 +7,8 @@ graphs; each call has a cache of its own, as each layer has:
     inductor            torch's attention with `enable_gqa`, and Inductor's kernels in front of it
     repeated            the same with repeated heads and a mask from outside, as transformers writes it
     flex                torch's flex_attention, whose mask is computed in its kernel
-    ditron              cached_attention
+    ditron              cached_attention, by lengths
+    ditron:mask         the same by a mask of bools, as it is in models of transformers
 
 With sinks, which no attention op of torch takes, `inductor` gives them to a key of zeros in the last place of the
 cache, as a mask for each head; `repeated` writes the attention out, as transformers does for GPT-OSS; and `flex` scales
@@ -17,6 +18,7 @@ the result by its log-sum-exp. The limit is the time in which a copy reads the t
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -42,7 +44,7 @@ from ditron_inductor.tools.demo_model import rotate
 MODULE = "benchmarks.ops.cached_attention"
 RECORDED = RESULTS / "decode.csv"
 TOLERANCE = 2e-2
-SHOWN = ("inductor", "repeated", "flex", "ditron")
+SHOWN = ("inductor", "repeated", "flex", "ditron", "ditron:mask")
 Attend = Callable[..., torch.Tensor]
 
 
@@ -181,20 +183,23 @@ def contestants(
 ) -> dict[str, Callable[[int], torch.Tensor]]:
     """The contestants whose results are right, captured where there is a GPU."""
     first, cuda = operands[0], operands[0][0].is_cuda
-    mask, strategy = "bias" if shape.sinks else "lengths", "auto" if cuda else "tile"
-    node = CachedAttention(shape.D**-0.5, mask, appends=True, rotated=True, sinks=shape.sinks, strategy=strategy)
+    strategy = "auto" if cuda else "tile"
 
     def ours(
+        mask: str,
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
         cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor, bias: torch.Tensor,
         sinks: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         q, k, v = (one.unflatten(-1, (-1, shape.D)) for one in (q, k, v))
-        choice = [bias[:, 0, 0], sinks] if shape.sinks else [position]
+        node = CachedAttention(shape.D**-0.5, mask, appends=True, rotated=True, sinks=shape.sinks, strategy=strategy)
+        choice = {"bias": [bias[:, 0, 0], sinks], "lengths": [position], "given": [shown[:, 0, 0]]}[mask]
         return cached_attention(node, [q, keys, values, *choice, position, k, v, cos, sin])[0][:, :, None]
 
     def checked(name: str) -> Callable[[int], torch.Tensor]:
-        run = ours if name == "ditron" else torch.compile(attend_in_torch(shape, name), dynamic=False)
+        mask = "bias" if shape.sinks else "given" if name == "ditron:mask" else "lengths"
+        own = functools.partial(ours, mask)
+        run = own if name.startswith("ditron") else torch.compile(attend_in_torch(shape, name), dynamic=False)
         for cache in first[3:5]:
             cache[:, :, shape.position] = float("nan")
         found = run(*first)
@@ -203,7 +208,8 @@ def contestants(
         return lambda index: run(*operands[index % len(operands)])
 
     with without_caches():
-        calls = session.right([name for name in SHOWN if cuda or name != "flex"], checked)
+        names = [name for name in SHOWN if (cuda or name != "flex") and not (shape.sinks and name == "ditron:mask")]
+        calls = session.right(names, checked)
     return session.replays(calls, GRAPH_CALLS) if cuda else calls
 
 
@@ -227,7 +233,7 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
             limit_us=nbytes / copied * 1e6, commit=options.commit,
         )  # fmt: skip
         us = {name: each.p50_us for name, each in times.items()}
-        best = min((us[name] for name in us if name != "ditron"), default=float("nan"))
+        best = min((us[name] for name in us if not name.startswith("ditron")), default=float("nan"))
         ratio = best / us["ditron"] if "ditron" in us else float("nan")
         lines.append([str(shape), *(f"{us[name]:.1f}" if name in us else "-" for name in SHOWN), f"{ratio:.2f}"])
         session.say("  ".join(lines[-1]))

@@ -75,7 +75,7 @@ def _generate(ctx: RankContext, strategy: str, count: int) -> int:
 
 @pytest.mark.parametrize("strategy", ["tile", "auto"])
 def test_steps_are_those_of_eager_mode(rank_pools: RankPools, strategy: str) -> None:
-    found = rank_pools.get("cpu", 2).run(_generate, strategy, 6, timeout=200.0)
+    found = rank_pools.get("cpu", 2).run(_generate, strategy, 3, timeout=200.0)
     assert found == [LAYERS, LAYERS]
 
 
