@@ -68,7 +68,7 @@ class GroupLog:
     def find(self, own: LogEntry, peer: int, waits: Callable[[str], bool]) -> LogEntry | Elsewhere | None:
         """Returns the peer's entry at the position of `own`, or why there will be none, or None if it is not there yet.
         An entry of an earlier position is skipped. A bare entry is remembered, because its rank posts it only once.
-        waits: whether the owner of a register has not given up, so that it is still at its entry's position.
+        waits: whether the owner of a register waits for this rank.
         """
         while True:
             found = self._look(peer)
@@ -76,23 +76,49 @@ class GroupLog:
                 if own.position >= self._inside[peer]:
                     return None
                 return Elsewhere(f"{ranks_text([peer])} is inside a graph that began earlier", True)
-            if found.position != own.position and own.idle and found.idle and waits(found.uid):
-                # Both have launched the same collectives, whatever they count: none is left that only one has launched.
-                self._ahead[peer] += found.position - own.position
-                self._inside[peer] = min(self._inside[peer], own.position)
-                found = replace(found, position=own.position)
+            if own.idle and found.position != own.position:
+                entry = self._beside(own, peer, waits)
+                if entry is not None:
+                    return entry
             if found.position > own.position:
+                if own.idle and not waits(found.uid):
+                    # An entry of long ago, if its rank has only counted more. It may come yet.
+                    return self.bare(own, peer)
                 passed = Elsewhere(f"{ranks_text([peer])} ran this part outside of a compiled graph", False)
                 return self.bare(own, peer) or passed
-            self._read[peer] += 1
-            if found.uid == NOBODY:
-                self._bare[peer, program_of(found.facts)] = found
+            self._consume(peer, found)
+            if own.idle and found.uid == NOBODY and program_of(found.facts) != program_of(own.facts):
+                # If ranks count differently, it is an entry of long ago.
+                continue
             if found.position == own.position:
                 # If ranks count differently, two different calls of one graph must not be paired.
                 if found.uid == NOBODY or found.attempt == own.attempt:
                     return found
                 return Elsewhere(f"{ranks_text([peer])} has come {found.attempt} times, not {own.attempt}", False)
             self.runs_plain(peer, found.position + len(found.facts.before))
+
+    def _beside(self, own: LogEntry, peer: int, waits: Callable[[str], bool]) -> LogEntry | None:
+        """Returns the peer's entry for the same collectives if both ranks wait with nothing left to do: then all that
+        one of them has launched was launched by both, whatever they have counted. None if there is no such entry.
+        """
+        passed: list[LogEntry] = []
+        while (entry := self._look(peer, len(passed))) is not None:
+            if entry.idle and waits(entry.uid):
+                if entry.attempt != own.attempt or program_of(entry.facts) != program_of(own.facts):
+                    return None
+                for one in (*passed, entry):
+                    self._consume(peer, one)
+                self._ahead[peer] += entry.position - own.position
+                self._inside[peer] = min(self._inside[peer], own.position)
+                return replace(entry, position=own.position)
+            passed.append(entry)
+        return None
+
+    def _consume(self, peer: int, entry: LogEntry) -> None:
+        """Goes on to the peer's next entry."""
+        self._read[peer] += 1
+        if entry.uid == NOBODY:
+            self._bare[peer, program_of(entry.facts)] = entry
 
     def bare(self, own: LogEntry, peer: int) -> LogEntry | None:
         """Returns the entry that the peer posted for a bare graph with the same collectives; None if it never did."""
@@ -106,8 +132,9 @@ class GroupLog:
         """Notes that no peer is in a graph that goes on behind a position."""
         self._inside = [min(inside, position) for inside in self._inside]
 
-    def _look(self, peer: int) -> LogEntry | None:
-        key = self._place(peer, self._read[peer])
+    def _look(self, peer: int, further: int = 0) -> LogEntry | None:
+        """Returns the peer's next entry, or one that is further on; None if it is not there yet."""
+        key = self._place(peer, self._read[peer] + further)
         if not self.store.check([key]):
             return None
         value = json.loads(self.store.get(key))

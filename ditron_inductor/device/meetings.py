@@ -4,9 +4,9 @@ Every graph that holds collectives meets its peers once, on the host, when it ru
 of the process group. docs/meeting.md says why, who meets whom, and how the ranks agree. The result is a `Decision`.
 
 A rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on
-has passed this point outside of any compiled graph, and will not come, unless the devices of both ranks have nothing
-left to do: then both have launched the same collectives, and have only counted them differently. An entry that an
-earlier group of the same name left in the store cannot have seen the present entries.
+has passed this point outside of any compiled graph, and will not come, unless both ranks wait and their GPUs have
+nothing left to do: then both have launched the same collectives, and have only counted them differently. An entry that
+an earlier group of the same name left in the store cannot have seen the present entries.
 
 A graph that the passes left as it was ("bare") only posts its entry, because it runs in the same way whatever the
 others decide.
@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_sizes, ranks_text
-from ditron_inductor.device.idle import is_idle
+from ditron_inductor.device.idle import counts_on_gpu, is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
 
@@ -188,9 +188,10 @@ class _Meeting:
         self.logs = logs
         self.uid = uuid.uuid4().hex
         self.store = registers(logs[0].group)
+        # Only NCCL launches on a device what the peers have to launch too.
+        idle = all(counts_on_gpu(log.group) for log in logs) and is_idle(limit_s / 4)
         self.deadline = time.monotonic() + limit_s
         self.limit_s = limit_s
-        idle = is_idle(next((one.device_type for group in touched for one in group.before + group.after), ""))
         self.own = [
             log.post(self.uid, position_of(log.group, group), group, facts.options, idle)
             for log, group in zip(logs, touched, strict=True)
@@ -339,8 +340,11 @@ class _Meeting:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _waits(self, uid: str) -> bool:
-        """Returns whether the owner of a register has not given up."""
-        return uid != NOBODY and self._read(uid) not in (CLOSED, CLOSED_FOR_GOOD)
+        """Returns whether the owner of a register waits for this rank: it has not written, or has seen this entry."""
+        text = None if uid == NOBODY else self._read(uid)
+        if uid == NOBODY or text in (CLOSED, CLOSED_FOR_GOOD):
+            return False
+        return text is None or any(self.uid in uids for uids in json.loads(text)["seen"].values())
 
     def _read(self, uid: str) -> str | None:
         return self.store.get(uid).decode() if self.store.check([uid]) else None

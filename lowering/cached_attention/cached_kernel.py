@@ -29,7 +29,6 @@ from ditron_inductor.lowering.decode_attention.decode_config import (
     select_config,
 )
 from ditron_inductor.lowering.decode_attention.split_attention import (
-    LOG2_E,
     Counts,
     How,
     NewToken,
@@ -185,7 +184,7 @@ def sinks_of(tensors, row, split, HOW: tl.constexpr):
     """Returns (the sinks of ROWS query heads from `row` on, to the base 2; whether this split counts them)."""
     rows = tl.arange(0, HOW.BLOCK_ROWS)
     sinks = tl.load(tensors.sinks + row + rows, mask=rows < HOW.ROWS, other=0.0).to(tl.float32)
-    return sinks * LOG2_E, split == 0
+    return to_base_2(sinks), split == 0
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])

@@ -171,8 +171,9 @@ def first_column(x, like):
 
 @triton.jit
 def to_base_2(added):
-    """Returns what is added to scores, for scores to the base 2. What is finite stays finite."""
-    return tl.where(added == float("-inf"), added, tl.maximum(added, LOWEST) * LOG2_E)
+    """Returns what is added to scores, for scores to the base 2. What is finite stays finite, and NaN stays NaN."""
+    bounded = tl.where(added < LOWEST, LOWEST, tl.where(added > -LOWEST, -LOWEST, added))
+    return tl.where(tl.abs(added) == float("inf"), added, bounded * LOG2_E)
 
 
 @triton.jit

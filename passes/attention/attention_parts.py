@@ -185,6 +185,7 @@ class PartAlgebra:
 
     def gather(self, parts: GatheredParts) -> Ranks:
         """Defines the gathered outputs and log-sum-exps as v and x."""
+        self.algebra.seeds_changed()
         ranks = Ranks(self.atoms.atom(parts.gathers[0].world_size))
         places = [self.algebra.value(part).axes for part in (parts.output, parts.logsum)]
         if not all(places):

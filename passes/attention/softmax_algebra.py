@@ -171,7 +171,10 @@ class Algebra:
         self.atoms = atoms
         self._seed = seed
         self._known: dict[fx.Node, Value] = {}
+        # Nodes that nothing is known of, so that two ways to read a node do not take twice the time at each step.
+        self._unknown: dict[fx.Node, fx.Node] = {}
         self._depth = 0
+        self._was_too_deep = False
 
     def value(self, node: object) -> Value:
         """Returns the value of a node. Raises Unknown."""
@@ -179,15 +182,28 @@ class Algebra:
         found = self._known.get(node)
         if found is not None:
             return found
+        if node in self._unknown:
+            raise Unknown(self._unknown[node])
+        self._was_too_deep &= self._depth > 0
         if self._depth >= MOST_STEPS:
+            self._was_too_deep = True
             raise Unknown(node)
         self._depth += 1
         try:
             found = self._seed(node) or self._read(node)
+        except Unknown as unknown:
+            # What is too deep here may be read from another node.
+            if not self._was_too_deep:
+                self._unknown[node] = unknown.node
+            raise
         finally:
             self._depth -= 1
         self._known[node] = found
         return found
+
+    def seeds_changed(self) -> None:
+        """Has nodes read anew of which nothing was known. To be called when there is a seed more."""
+        self._unknown.clear()
 
     def total(self, value: Value, dims: Sequence[int], node: fx.Node, keepdim: bool) -> Value:
         """Returns the sum over `dims`, which have to be all the dimensions that index x. Raises Unknown at `node`."""

@@ -16,6 +16,7 @@ sum(exp(y) v) / Z(y). Dimensions have their roles where atoms of queries, keys, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,14 +35,16 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Shifted:
     """The variable y: factor * scores + bias over the tokens, and the `sinks` over one index more, if there are any.
-    atom: the index.
+    atom: the index. sequences, heads: the atoms that bias and sinks have in common with the scores.
     """
 
     scores: Scores
     factor: float
     atom: int
     bias: fx.Node | None = None
+    sequences: tuple[int, ...] = ()
     sinks: fx.Node | None = None
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,18 @@ class SunkAlgebra(PartAlgebra):
     def _biased(self, node: fx.Node) -> Value | None:
         """Returns the value of scores to which a bias [B, 1, 1, S] or [1, 1, 1, S] is added."""
         for scores, bias in (node.args[:2], node.args[1::-1]):
-            if not isinstance(scores, fx.Node) or not isinstance(bias, fx.Node) or bias.target is aten.bmm.default:
+            if not isinstance(scores, fx.Node) or not isinstance(bias, fx.Node):
                 continue
             value = proofs.tensor(bias)
-            found = self._scores_of(scores)
-            if value is None or value.dtype not in ACTIVATION_DTYPES or found is None:
+            if value is None or value.dtype not in ACTIVATION_DTYPES or value.ndim != 4:
                 continue
-            B, _, _, S = shape = static_shape(scores)
+            B, _, _, S = shape = (*static_shape(scores), 0, 0, 0, 0)[:4]
             fits = tuple(value.shape) in ((B, 1, 1, S), (1, 1, 1, S)) and static_shape(node) == shape
-            if fits and found[1].bias is None:
-                return replace(found[0], power={("x", replace(found[1], bias=bias)): 1.0})
+            found = self._scores_of(scores) if fits else None
+            if found is not None and found[1].bias is None:
+                sequences = () if value.shape[0] == 1 else found[0].axes[0]
+                biased = replace(found[1], bias=bias, sequences=sequences)
+                return replace(found[0], power={("x", biased): 1.0})
         return None
 
     def _with_sinks(self, node: fx.Node) -> Value | None:
@@ -115,7 +120,7 @@ class SunkAlgebra(PartAlgebra):
         if self.atoms.of(root.axes) != (self.atoms.flat(heads),):
             return None
         atom = self.atoms.atom(shape[3] + 1)
-        origin = replace(found[1], atom=atom, sinks=root.node)
+        origin = replace(found[1], atom=atom, sinks=root.node, heads=heads)
         return Value((*found[0].axes[:3], (atom,)), {("x", origin): 1.0}, is_log=True)
 
     def _without_sinks(self, node: fx.Node) -> Value | None:
@@ -178,9 +183,11 @@ def _with_roles(
         and dim == atoms.flat(scores.dim)
         and rows == ()
         and atoms.of(value.axes) == (batch + heads, (), wide)
+        and atoms.flat(found.sequences) in ((), batch)
+        and atoms.flat(found.heads) == heads
     )
     like = proofs.fake(query.node)
-    if not right or proofs.fake(node).dtype != like.dtype or not found.factor > 0.0:
+    if not right or proofs.fake(node).dtype != like.dtype or not 0.0 < found.factor < math.inf:
         return None
     (B, Hq, L, D), (_, Hkv, S, _) = static_shape(query.node), static_shape(keys.node)
     if S == 1 or static_shape(values.node)[3] != D:

@@ -166,6 +166,12 @@ def _no_numbers(ctx: RankContext) -> None:
         given[0].abs_()
         (out,) = cached_attention(case.node, given)
         assert out.isnan().all(), (name, number)
+    sunk = replace(case, mask="bias", sinks=True)
+    for name, number in (("bias", "nan"), ("sinks", "nan"), ("sinks", "inf")):
+        given = operands(sunk, ctx.device)
+        given[[slot for slot, _ in sunk.node.slots()].index(name)][:] = float(number)
+        (out,) = cached_attention(sunk.node, given)
+        assert out.isnan().all(), (name, number)
     given = operands(case, ctx.device)
     given[0].abs_()
     given[5][:] = float("-inf")

@@ -16,7 +16,7 @@ LOG = "ditron_inductor/device/meeting_log.py"
 COUNTS = "tests/models/test_divergent.py::test_ranks_that_count_differently_meet_when_they_are_idle"
 
 SINKING: tuple[Mutation, ...] = (
-    Mutation("every split adds the sinks", KERNEL, "sinks * LOG2_E, split == 0", "sinks * LOG2_E, split >= 0", READ),
+    Mutation("every split adds the sinks", KERNEL, "(sinks), split == 0", "(sinks), split >= 0", READ),
     Mutation("the new token has no bias", ATTEND, "score += token.bias", "score += 0.0", APPENDED),
     Mutation(
         "splits take one block only",
@@ -49,15 +49,15 @@ SINKING: tuple[Mutation, ...] = (
     Mutation(
         "the positions of idle ranks decide",
         LOG,
-        "own.idle and found.idle and",
-        "False and",
+        "if own.idle and found.position != own.position:",
+        "if False:",
         f"{COUNTS}[True]",
     ),
     Mutation(
         "ranks that are not idle meet wherever they are",
-        LOG,
-        "own.idle and found.idle and",
-        "True and",
+        "ditron_inductor/device/meetings.py",
+        "and is_idle(limit_s / 4)",
+        "",
         f"{COUNTS}[False]",
     ),
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 
+from ditron_inductor.passes.attention.softmax_algebra import Algebra
+from ditron_inductor.passes.attention.sunk_attention import read_sunk
 from ditron_inductor.task.nodes import CachedAttention
-from tests.passes.graphs import twin
+from tests.passes.graphs import graph_on, twin
 from tests.passes.test_cached_attention import (
     HKV,
     HQ,
@@ -119,7 +122,28 @@ def _scaled_together(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     return (both * 0.5).softmax(-1)[..., :-1]
 
 
+def _flat(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Sinks of [1, B * HQ] heads."""
+    both = torch.cat([scores.reshape(1, B * HQ, 1, S), sinks.repeat(B).view(1, B * HQ, 1, 1)], -1)
+    return both.softmax(-1)[..., :-1].view(B, HQ, 1, S)
+
+
+def _turned_over(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Sinks of sequences, where the dimension of heads would be."""
+    both = torch.cat([scores.transpose(0, 1), sinks[:B].view(1, B, 1, 1).expand(HQ, B, 1, 1)], -1)
+    return both.softmax(-1)[..., :-1].transpose(0, 1)
+
+
+def _biased_heads(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """A bias of each head of each sequence."""
+    bias = (scores[..., :1].detach() * 0 + sinks.view(1, HQ, 1, 1)).reshape(B * HQ, 1, 1, 1).expand(B * HQ, 1, 1, S)
+    return with_maximum((scores.reshape(B * HQ, 1, 1, S) + bias.contiguous()).view(B, HQ, 1, S), sinks)
+
+
 NEVER: dict[str, Step] = {
+    "sinks of all rows": sunk(_flat),
+    "sinks of sequences in place of heads": sunk(_turned_over),
+    "a bias of each row": sunk(_biased_heads, None),
     "another column is left out": sunk(_first_column),
     "sinks in front": sunk(_sinks_in_front),
     "sinks of sequences": sunk(_of_sequences),
@@ -134,3 +158,19 @@ NEVER: dict[str, Step] = {
 @pytest.mark.parametrize("name", NEVER, ids=lambda name: name.replace(" ", "_"))
 def test_it_must_not_fire(name: str) -> None:
     assert decoded(graph_of(NEVER[name])) == []
+
+
+def test_reading_takes_no_longer_for_each_sum() -> None:
+    """A product that is no attention, behind a long chain of sums: every node is read once, or a few times."""
+
+    def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(24):
+            x = x + torch.tanh(x)
+        return torch.bmm(x, w)
+
+    (bmm,) = graph_on(chain, (2, 4, 16), (2, 16, 8), device="cpu").graph.find_nodes(
+        op="call_function", target=torch.ops.aten.bmm.default
+    )
+    with mock.patch.object(Algebra, "_read", autospec=True, side_effect=Algebra._read) as reads:
+        assert read_sunk(bmm) is None
+    assert 0 < reads.call_count < 200
