@@ -121,7 +121,7 @@ def rounds_of(session: Session, step: Step, first: torch.Tensor, tokens: int, ro
 def measure(session: Session, options: argparse.Namespace) -> None:
     """All batch sizes, on this rank; rank 0 prints, and writes rows."""
     device, ranks = session.clock.device, session.world_size
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_on(device)
     arch = MODELS[options.model] if device.type == "cuda" else MODELS[options.model].like(TINY)
     mesh, lines = init_device_mesh(device.type, (ranks,)), []
     for batch in options.batches:
@@ -143,18 +143,8 @@ def measure(session: Session, options: argparse.Namespace) -> None:
                 assert error < MODEL_TOLERANCES[dtype], f"{name} differs from eager: {error:.1e}"
                 times[name] = rounds_of(session, step, first, options.tokens, options.rounds)
                 session.say(f"batch {batch}: {name}: {times[name].p50_us:.0f} us a step, {session.seconds():.0f} s")
-        rows = session.rows_of(
-            times,
-            bench="generation",
-            op="generate",
-            shape=f"model={options.model};layers={sizes[0]};batch={batch};tokens={options.tokens}",
-            graph=device.type == "cuda",
-            limit_us=None,
-            commit=options.commit or head_commit(),
-            dtype=str(dtype).removeprefix("torch."),
-        )
-        if session.rank == 0 and options.out:
-            merge_csv(Path(options.out), rows)
+        shape = f"model={options.model};layers={sizes[0]};batch={batch};tokens={options.tokens}"
+        record(session, options, "generate", shape, times)
         rates = [f"{batch * 1e6 / times[name].p50_us:.0f}" if name in times else "-" for name in CONTESTANTS]
         lines.append([options.model, batch, sizes[0], *rates])
     if session.rank == 0:
@@ -163,25 +153,59 @@ def measure(session: Session, options: argparse.Namespace) -> None:
         print(tabulate(lines, ["model", "batch", "layers", *CONTESTANTS], "github", disable_numparse=True), flush=True)
 
 
+def parser(
+    module: str, text: str, models: Sequence[str], contestants: Sequence[str], tokens: str
+) -> argparse.ArgumentParser:
+    """What the commands that generate have in common. text: the docstring of the module. tokens: help on `--tokens`."""
+    result = argparse.ArgumentParser(prog=f"python -m {module}", description=text.partition("\n")[0])
+    result.add_argument("--model", choices=models, default="llama3-8b")
+    result.add_argument("--layers", type=int, default=0, help="layers; all of the model by default")
+    result.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    result.add_argument("--tokens", type=int, default=256, help=tokens)
+    result.add_argument("--rounds", type=int, default=5, help="of each contestant, at least two")
+    result.add_argument("--contestants", nargs="+", choices=contestants, default=list(contestants))
+    result.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
+    result.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
+    result.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
+    result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
+    result.add_argument("--limit", type=float, default=560.0, help="seconds, after which the ranks are ended")
+    return result
+
+
+def start(module: str, options: argparse.Namespace) -> int:
+    """Runs `measure` of a module on ranks; the exit code."""
+    options.out = command.out_of(options, GENERATION)
+    world = num_ranks(module, options.world, options.device)
+    return measure_on_ranks(module, options, world, options.device, options.limit) if world else 2
+
+
+def record(session: Session, options: argparse.Namespace, op: str, shape: str, times: dict[str, Times]) -> None:
+    """Writes a row for each contestant, from rank 0."""
+    dtype = dtype_on(session.clock.device)
+    rows = session.rows_of(
+        times,
+        bench="generation",
+        op=op,
+        shape=shape,
+        graph=session.clock.device.type == "cuda",
+        limit_us=None,
+        commit=options.commit or head_commit(),
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    if session.rank == 0 and options.out:
+        merge_csv(Path(options.out), rows)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The dtype that is measured."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.partition("\n")[0])
     models = [name for name, one in MODELS.items() if one.theta and not one.experts]
-    parser.add_argument("--model", choices=models, default="llama3-8b")
-    parser.add_argument("--layers", type=int, default=0, help="layers; all of the model by default")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--tokens", type=int, default=256, help="of each sequence, which is the size of the cache")
-    parser.add_argument("--rounds", type=int, default=5, help="of each contestant, at least two")
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
-    parser.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
-    parser.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
-    parser.add_argument("--limit", type=float, default=560.0, help="seconds, after which the ranks are ended")
-    options = parser.parse_args(arguments)
-    options.out = command.out_of(options, GENERATION)
-    world = num_ranks(MODULE, options.world, options.device)
-    return measure_on_ranks(MODULE, options, world, options.device, options.limit) if world else 2
+    tokens = "of each sequence, which is the size of the cache"
+    return start(MODULE, parser(MODULE, __doc__, models, CONTESTANTS, tokens).parse_args(arguments))
 
 
 if __name__ == "__main__":

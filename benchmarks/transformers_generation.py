@@ -19,17 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from benchmarks.launch import measure_on_ranks, num_ranks
+from benchmarks import generation
 from benchmarks.models.zoo import MODELS, TINY
-from benchmarks.ops import command
-from benchmarks.records import GENERATION, head_commit, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import Times, synchronize
 from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
@@ -79,18 +76,13 @@ def saved(session: Session, options: argparse.Namespace) -> Iterator[Callable[[t
         if session.rank == 0:
             torch.manual_seed(1)
             with device:
-                AutoModelForCausalLM.from_config(config).to(dtype_on(device)).save_pretrained(folder)
+                AutoModelForCausalLM.from_config(config).to(generation.dtype_on(device)).save_pretrained(folder)
         session.agree(None)
         yield load
         session.agree(None)
     finally:
         if session.rank == 0:
             shutil.rmtree(folder)
-
-
-def dtype_on(device: torch.device) -> torch.dtype:
-    """The dtype that is measured."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def compiled_by(name: str, cudagraphs: bool) -> dict[str, Any]:
@@ -154,7 +146,7 @@ def drawn(batch: int, vocabulary: int, device: torch.device) -> tuple[torch.Tens
 def measure(session: Session, options: argparse.Namespace) -> None:
     """All batch sizes, on this rank; rank 0 prints, and writes rows."""
     device = session.clock.device
-    cuda, dtype, lines = device.type == "cuda", dtype_on(device), []
+    cuda, dtype, lines = device.type == "cuda", generation.dtype_on(device), []
     with saved(session, options) as load:
         model = load(torch.float32)
         given = [drawn(batch, model.config.vocab_size, device) for batch in options.batches]
@@ -178,18 +170,8 @@ def measure(session: Session, options: argparse.Namespace) -> None:
                 generate(model, tokens, options.tokens, **how)
             times[name] = token_times(session, model, tokens, options.rounds, options.tokens, how)
             session.say(f"batch {batch}: {name}: {times[name].p50_us:.0f} us a token, {session.seconds():.0f} s")
-        rows = session.rows_of(
-            times,
-            bench="generation",
-            op="transformers_generate",
-            shape=f"model={options.model};layers={layers};batch={batch};cache={cache};tokens={options.tokens}",
-            graph=cuda,
-            limit_us=None,
-            commit=options.commit or head_commit(),
-            dtype=str(dtype).removeprefix("torch."),
-        )
-        if session.rank == 0 and options.out:
-            merge_csv(Path(options.out), rows)
+        shape = f"model={options.model};layers={layers};batch={batch};cache={cache};tokens={options.tokens}"
+        generation.record(session, options, "transformers_generate", shape, times)
         lines.append([options.model, batch, cache, layers, *(f"{times[name].p50_us:.0f}" for name in times)])
     if session.rank == 0:
         where = torch.cuda.get_device_name() if cuda else "the CPU device, which says nothing of speed"
@@ -199,23 +181,10 @@ def measure(session: Session, options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=sorted(FAMILIES), default="llama3-8b")
-    parser.add_argument("--layers", type=int, default=0, help="layers; all of the model by default")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser = generation.parser(MODULE, __doc__, sorted(FAMILIES), CONTESTANTS, "of each sequence in a call")
     parser.add_argument("--cache", nargs="+", type=int, default=[4096, 4096], help="slots, one number for each batch")
-    parser.add_argument("--tokens", type=int, default=128, help="of each sequence in a call")
-    parser.add_argument("--rounds", type=int, default=5, help="of each contestant, at least two")
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["inductor", "ditron"])
-    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
-    parser.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
-    parser.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
-    parser.add_argument("--limit", type=float, default=560.0, help="seconds, after which the ranks are ended")
-    options = parser.parse_args(arguments)
-    options.out = command.out_of(options, GENERATION)
-    world = num_ranks(MODULE, options.world, options.device)
-    return measure_on_ranks(MODULE, options, world, options.device, options.limit) if world else 2
+    parser.set_defaults(tokens=128, contestants=["inductor", "ditron"])
+    return generation.start(MODULE, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

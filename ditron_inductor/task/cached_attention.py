@@ -19,24 +19,11 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (x.to(dtype) * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
-def cached_attention(
-    node: CachedAttention,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    lengths: torch.Tensor | None,
-    shown: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    position: torch.Tensor | None,
-    key: Any,
-    value: Any,
-    cos: Any,
-    sin: Any,
-) -> torch.Tensor:
-    """Returns the attention [B, Hq, D], and writes the new token into the caches, which are not copied. Raises an
-    IndexError if the caches have no such place.
+def cached_attention(node: CachedAttention, *operands: Any) -> torch.Tensor:
+    """Returns the attention [B, Hq, D] of operands as `CachedAttention.split` returns them, and writes the new token
+    into the caches, which are not copied. Raises an IndexError if the caches have no such place.
     """
+    q, keys, values, lengths, shown, bias, sinks, position, key, value, cos, sin = operands
     if node.rotated:
         q, key = turned(q, cos, sin), turned(key, cos, sin) if node.appends else None
     if position is not None:

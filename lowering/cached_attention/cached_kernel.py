@@ -32,6 +32,7 @@ from ditron_inductor.lowering.decode_attention.split_attention import (
     Counts,
     How,
     NewToken,
+    Span,
     Strides,
     Work,
     attend,
@@ -204,19 +205,14 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
     work = Work(tensors.q, tensors.k, tensors.v, None, None, tensors.partials, None, counts)
     if split < used:
         begin = split * per_split
-        end = tl.minimum(begin + per_split, length)
-        step = None
+        span = Span(begin, tl.minimum(begin + per_split, length), HOW.BLOCK_N)
         if NODE.MARKED or NODE.BIASED:
             # If most of the tokens are hidden, as in a cache that is not full, all splits have some of the others.
-            begin = split * HOW.BLOCK_N
-            end = length
-            step = used * HOW.BLOCK_N
+            span = Span(split * HOW.BLOCK_N, length, used * HOW.BLOCK_N)
         shown = tensors.shown + batch.to(tl.int64) * sizes.shown if NODE.MARKED else None
         bias = tensors.bias + batch.to(tl.int64) * sizes.bias if NODE.BIASED else None
         sinks = sinks_of(tensors, row, split, HOW) if NODE.SINKS else None
-        o, lse = attend(
-            query, work, sizes.strides, None, batch, kv_head, begin, end, HOW, token, shown, bias, sinks, step
-        )
+        o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks)
         if NODE.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
             at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]

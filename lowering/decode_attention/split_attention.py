@@ -134,6 +134,15 @@ def load_query(
     return tl.load(q_at, mask=(rows < ROWS)[:, None] & (dims >= 0)[None, :], other=0.0)
 
 
+class Span(NamedTuple):
+    """Tokens: the first BLOCK_N from `begin` on, from begin + step on, and so on, as far as they lie in front of `end`.
+    """
+
+    begin: Any
+    end: Any
+    step: Any
+
+
 class NewToken(NamedTuple):
     """A token whose key and value, both [HEAD_DIM], are not read from the cache. place: what the cache holds there is
     not attended to. is_here: whether this program attends to the token. bias: what is added to its scores, to the base
@@ -187,14 +196,13 @@ def is_seen(added, sinks):
 
 @triton.jit
 def attend(
-    query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr, token=None, shown=None, bias=None,
-    sinks=None, step=None,
+    query, work, strides, pages, batch, kv_head, span, HOW: tl.constexpr, token=None, shown=None, bias=None, sinks=None
 ):  # fmt: skip
-    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens begin .. end - 1, or, with
-    a `step`, over BLOCK_N tokens from begin, begin + step, .. on. query: the result of `load_query`. pages: pointer to
-    the sequence's row of the block table, if there are pages. token: a NewToken beside them, or None. shown: pointer to
-    bools, which tokens are attended to, or None for all. bias: pointer to what is added to the scores, or None. sinks:
-    (one more score of each row, to the base 2; whether this program counts it), or None.
+    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens of a Span. query: the
+    result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages. token: a
+    NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all. bias: pointer
+    to what is added to the scores, or None. sinks: (one more score of each row, to the base 2; whether this program
+    counts it), or None.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -232,11 +240,9 @@ def attend(
         if sinks is not None:
             total += first_column(weight_of(sink, most), total)
         acc += weight[:, None] * tl.where(token.is_here, token.value.to(tl.float32), 0.0)[None, :]
-    if step is None:
-        step = BLOCK_N
-    for block in range(0, tl.cdiv(end - begin, step)):
-        first = begin + block * step
-        there = tokens < end - first
+    for block in range(0, tl.cdiv(span.end - span.begin, span.step)):
+        first = span.begin + block * span.step
+        there = tokens < span.end - first
         if token is not None:
             there &= first + tokens != token.place
         if shown is not None:
@@ -328,8 +334,8 @@ def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
     if split < used:
         begin = split * per_split
         pages = work.block_table + batch.to(tl.int64) * strides.pages
-        end = tl.minimum(begin + per_split, length)
-        o, lse = attend(query, work, strides, pages, batch, kv_head, begin, end, HOW)
+        span = Span(begin, tl.minimum(begin + per_split, length), HOW.BLOCK_N)
+        o, lse = attend(query, work, strides, pages, batch, kv_head, span, HOW)
         store_part(o, lse, work.partials, work.counts, ticket, HOW)
         # The counter is local to this GPU. The program of the last split acquires what the others have stored.
         last = arrive(work.counters + head, used).to(tl.int32)

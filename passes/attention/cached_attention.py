@@ -15,13 +15,15 @@ After:
 
 Each of the parts may be missing: without a rotary embedding nothing is turned, and a cache that is written elsewhere
 is only read. The mask may be one of lengths (`arange(S) < lengths`), any mask that is the same for all heads, or none.
-Keys and values may be repeated for the query heads that share them; then the cache itself is read.
+Keys and values may be repeated for the query heads that share them; then the cache itself is read. Attention with sinks
+may be written out (see sunk_attention.py).
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * the tensors are not on a GPU, or heads have another size than those of `HEAD_DIMS`;
 * there is more than one query for each sequence, a size is dynamic, or the log-sum-exp is used;
-* the mask differs between heads, or holds numbers that are added to the scores; with dropout, or `is_causal`.
+* the mask differs between heads, or, without sinks, holds numbers that are added to the scores; with dropout, or
+  `is_causal`.
 
 A cache is written by the call only if it is an input of the graph that nothing else reads or writes.
 """

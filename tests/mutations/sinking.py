@@ -21,8 +21,8 @@ SINKING: tuple[Mutation, ...] = (
     Mutation(
         "splits take one block only",
         KERNEL,
-        "step = used * HOW.BLOCK_N",
-        "step = length",
+        "length, used * HOW.BLOCK_N)",
+        "length, length)",
         READ,
     ),
     Mutation(
