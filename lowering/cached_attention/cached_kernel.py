@@ -32,8 +32,8 @@ from ditron_inductor.lowering.decode_attention.split_attention import (
     Counts,
     How,
     NewToken,
-    Span,
     Strides,
+    TokenSpan,
     Work,
     attend,
     cut_splits,
@@ -205,10 +205,10 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
     work = Work(tensors.q, tensors.k, tensors.v, None, None, tensors.partials, None, counts)
     if split < used:
         begin = split * per_split
-        span = Span(begin, tl.minimum(begin + per_split, length), HOW.BLOCK_N)
+        span = TokenSpan(begin, tl.minimum(begin + per_split, length), HOW.BLOCK_N)
         if NODE.MARKED or NODE.BIASED:
             # If most of the tokens are hidden, as in a cache that is not full, all splits have some of the others.
-            span = Span(split * HOW.BLOCK_N, length, used * HOW.BLOCK_N)
+            span = TokenSpan(split * HOW.BLOCK_N, length, used * HOW.BLOCK_N)
         shown = tensors.shown + batch.to(tl.int64) * sizes.shown if NODE.MARKED else None
         bias = tensors.bias + batch.to(tl.int64) * sizes.bias if NODE.BIASED else None
         sinks = sinks_of(tensors, row, split, HOW) if NODE.SINKS else None

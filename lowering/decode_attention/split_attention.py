@@ -134,7 +134,7 @@ def load_query(
     return tl.load(q_at, mask=(rows < ROWS)[:, None] & (dims >= 0)[None, :], other=0.0)
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens: the first BLOCK_N from `begin` on, from begin + step on, and so on, as far as they lie in front of `end`.
     """
 
@@ -198,7 +198,7 @@ def is_seen(added, sinks):
 def attend(
     query, work, strides, pages, batch, kv_head, span, HOW: tl.constexpr, token=None, shown=None, bias=None, sinks=None
 ):  # fmt: skip
-    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens of a Span. query: the
+    """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens of a TokenSpan. query: the
     result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages. token: a
     NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all. bias: pointer
     to what is added to the scores, or None. sinks: (one more score of each row, to the base 2; whether this program
@@ -334,7 +334,7 @@ def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
     if split < used:
         begin = split * per_split
         pages = work.block_table + batch.to(tl.int64) * strides.pages
-        span = Span(begin, tl.minimum(begin + per_split, length), HOW.BLOCK_N)
+        span = TokenSpan(begin, tl.minimum(begin + per_split, length), HOW.BLOCK_N)
         o, lse = attend(query, work, strides, pages, batch, kv_head, span, HOW)
         store_part(o, lse, work.partials, work.counts, ticket, HOW)
         # The counter is local to this GPU. The program of the last split acquires what the others have stored.
