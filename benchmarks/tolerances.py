@@ -38,3 +38,14 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     wanted = wanted.double()
     error = float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
     return error if error == error else float("inf")
+
+
+NARROW_ROUNDING = 1.5
+"""Times eager's own error: how far from the model in fp32 another one in a narrow dtype may be, where that is more than
+the tolerance. A ReLU that rounding turns on or off changes gradients by several per cent.
+"""
+
+
+def narrow_limit(dtype: torch.dtype, eager: float) -> float:
+    """The largest relative error to fp32 of a model in this dtype, where eager mode's own error is `eager`."""
+    return max(MODEL_TOLERANCES[dtype], NARROW_ROUNDING * eager)

@@ -29,7 +29,7 @@ from benchmarks import generation
 from benchmarks.models.zoo import MODELS, TINY
 from benchmarks.session import Session
 from benchmarks.timing import Times, synchronize
-from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
+from benchmarks.tolerances import narrow_limit, relative_error
 from ditron_inductor import serving
 
 MODULE = "benchmarks.transformers_generation"
@@ -38,8 +38,6 @@ FAMILIES = {"llama3-8b": "llama", "llama3-70b": "llama"}
 PROMPT = 8
 CHECKED = 4
 """Tokens of the comparison with fp32."""
-NARROW_ROUNDING = 1.5
-"""Times eager's own error: how far from fp32 a contestant may be, where that is more than the tolerance."""
 
 
 def sizes_of(name: str, layers: int, longest: int, cuda: bool) -> dict[str, Any]:
@@ -112,7 +110,9 @@ def fed_logits(model: Any, tokens: torch.Tensor, fed: torch.Tensor, **how: Any) 
         return torch.full_like(scores, -torch.inf).scatter(1, fed[:, seen.shape[1] - tokens.shape[1], None], 0.0)
 
     kept = {"return_dict_in_generate": True, "output_logits": True, "logits_processor": [choose]}
-    return torch.stack(generate(model, tokens, fed.shape[1], **kept, **how).logits)
+    out = generate(model, tokens, fed.shape[1], **kept, **how)
+    assert torch.equal(out.sequences[:, tokens.shape[1] :], fed)
+    return torch.stack(out.logits).float()
 
 
 def seconds_of(session: Session, model: Any, tokens: torch.Tensor, count: int, how: dict[str, Any]) -> float:
@@ -156,7 +156,7 @@ def measure(session: Session, options: argparse.Namespace) -> None:
     layers = model.config.num_hidden_layers
     for batch, cache, (tokens, fed), wanted in zip(options.batches, options.cache, given, exact, strict=True):
         eager = relative_error(fed_logits(model, tokens, fed, disable_compile=True), wanted)
-        limit = max(MODEL_TOLERANCES[dtype], NARROW_ROUNDING * eager)
+        limit = narrow_limit(dtype, eager)
         times: dict[str, Times] = {}
         for name in (name for name in CONTESTANTS if name in options.contestants):
             torch.compiler.reset()

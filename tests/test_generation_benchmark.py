@@ -40,4 +40,6 @@ def test_it_prints_every_contestant(
     *_, heads, _, line = capfd.readouterr().out.strip().splitlines()
     assert [name in heads for name in names] == [True] * len(names)
     assert [row.contestant for row in read_csv(out)] == names
-    assert len([float(one) for one in line.strip("| ").split("|")[-len(names) :]]) == len(names)
+    rates = [float(one) for one in line.strip("| ").split("|")[-len(names) :]]
+    # The time of a token is a difference of two calls, which on a busy CPU may be anything.
+    assert len(rates) == len(names) and (module is transformers_generation or min(rates) > 0)

@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
+from benchmarks.tolerances import narrow_limit, relative_error
+from benchmarks.transformers_generation import compiled_by, fed_logits
 from ditron_inductor import serving
 from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.task.plan import decisions
@@ -25,7 +26,6 @@ from ditron_inductor.tools.demo_model import Llama, LlamaConfig, tensor_parallel
 from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.interpreted import without_generated_code
-from tests.models.run_hugging_face import NARROW_ROUNDING
 from tests.ranks import RankContext, RankPools
 
 LAYERS = 1
@@ -114,15 +114,6 @@ def from_one_folder(ctx: RankContext, case: Generation, sizes: Sizes) -> Iterato
         yield load
 
 
-def compiled_steps(cudagraphs: bool) -> dict[str, Any]:
-    """Arguments of `generate` with which its steps are compiled."""
-    from transformers import CompileConfig
-
-    compiled = CompileConfig(backend="ditron", mode=None, options=serving.options(cudagraphs=cudagraphs))
-    compiled._compile_all_devices = True
-    return {"cache_implementation": "static", "compile_config": compiled}
-
-
 def generated(ctx: RankContext, case: Generation) -> dict[str, int]:
     """What was fused while the compiled model's `generate` made the tokens of eager mode."""
     torch._dynamo.reset()
@@ -136,26 +127,13 @@ def generated(ctx: RankContext, case: Generation) -> dict[str, int]:
             serving.local_parameters(model)
         counters.clear()
         if case.cache == "static":
-            got = model.generate(tokens, **how, **compiled_steps(cudagraphs=False))
+            got = model.generate(tokens, **how, **compiled_by("ditron", cudagraphs=False))
         else:
             options = serving.options(cudagraphs=False)
             model.forward = torch.compile(model.forward, backend="ditron", options=options)
             got = model.generate(tokens, **how)
     assert got.shape == (2, 8 + 4) and torch.equal(got, wanted)
     return dict(counters["ditron"])
-
-
-def logits_of(model: Any, tokens: torch.Tensor, fed: torch.Tensor, **how: Any) -> torch.Tensor:
-    """The logits [steps, batch, vocabulary] of a `generate` that is made to choose the tokens `fed` [batch, steps]."""
-
-    def choose(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        chosen = fed[:, seen.shape[1] - tokens.shape[1], None]
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
-
-    kept = {"return_dict_in_generate": True, "output_logits": True, "logits_processor": [choose]}
-    out = model.generate(tokens, max_new_tokens=fed.shape[1], do_sample=False, pad_token_id=0, **kept, **how)
-    assert torch.equal(out.sequences[:, tokens.shape[1] :], fed)
-    return torch.stack(out.logits).float()
 
 
 def as_near_as_eager(ctx: RankContext, case: Generation, sizes: Sizes, count: int) -> dict[str, int]:
@@ -171,14 +149,14 @@ def as_near_as_eager(ctx: RankContext, case: Generation, sizes: Sizes, count: in
         # The first tokens of a vocabulary may end a sequence.
         drawn = torch.randint(8, sizes.vocabulary, (2, 8 + count), generator=generator).to(ctx.device)
         tokens, fed = drawn.split((8, count), dim=1)
-        exact = logits_of(load(torch.float32), tokens, fed, disable_compile=True)
+        exact = fed_logits(load(torch.float32), tokens, fed, disable_compile=True)
         model = load(sizes.dtype)
-        eager = logits_of(model, tokens, fed, disable_compile=True)
+        eager = fed_logits(model, tokens, fed, disable_compile=True)
         counters.clear()
         decisions._last.clear()
-        found = logits_of(model, tokens, fed, **compiled_steps(cudagraphs=cuda))
+        found = fed_logits(model, tokens, fed, **compiled_by("ditron", cudagraphs=cuda))
         for step in range(count):
-            limit = max(MODEL_TOLERANCES[sizes.dtype], NARROW_ROUNDING * relative_error(eager[step], exact[step]))
+            limit = narrow_limit(sizes.dtype, relative_error(eager[step], exact[step]))
             error = relative_error(found[step], exact[step])
             assert error <= limit, f"step {step}: {error:.1e}, at most {limit:.1e}"
     dist.barrier()

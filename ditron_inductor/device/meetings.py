@@ -341,8 +341,10 @@ class _Meeting:
 
     def _waits(self, uid: str) -> bool:
         """Returns whether the owner of a register waits for this rank: it has not written, or has seen this entry."""
-        text = None if uid == NOBODY else self._read(uid)
-        if uid == NOBODY or text in (CLOSED, CLOSED_FOR_GOOD):
+        if uid == NOBODY:
+            return False
+        text = self._read(uid)
+        if text in (CLOSED, CLOSED_FOR_GOOD):
             return False
         return text is None or any(self.uid in uids for uids in json.loads(text)["seen"].values())
 

@@ -92,8 +92,9 @@ class SunkAlgebra(PartAlgebra):
             value = proofs.tensor(bias)
             if value is None or value.dtype not in ACTIVATION_DTYPES or value.ndim != 4:
                 continue
-            B, _, _, S = shape = (*static_shape(scores), 0, 0, 0, 0)[:4]
-            fits = tuple(value.shape) in ((B, 1, 1, S), (1, 1, 1, S)) and static_shape(node) == shape
+            shape = static_shape(scores)
+            fits = len(shape) == 4 and shape == static_shape(node)
+            fits = fits and tuple(value.shape) in ((shape[0], 1, 1, shape[3]), (1, 1, 1, shape[3]))
             found = self._scores_of(scores) if fits else None
             if found is not None and found[1].bias is None:
                 sequences = () if value.shape[0] == 1 else found[0].axes[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from benchmarks.tolerances import MODEL_TOLERANCES
+from benchmarks.tolerances import MODEL_TOLERANCES, narrow_limit
 from ditron_inductor.backend import ditron
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task.site_records import GraphRecord, collect_sites
@@ -21,10 +21,6 @@ from tests.rank_process import RankContext
 # A gradient that is zero but for rounding (a key's bias shifts all of a query's scores alike) is compared with this
 # part of the largest one.
 FLOOR = 1e-3
-NARROW_ROUNDING = 1.5
-"""Times eager's own error: how far from the model in fp32 a compiled one in a narrow dtype may be, where that is more
-than the tolerance. A ReLU that rounding turns on or off changes gradients by several per cent.
-"""
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ def _assert_as_near(
 ) -> None:
     """AssertionError naming every tensor of `got` that is further from `exact` than eager's rounding explains."""
     rounded = _errors(eager, exact)
-    limits = {name: max(MODEL_TOLERANCES[dtype], NARROW_ROUNDING * error) for name, error in rounded.items()}
+    limits = {name: narrow_limit(dtype, error) for name, error in rounded.items()}
     errors = _errors(got, exact)
     wrong = {
         name: f"{errors[name]:.1e}, eager {rounded[name]:.1e}" for name in errors if not errors[name] <= limits[name]

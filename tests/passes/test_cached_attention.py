@@ -198,6 +198,14 @@ def decoded(module: fx.GraphModule, options: Options | None = None) -> list[Cach
     return local_nodes(module, CachedAttention.kind, lambda *given: attend_within(*given, ("cpu",)), options)
 
 
+def check_form(form: Step, task: CachedAttention) -> None:
+    """It fires as this task, and computes and writes what the graph does."""
+    before = graph_of(form)
+    after = twin(before)
+    assert decoded(after) == [task]
+    check(before, after)
+
+
 def test_golden() -> None:
     module = graph_of(step)
     assert len(decoded(module)) == 1
@@ -260,12 +268,7 @@ FORMS: dict[str, tuple[Step, CachedAttention]] = {
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.replace(" ", "_"))
 def test_every_form(form: str) -> None:
-    """It fires, and computes and writes what the graph does."""
-    function, task = FORMS[form]
-    before = graph_of(function)
-    after = twin(before)
-    assert decoded(after) == [task]
-    check(before, after)
+    check_form(*FORMS[form])
 
 
 def test_other_dtypes() -> None:
@@ -292,10 +295,7 @@ def test_other_turns_are_left_in_the_graph() -> None:
         lambda x, cos, sin: turned_whole(x, *(angles * angles[0, :HQ].view(HQ, 1, 1) for angles in (cos, sin))),
     ]
     for turn in turns:
-        before = graph_of(_turned_by(turn))
-        after = twin(before)
-        assert decoded(after) == [CachedAttention(SCALE, "all")]
-        check(before, after)
+        check_form(_turned_by(turn), CachedAttention(SCALE, "all"))
 
 
 def _returns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> Any:
@@ -377,10 +377,7 @@ def test_a_mask_shows_or_hides() -> None:
         lambda given: torch.where(given["shown"], -math.inf, 0.0)[:, None, None].expand(B, HQ, 1, S),
     ]
     for form in forms:
-        before = graph_of(_masked_by(form))
-        after = twin(before)
-        assert decoded(after) == [CachedAttention(SCALE, "given")]
-        check(before, after)
+        check_form(_masked_by(form), CachedAttention(SCALE, "given"))
 
 
 CUDNN, EFFICIENT = (

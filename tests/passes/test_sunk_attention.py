@@ -11,7 +11,7 @@ import torch
 from ditron_inductor.passes.attention.softmax_algebra import Algebra
 from ditron_inductor.passes.attention.sunk_attention import read_sunk
 from ditron_inductor.task.nodes import CachedAttention
-from tests.passes.graphs import graph_on, twin
+from tests.passes.graphs import graph_on
 from tests.passes.test_cached_attention import (
     HKV,
     HQ,
@@ -21,7 +21,7 @@ from tests.passes.test_cached_attention import (
     S,
     Step,
     Tensors,
-    check,
+    check_form,
     decoded,
     graph_of,
     turned,
@@ -88,12 +88,7 @@ FORMS: dict[str, tuple[Step, CachedAttention]] = {
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.replace(" ", "_"))
 def test_every_form(form: str) -> None:
-    """It fires, and computes and writes what the graph does."""
-    function, task = FORMS[form]
-    before = graph_of(function)
-    after = twin(before)
-    assert decoded(after) == [task]
-    check(before, after)
+    check_form(*FORMS[form])
 
 
 def _first_column(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
