@@ -68,8 +68,9 @@ class Options:
 
     @staticmethod
     def of_shared(texts: Mapping[str, str]) -> Options:
-        """Returns options with these shared values, as `shared` wrote them."""
-        return Options(**{key.removeprefix(PREFIX): ast.literal_eval(text) for key, text in texts.items()})
+        """Returns options with these shared values, as `shared` wrote them. Others than Ditron's are left out."""
+        own = {key.removeprefix(PREFIX): text for key, text in texts.items() if key.startswith(PREFIX)}
+        return Options(**{name: ast.literal_eval(text) for name, text in own.items()})
 
     @staticmethod
     def current(environment: Mapping[str, str] | None = None) -> Options:

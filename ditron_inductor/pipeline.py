@@ -33,6 +33,7 @@ from ditron_inductor.codegen.meeting_kernel import MEETING, declare_meeting
 from ditron_inductor.codegen.site_kernel import declare
 from ditron_inductor.debug_folder import DebugFolder, torch_folder
 from ditron_inductor.device.agreements import Form
+from ditron_inductor.device.facts import CUDAGRAPHS
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.absorb.absorb_norms import absorb_norms
@@ -66,6 +67,7 @@ from ditron_inductor.passes.fuse.fusions import FUSIONS
 from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph.collectives import group_sizes
+from ditron_inductor.passes.graph.rewriting import is_replayed
 from ditron_inductor.passes.normalize.keep_roundings import hide_roundings, show_roundings
 from ditron_inductor.passes.normalize.mark_sorts import mark_sorts
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
@@ -324,9 +326,10 @@ def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options
     before: the facts of the graph as Inductor alone would run it. plain: that graph as text (see
     codegen/plain_graph.py). moved: what the passes changed of its collectives.
     """
-    key = graph_facts(before, facts_of(graph), moved, options.shared()).key
+    settings = {**options.shared(), CUDAGRAPHS: repr(is_replayed())}
+    key = graph_facts(before, facts_of(graph), moved, settings).key
     add_key(graph, key)
-    facts = graph_facts(before, facts_of(graph), moved, options.shared())
+    facts = graph_facts(before, facts_of(graph), moved, settings)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         node = graph.call_function(overload("meet"), (key,))

@@ -18,6 +18,11 @@ SERVED_BY_LIBRARY = "all_reduce", "reduce_scatter", "all_gather"
 issues. The nodes of all-to-alls are not among them, because they send the same elements in another order.
 """
 
+CUDAGRAPHS = "triton.cudagraphs"
+"""The option of Inductor that stands beside Ditron's among the options of a graph, because it decides how sites run.
+With Inductor alone ranks may differ in it.
+"""
+
 EQUAL_SIZES = "all_reduce", "reduce_scatter", "all_gather"
 """Collectives to which every rank contributes the same number of elements."""
 
@@ -159,11 +164,12 @@ def group_of(value: Mapping[str, Any]) -> GroupFacts:
 def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) -> Verdict:
     """Returns what follows from the facts of all ranks of a group and from their options, both by rank."""
     different = differing(options)
-    if different and any(group.is_bare for group in groups):
+    mistaken = differing([{name: held[name] for name in held if name != CUDAGRAPHS} for held in options])
+    if different and (not mistaken or any(group.is_bare for group in groups)):
         # A rank with nothing to agree on does not wait, and would not hear of an error.
         return Verdict(plain=f"the ranks have different options: {different}")
-    if different:
-        return Verdict(options=different)
+    if mistaken:
+        return Verdict(options=mistaken)
     diverged = _diverged([group.before for group in groups])
     if diverged is not None:
         return Verdict(diverged=diverged)

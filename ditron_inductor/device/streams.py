@@ -46,6 +46,8 @@ class CallOrder:
     """Handle of the stream that the present call runs on, as the driver takes it; 0 on the CPU."""
     capturing: bool = False
     """Whether the stream is being captured."""
+    capture: int = 0
+    """The driver's number of the capture that the last captured call is in."""
 
     def enter(self) -> bool:
         """Orders what follows on the current stream after the last call. Returns whether it is being captured."""
@@ -87,7 +89,8 @@ class StreamOrder(CallOrder):
         self.capturing = self.is_capturing()
         if self.capturing:
             stream, last = torch.cuda.current_stream(self._device), self._last_captured
-            if last is not None and last.stream != stream and last.capture == capture_id(stream):
+            self.capture = capture_id(stream)
+            if last is not None and last.stream != stream and last.capture == self.capture:
                 stream.wait_event(last.event)
         elif self.stream != self._last_handle:
             self._change_stream()
@@ -97,7 +100,7 @@ class StreamOrder(CallOrder):
         if self.capturing:
             stream = torch.cuda.current_stream(self._device)
             # Use a new event: one that a finished capture recorded must not be waited for again.
-            mark = _Mark(stream, torch.cuda.Event(), capture_id(stream))
+            mark = _Mark(stream, torch.cuda.Event(), self.capture)
             mark.event.record(stream)
             self._last_captured = mark
         elif self._last_is_foreign:

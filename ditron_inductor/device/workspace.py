@@ -57,6 +57,8 @@ class SharedWorkspace:
         self.generations: list[Generation] = []
         self.lost: list[Generation] = []
         self.calls = 0
+        # The capture of the last captured call, and how many calls it had.
+        self._capture = (0, 0)
         self.released = False
         self.timeouts: set[float] = {timeout_s}
         self.largest: dict[str, tuple[int, int]] = {}
@@ -68,9 +70,9 @@ class SharedWorkspace:
         self.at_release: set[Callable[[SharedWorkspace], None]] = set()
 
     def begin(
-        self, site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float
+        self, site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float, turn: int | None = None
     ) -> tuple[Generation, int, int]:
-        """Takes the next slot for one use (see Workspace.call). Returns (its ring, the slot, the number of `site`).
+        """Takes a slot for one use (see Workspace.call). Returns (its ring, the slot, the number of `site`).
 
         An exception is noted as one in the call, except DitronCaptureError and WorkspaceError. The order holds nothing
         that an exception would have to give back: a stream that has entered is the last one, and waited for all calls
@@ -86,9 +88,7 @@ class SharedWorkspace:
         self._in_call = True
         try:
             number = self.sites.number(site)
-            generation = self.generations[-1] if self.generations else None
-            if generation is None or nbytes > generation.slot_bytes:
-                generation = self.grow(site, nbytes, limit, first_timeout_s)
+            generation = self._ring_for(nbytes) or self.grow(site, nbytes, limit, first_timeout_s)
             if self.order.enter():
                 generation.captured = True
             elif site not in self._sites_begun:
@@ -100,8 +100,7 @@ class SharedWorkspace:
             if generation.timeout_s != timeout_s or unsure:
                 generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
             self.health.begin(timeout_s)
-            slot = self.calls % slot_layout.NUM_SLOTS
-            self.calls += 1
+            slot = (self._next_turn() if turn is None else turn) % slot_layout.NUM_SLOTS
         except (DitronCaptureError, WorkspaceError):
             # These refuse a call of which nothing has happened: on all ranks, or until this rank makes it again.
             self._in_call = False
@@ -110,6 +109,28 @@ class SharedWorkspace:
             self.fail(exc)
             raise
         return generation, slot, number
+
+    def _ring_for(self, nbytes: int) -> Generation | None:
+        """Returns the oldest ring whose slots have `nbytes`, or None. A ring that a graph holds is kept, so a rank that
+        captures a graph again takes the ring that the graphs of the others hold, whatever has grown since.
+        """
+        for ring in self.generations:
+            if nbytes <= ring.slot_bytes:
+                return ring
+        return None
+
+    def _next_turn(self) -> int:
+        """Counts a call that has no turn of its own, within its capture if it is captured: one rank may capture its
+        graphs again while the others replay theirs.
+        """
+        if not self.order.capturing:
+            self.calls += 1
+            return self.calls - 1
+        capture, calls = self._capture
+        if capture != self.order.capture:
+            capture, calls = self.order.capture, 0
+        self._capture = capture, calls + 1
+        return calls
 
     def fail(self, cause: BaseException) -> None:
         """Notes an exception in the use that began last, after which this rank's calls are out of step with those of
@@ -204,8 +225,7 @@ class SharedWorkspace:
         If the slots have to grow, the existing rings count too: they exist until the new ring is made, and rings that a
         captured graph holds stay.
         """
-        fits = bool(self.generations) and nbytes <= self.generations[-1].slot_bytes
-        found = ring_bytes(nbytes) + (0 if fits else self.held())
+        found = ring_bytes(nbytes) + (0 if self._ring_for(nbytes) is not None else self.held())
         self._exceeds[nbytes, limit] = found > limit
         return found
 
@@ -351,14 +371,17 @@ class Workspace:
         if self.shared.health.failed():
             self.shared.health.check()
 
-    def call(self, site: str, nbytes: int) -> Call:
+    def call(self, site: str, nbytes: int, turn: int | None = None) -> Call:
         """One use of a slot with at least `nbytes` of data, for one kernel launch: `with ws.call(...) as call: launch`.
 
-        All ranks make the same calls in the same order. Entering raises DitronTimeout or DitronDiverged if an earlier
-        kernel failed, and then DitronPoisoned until the reset. It raises DitronCaptureError and WorkspaceError if the
-        slots are too small and cannot grow. After an exception inside the block the workspace needs a reset.
+        All ranks make the same calls in the same order. turn: a number of the call that is equal on all ranks, which
+        decides the slot; None to count the calls here, if no rank makes a call that another one only replays. Entering
+        raises DitronTimeout or DitronDiverged if an earlier kernel failed, and then DitronPoisoned until the reset. It
+        raises DitronCaptureError and WorkspaceError if the slots are too small and cannot grow. After an exception
+        inside the block the workspace needs a reset.
         """
-        return Call(self.shared, (site, nbytes, self.options.workspace_limit, self.timeout_s, self.first_timeout_s))
+        limits = self.options.workspace_limit, self.timeout_s, self.first_timeout_s
+        return Call(self.shared, (site, nbytes, *limits, turn))
 
 
 class Call:
@@ -373,7 +396,7 @@ class Call:
     generation: Generation
     stream: int
 
-    def __init__(self, shared: SharedWorkspace, begin: tuple[str, int, int, float, float]) -> None:
+    def __init__(self, shared: SharedWorkspace, begin: tuple[str, int, int, float, float, int | None]) -> None:
         self._shared = shared
         self._begin = begin
 

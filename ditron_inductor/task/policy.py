@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ditron_inductor.errors import InvalidTaskNode
 
 KEY_MARK = "@"
 """In a site's name the key of its graph stands behind this mark. Only the graphs of this rank have to share the key."""
+NUMBERED = re.compile(r"[0-9a-f]{8}/(\d+):")
 STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
 
 
@@ -16,13 +18,23 @@ def shared_site(site: str) -> str:
     return site.partition(KEY_MARK)[0]
 
 
+def number_of(site: str) -> int | None:
+    """Returns the number of a compiled graph's site (see passes/finish/name_sites.py), equal on all ranks; None for a
+    call outside of compiled graphs.
+    """
+    found = NUMBERED.match(site)
+    return int(found[1]) if found else None
+
+
 @dataclass(frozen=True)
 class Policy:
     """The options that every site carries at run time.
 
     strategy: `auto`, or the one that the user forced. workspace_limit: bytes of symmetric memory that the site may use.
     timeout_s: seconds before a wait gives up; 0.0 for the group's own timeout. With `auto`, trials: whether the first
-    calls try several strategies; strict: whether an obstacle that leaves `library` only is an error.
+    calls try several strategies; strict: whether an obstacle that leaves `library` only is an error. replayed: whether
+    torch captures the graph (`triton.cudagraphs`). Each rank then runs, captures or replays it as its own memory asks
+    for, so every call runs as it would inside a CUDA graph.
     """
 
     strategy: str = "auto"
@@ -30,6 +42,7 @@ class Policy:
     timeout_s: float = 0.0
     trials: bool = False
     strict: bool = False
+    replayed: bool = False
 
     def verify(self, kind: str) -> None:
         check(self.strategy in STRATEGIES, kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")

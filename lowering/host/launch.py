@@ -109,11 +109,13 @@ def is_block_loadable(x: torch.Tensor) -> bool:
 @dataclass(frozen=True)
 class Launch:
     """The calls of one site with operands of one form. `site_text` names the site, the sizes and the dtype, for error
-    messages on all ranks. `launchers` has the launcher of each kernel, by (id of the kernel, clock of its time stamps).
+    messages on all ranks. `turn` is that of `Workspace.call`. `launchers` has the launcher of each kernel, by (id of
+    the kernel, clock of its time stamps).
     """
 
     workspace: Workspace
     site_text: str
+    turn: int | None = None
     launchers: dict[tuple[int, int], Launcher] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -205,7 +207,7 @@ class Launch:
         workspace = self.workspace
         shared = workspace.shared
         limits = workspace.timeout_s, workspace.first_timeout_s
-        begin = self.site_text, nbytes, workspace.options.workspace_limit, *limits
+        begin = self.site_text, nbytes, workspace.options.workspace_limit, *limits, self.turn
         here = recording.here()
         if here is not None:
             here.took(SlotUse(shared, *begin))
@@ -226,7 +228,7 @@ class Launch:
     def call(self, nbytes: int) -> AbstractContextManager[Call]:
         """Returns a use of one slot with at least `nbytes` bytes; see `Workspace.call`."""
         refuse_to_record("a slot for more than a launch")
-        call = self.workspace.call(self.site_text, nbytes)
+        call = self.workspace.call(self.site_text, nbytes, self.turn)
         return call if tracing.buffer is None else self._traced(call, tracing.buffer)
 
     @contextmanager

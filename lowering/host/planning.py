@@ -10,7 +10,7 @@ import torch
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.task.plan import PlanRequest
-from ditron_inductor.task.policy import shared_site
+from ditron_inductor.task.policy import number_of, shared_site
 from ditron_inductor.task.problem import NOTHING, Problem, Requirement
 
 
@@ -24,7 +24,8 @@ def launch_of(node: Any, device: torch.device, dtype: torch.dtype, sizes: Sequen
     policy = node.policy
     options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s, policy.trials)
     workspace = workspaces.get(node.group_name, device, options)
-    return Launch(workspace, f"{name_of(node)}[{'x'.join(map(str, sizes))}] {str(dtype).removeprefix('torch.')}")
+    text = f"{name_of(node)}[{'x'.join(map(str, sizes))}] {str(dtype).removeprefix('torch.')}"
+    return Launch(workspace, text, number_of(node.site))
 
 
 def requirement(launch: Launch, nbytes: int, reason: str = "") -> Requirement:

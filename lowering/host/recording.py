@@ -40,6 +40,7 @@ class SlotUse:
     limit: int
     timeout_s: float
     first_timeout_s: float
+    turn: int | None
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,8 @@ def choose_both(
     difference; its part of a trial, or None). wire: the sizes that all ranks share. It is collective if a trial begins.
     """
     group_name = node.group_name
+    if node.policy.replayed:
+        request = request.inside_graphs()
     captured, eager = choose(request.inside_graphs(), workspace.table), choose(request, workspace.table)
     known = _trial_of(workspace, wire, request, eager, captured) if node.policy.trials else None
     if known is not None and known.times is not None:

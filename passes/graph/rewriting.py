@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ditron_inductor.options import STRICT_RUN, Options
@@ -47,8 +48,14 @@ ANY_STRIDES: frozenset[object] = frozenset(
 
 def policy(options: Options) -> Policy:
     """Returns what the options say about how a site runs."""
-    strict = options.strict == STRICT_RUN
-    return Policy(options.strategy, options.workspace_limit, options.timeout_arg, options.trials, strict)
+    strict, replayed = options.strict == STRICT_RUN, is_replayed()
+    trials = options.trials and not replayed
+    return Policy(options.strategy, options.workspace_limit, options.timeout_arg, trials, strict, replayed)
+
+
+def is_replayed() -> bool:
+    """Returns whether Inductor captures in CUDA graphs what is compiled now."""
+    return bool(config.triton.cudagraphs)
 
 
 def site_fields(world_size: int, group_name: str, options: Options) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ditron_inductor.device.agreements import Agreement, Form, decide, forms_of
-from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, compare
+from ditron_inductor.device.facts import CUDAGRAPHS, GraphFacts, GroupFacts, LaunchFacts, compare
 from ditron_inductor.errors import DitronDiverged
 
 REDUCED = LaunchFacts("all_reduce sum bfloat16", 64, "cpu")
@@ -80,6 +80,16 @@ def test_options_differ() -> None:
     options = [*OPTIONS[:1], {"ditron.strategy": "tile"}]
     assert compare([GROUP, GROUP], options).options == "ditron.strategy is auto on rank 0, tile on rank 1"
     assert "different options" in compare([GROUP, BARE], options).plain
+
+
+def test_ranks_may_differ_in_what_torch_captures() -> None:
+    """Inductor alone runs them right, so nobody is to blame, but a replayed call runs by other strategies."""
+    options = [{**OPTIONS[0], CUDAGRAPHS: str(captured)} for captured in (True, False)]
+    verdict = compare([GROUP, GROUP], options)
+    assert verdict.plain == f"the ranks have different options: {CUDAGRAPHS} is True on rank 0, False on rank 1"
+    assert not verdict.options
+    options[1]["ditron.strategy"] = "tile"
+    assert compare([GROUP, GROUP], options).options == "ditron.strategy is auto on rank 0, tile on rank 1"
 
 
 def test_facts_survive_their_text() -> None:

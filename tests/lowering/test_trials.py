@@ -18,7 +18,7 @@ from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.host import trials
 from ditron_inductor.lowering.host.trials import Sample, Trial
 from ditron_inductor.task import trial
-from ditron_inductor.task.plan import Choice, decisions
+from ditron_inductor.task.plan import Choice, PlanRequest, decisions
 from ditron_inductor.task.table import Table
 from tests.conftest import CPU_PLACES, GPU_PLACES
 from tests.lowering import calls
@@ -244,6 +244,42 @@ def _compiled(ctx: RankContext) -> None:
 @on_two
 def test_a_compiled_graph_tries_and_keeps_the_winner(pool: RankPool) -> None:
     pool.run(_compiled)
+
+
+def _for_cuda_graphs(ctx: RankContext) -> None:
+    """A graph that torch captures runs by the strategy for CUDA graphs before that too, and tries nothing: a peer may
+    replay what this rank runs.
+    """
+    torch._dynamo.reset()
+    x, w = calls.operand(ctx, [24, 40], torch.bfloat16), calls.weight(ctx, 40, 48, torch.bfloat16)
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return fc.all_reduce(x @ w, "sum", dist.group.WORLD)
+
+    def planned(request: PlanRequest, table: str) -> Choice:
+        return Choice("tile" if request.problem.captured else "library", "planned", None, "model")
+
+    options = {"ditron.trials": True, "ditron.timeout_s": calls.TIMEOUT_S, "triton.cudagraphs": True}
+    compiled, ran = torch.compile(fn, backend="ditron", options=options), []
+    note = decisions.note
+
+    def noted(group_name: str, request: Any, choice: Any) -> None:
+        ran.append((choice.strategy, choice.source))
+        note(group_name, request, choice)
+
+    with (
+        torch.no_grad(),
+        tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}),
+        mock.patch.object(trials, "choose", planned),
+        mock.patch.object(decisions, "note", noted),
+    ):
+        for _ in range(3):
+            compiled(x, w)
+    assert set(ran) == {("tile", "model")}, ran
+
+
+def test_a_graph_that_torch_captures_tries_nothing(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_for_cuda_graphs)
 
 
 def _captured(ctx: RankContext) -> None:

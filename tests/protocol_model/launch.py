@@ -101,6 +101,7 @@ class Protection(Enum):
     WITHHELD_CREDITS = auto()  # a poisoned workspace gives its credits
     RESET_BARRIER_BEFORE = auto()  # reset zeroes while peers may still run old launches
     RESET_BARRIER_AFTER = auto()  # reset lets a rank go on while peers have not zeroed yet
+    CAPTURES_APART = auto()  # captured calls count among those that the host makes
     RESET_COUNT = auto()  # reset keeps the host's call count
     RESET_COUNTERS = auto()  # reset keeps the tiles that a failed launch has counted
     RESET_DUE = auto()  # reset keeps the use whose credits are due

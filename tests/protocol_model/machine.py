@@ -111,7 +111,8 @@ class Machine:
         elif isinstance(event, Raised):
             yield self._skip(state, me, rank)
         elif isinstance(event, Capture):
-            rank = rank._replace(event=rank.event + 1, calls=rank.calls + event.calls)
+            counted = event.calls if Protection.CAPTURES_APART in self.without else 0
+            rank = rank._replace(event=rank.event + 1, calls=rank.calls + counted)
             yield f"rank {me} captures {event.calls} calls", put(state, me, rank)
         elif dict(rank.met).get(event.site) is False:
             yield f"rank {me} runs {event.site} by the library", put(state, me, rank._replace(event=rank.event + 1))

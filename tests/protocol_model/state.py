@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 class Capture(NamedTuple):
-    """A CUDA graph is captured: calls are counted, nothing runs."""
+    """A CUDA graph with so many calls is captured: nothing runs."""
 
     calls: int
 

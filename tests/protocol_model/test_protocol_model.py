@@ -36,10 +36,16 @@ def same(world: int, *script: Event) -> Scenario:
     return Scenario(scripts=(script,) * world)
 
 
-def twice_replayed(first: str, second: str) -> tuple[Event, ...]:
+def twice_replayed(first: str, second: str, captures: tuple[int, ...] = (1,)) -> tuple[Event, ...]:
     """Eager, then a graph captured at slot 1 and replayed twice, so that slot 1 is used twice in a row, then eager."""
     replay = Call(second, "B", slot=1, baked=1)
-    return (Call(first, "A"), Capture(1), replay, replay, Call(first, "A"))
+    return (Call(first, "A"), *map(Capture, captures), replay, replay, Call(first, "A"))
+
+
+def captured_alone(world: int) -> Scenario:
+    """The last rank captures its graph twice."""
+    once, twice = (twice_replayed(GATHER, REDUCE, captures) for captures in ((1, 0), (1, 1)))
+    return Scenario(scripts=(*(once,) * (world - 1), twice))
 
 
 def long_graph(first: str, second: str) -> tuple[Event, ...]:
@@ -119,6 +125,8 @@ HEALTHY = {
     "replayed-w2-p1": same(2, *twice_replayed(REDUCE, GATHER)),
     "replayed-w2-p2": replace(same(2, *twice_replayed(GATHER, SCATTER)), programs=2),
     "replayed-w3-p1": same(3, *twice_replayed(GATHER, REDUCE)),
+    "captured-alone-w2": captured_alone(2),
+    "captured-alone-w3": captured_alone(3),
     "replayed-w3-p2": replace(same(3, *twice_replayed(PUSH, GATHER)), programs=2),
     "long-graph-w2-p2": replace(same(2, *long_graph(GATHER, REDUCE)), programs=2),
     "long-graph-w3-p1": same(3, *long_graph(GATHER, REDUCE)),
@@ -350,6 +358,8 @@ BROKEN = [
     (P.ALIVE, one_slot(SCATTER, Call(SCATTER, "A", slot=1, may_fail=True)), "reads"),
     (P.RESET_BARRIER_BEFORE, fails_then_resets(GATHER, GATHER, 2), "reads"),
     (P.RESET_BARRIER_AFTER, fails_then_resets(GATHER, GATHER, 2), "no progress"),
+    (P.CAPTURES_APART, captured_alone(2), "no progress"),
+    (P.CAPTURES_APART, captured_alone(3), "no progress"),
     (P.RESET_COUNT, fails_then_resets(GATHER, SCATTER, 2), "no progress"),
     (P.RESET_COUNTERS, one_slot(SCATTER, Reset(), Call(SCATTER, "B")), "reads"),
     (P.RESET_DUE, one_slot(GATHER, Reset(), *[Call(GATHER, "B", slot=0)] * 2), "overwrites slot 0"),
