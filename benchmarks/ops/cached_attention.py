@@ -8,7 +8,7 @@ graphs; each call has a cache of its own, as each layer has:
     repeated            the same with repeated heads and a mask from outside, as transformers writes it
     flex                torch's flex_attention, whose mask is computed in its kernel
     ditron              cached_attention, by lengths
-    ditron:mask         the same by a mask of bools, as it is in models of transformers
+    ditron:mask         the same by a mask of bools and its bounds, as it is in models of transformers
 
 With sinks, which no attention op of torch takes, `inductor` gives them to a key of zeros in the last place of the
 cache, as a mask for each head; `repeated` writes the attention out, as transformers does for GPT-OSS; and `flex` scales
@@ -37,6 +37,7 @@ from benchmarks.tolerances import relative_error
 from ditron_inductor.lowering.cached_attention.cached_kernel import cached_attention
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import GRAPH_CALLS
+from ditron_inductor.task.cached_attention import bounds as bounds_of
 from ditron_inductor.task.cached_attention import cached_attention as reference
 from ditron_inductor.task.nodes import CachedAttention
 from ditron_inductor.tools.demo_model import rotate
@@ -183,6 +184,8 @@ def contestants(
 ) -> dict[str, Callable[[int], torch.Tensor]]:
     """The contestants whose results are right, captured where there is a GPU."""
     first, cuda = operands[0], operands[0][0].is_cuda
+    # The layers of a model share them.
+    bounds = {name: bounds_of(first[index][:, 0, 0]) for name, index in (("given", 8), ("bias", 9))}
     strategy = "auto" if cuda else "tile"
 
     def ours(
@@ -193,7 +196,11 @@ def contestants(
     ) -> torch.Tensor:  # fmt: skip
         q, k, v = (one.unflatten(-1, (-1, shape.D)) for one in (q, k, v))
         node = CachedAttention(shape.D**-0.5, mask, appends=True, rotated=True, sinks=shape.sinks, strategy=strategy)
-        choice = {"bias": [bias[:, 0, 0], sinks], "lengths": [position], "given": [shown[:, 0, 0]]}[mask]
+        choice = {
+            "lengths": [position],
+            "given": [shown[:, 0, 0], *bounds["given"]],
+            "bias": [bias[:, 0, 0], *bounds["bias"], sinks],
+        }[mask]
         return cached_attention(node, [q, keys, values, *choice, position, k, v, cos, sin])[0][:, :, None]
 
     def checked(name: str) -> Callable[[int], torch.Tensor]:

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ditron_inductor.task.decode_node import CachedAttention
+from ditron_inductor.task.decode_node import HIDDEN, CachedAttention
+
+
+def bounds(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (the first place, one behind the last place), int32 [B], of what a mask [B, S] shows: bools, or a bias of
+    scores. They are S and 0 if it shows nothing.
+    """
+    seen = mask if mask.dtype == torch.bool else ~(mask <= HIDDEN)
+    places = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+    return torch.where(seen, places, mask.shape[1]).amin(1), torch.where(seen, places + 1, 0).amax(1)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -23,7 +32,7 @@ def cached_attention(node: CachedAttention, *operands: Any) -> torch.Tensor:
     """Returns the attention [B, Hq, D] of operands as `CachedAttention.split` returns them, and writes the new token
     into the caches, which are not copied. Raises an IndexError if the caches have no such place.
     """
-    q, keys, values, lengths, shown, bias, sinks, position, key, value, cos, sin = operands
+    q, keys, values, lengths, shown, bias, _, _, sinks, position, key, value, cos, sin = operands
     if node.rotated:
         q, key = turned(q, cos, sin), turned(key, cos, sin) if node.appends else None
     if position is not None:

@@ -86,7 +86,9 @@ class CachedAttention(Node):
     q and out are [B, Hq, D]; the caches keys and values are [B, Hkv, S, D], in any strides. Head h of q attends to head
     h // (Hq / Hkv). Scores are q . k * scale. With the mask `lengths`, an integer [B] or [1], the first lengths + added
     tokens of the cache are attended to. With the mask `given`, those for which shown, a bool [B, S] or [1, S], is true.
-    With the mask `bias`, a float [B, S] or [1, S] is added to the scores. Without any token out is 0.
+    With the mask `bias`, a float [B, S] or [1, S] is added to the scores. Without any token out is 0. For `given` and
+    `bias`, begin and end, int32 [B] or [1], are the bounds of what a sequence sees: tokens in front of begin and from
+    end on are not read (see `bounds` in cached_attention.py).
 
     With sinks, a float [Hq], each head has one more score, which belongs to no token: what a softmax gives to it is
     left out of the sum. A `bias` comes with sinks only: without them a row that sees nothing would be the mean of all.
@@ -127,7 +129,7 @@ class CachedAttention(Node):
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
     def slots(self) -> Slots:
-        mask = {"all": (), "lengths": ("lengths",), "given": ("shown",), "bias": ("bias",)}[self.mask]
+        mask = {"all": (), "lengths": ("lengths",), "given": ("shown", *BOUNDS), "bias": ("bias", *BOUNDS)}[self.mask]
         new = ("position", "key", "value") * self.appends
         return single(("q", "keys", "values", *mask, *("sinks",) * self.sinks, *new, *("cos", "sin") * self.rotated))
 
@@ -143,5 +145,12 @@ class CachedAttention(Node):
         return [Output(tuple(shapes["q"]))]
 
 
-OPERANDS = ("q", "keys", "values", "lengths", "shown", "bias", "sinks", "position", "key", "value", "cos", "sin")
+BOUNDS = ("begin", "end")
+HIDDEN = -(2.0**123)
+"""A bias that is not larger hides a token: beside a sink of any usual size its weight is exactly 0. The lowest numbers
+of bfloat16 and float32 are far below it.
+"""
+OPERANDS = (
+    *("q", "keys", "values", "lengths", "shown", "bias", *BOUNDS, "sinks", "position", "key", "value", "cos", "sin"),
+)
 """All operands that a `CachedAttention` may have."""

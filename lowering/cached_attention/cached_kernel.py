@@ -37,6 +37,7 @@ from ditron_inductor.lowering.decode_attention.split_attention import (
     Work,
     attend,
     cut_splits,
+    is_usual,
     load_query,
     store_part,
     to_base_2,
@@ -68,6 +69,8 @@ class Tensors(NamedTuple):
     lengths: Any
     shown: Any
     bias: Any
+    begin: Any
+    end: Any
     sinks: Any
     position: Any
     new_k: Any
@@ -80,8 +83,8 @@ class Tensors(NamedTuple):
 
 class Sizes(NamedTuple):
     """The tokens that a cache has room for; the Strides of query and caches; those of the new key and value (batch,
-    head); and the distances between the sequences' rows of angles, lengths, masks and biases, 0 if they have them in
-    common.
+    head); and the distances between the sequences' rows of angles, lengths, masks, biases, and first and last tokens, 0
+    if they have them in common.
     """
 
     capacity: Any
@@ -92,6 +95,7 @@ class Sizes(NamedTuple):
     lengths: Any
     shown: Any
     bias: Any
+    bounds: Any
 
 
 class NodeParts(NamedTuple):
@@ -111,14 +115,20 @@ class NodeParts(NamedTuple):
 
 
 @triton.jit
-def length_of(tensors, batch, sizes, NODE: tl.constexpr):
-    """Returns how many of a sequence's first tokens are attended to, as far as their number says."""
+def tokens_of(tensors, batch, sizes, NODE: tl.constexpr):
+    """Returns (the first token of a sequence that may be attended to; how many of them stand behind each other)."""
+    begin = 0
     length = sizes.capacity
+    # A sequence is never longer than its cache, even if a tensor says so.
     if NODE.COUNTED:
         length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + NODE.ADDED
-        # A sequence is never longer than its cache, even if the tensor says so.
         length = tl.minimum(tl.maximum(length, 0), sizes.capacity).to(tl.int32)
-    return length
+    if NODE.MARKED or NODE.BIASED:
+        # From a multiple of 16 on, marks can be loaded together.
+        begin = tl.maximum(tl.load(tensors.begin + batch * sizes.bounds), 0) // 16 * 16
+        end = tl.minimum(tl.load(tensors.end + batch * sizes.bounds), sizes.capacity)
+        length = tl.maximum(end - begin, 0)
+    return begin, length
 
 
 @triton.jit
@@ -188,6 +198,16 @@ def sinks_of(tensors, row, split, HOW: tl.constexpr):
     return to_base_2(sinks), split == 0
 
 
+@triton.jit
+def span_beside(sinks, span, split, used, capacity, HOW: tl.constexpr):
+    """Returns the TokenSpan of a split beside these sinks: `span`, or blocks of the whole cache if one of the sinks is
+    so low that the tokens that a bias hides have weights too.
+    """
+    usual = is_usual(sinks)
+    begin = tl.where(usual, span.begin, split * HOW.BLOCK_N)
+    return TokenSpan(begin, tl.where(usual, span.end, capacity), tl.where(usual, span.step, used * HOW.BLOCK_N))
+
+
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
 def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.constexpr, NODE: tl.constexpr):
     """Attends to one split of one piece of query heads; see the module."""
@@ -199,19 +219,18 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
     row = (kv_head * HOW.PARTS + part) * HOW.ROWS
     query = turned_query(tensors, batch, row, sizes, HOW, NODE)
     token = new_token(tensors, batch, kv_head, split, part, sizes, HOW, NODE) if NODE.APPENDS else None
-    length = length_of(tensors, batch, sizes, NODE)
+    begin, length = tokens_of(tensors, batch, sizes, NODE)
     used, per_split = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     counts = Counts(heads, kv_heads, splits, sizes.capacity)
     work = Work(tensors.q, tensors.k, tensors.v, None, None, tensors.partials, None, counts)
     if split < used:
-        begin = split * per_split
-        span = TokenSpan(begin, tl.minimum(begin + per_split, length), HOW.BLOCK_N)
-        if NODE.MARKED or NODE.BIASED:
-            # If most of the tokens are hidden, as in a cache that is not full, all splits have some of the others.
-            span = TokenSpan(split * HOW.BLOCK_N, length, used * HOW.BLOCK_N)
+        first = begin + split * per_split
+        span = TokenSpan(first, tl.minimum(first + per_split, begin + length), HOW.BLOCK_N)
         shown = tensors.shown + batch.to(tl.int64) * sizes.shown if NODE.MARKED else None
         bias = tensors.bias + batch.to(tl.int64) * sizes.bias if NODE.BIASED else None
         sinks = sinks_of(tensors, row, split, HOW) if NODE.SINKS else None
+        if NODE.BIASED:
+            span = span_beside(sinks[0], span, split, used, sizes.capacity, HOW)
         o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks)
         if NODE.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
@@ -230,7 +249,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     ROWS: tl.constexpr = HOW.ROWS
     head = tl.program_id(0) // ROWS
-    length = length_of(tensors, head // (kv_heads * HOW.PARTS), sizes, NODE)
+    _, length = tokens_of(tensors, head // (kv_heads * HOW.PARTS), sizes, NODE)
     used, _ = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     lses = tensors.partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
     dims = tl.arange(0, HEAD_DIM)
@@ -266,7 +285,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     interpreter, which is slow, the kernels run only if `tile` is forced.
     """
     *given, strategy = operands
-    q, keys, values, lengths, shown, bias, sinks, position, key, value, cos, sin = given
+    q, keys, values, lengths, shown, bias, begin, _, sinks, position, key, value, cos, sin = given
     device = q.device
     B, query_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -316,6 +335,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         rows_apart(lengths),
         rows_apart(shown),
         rows_apart(bias),
+        rows_apart(begin),
     )
     fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "NODE": parts}
     launches = {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.signals import arrive
+from ditron_inductor.task.decode_node import HIDDEN
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-1e37)
-"""Scores are far above it, unless a mask has lowered them."""
+LEAST = tl.constexpr(HIDDEN)
 LOWEST = tl.constexpr(-2.3e38)
 """Its product with LOG2_E is a number of fp32."""
 MOST_SHARED_ROWS = tl.constexpr(32)
@@ -186,12 +186,17 @@ def to_base_2(added):
 
 
 @triton.jit
+def is_usual(sinks):
+    """Returns whether all sinks are far above what a bias makes of the scores that it hides."""
+    return tl.min(sinks, 0) > LEAST
+
+
+@triton.jit
 def is_seen(added, sinks):
     """Returns whether a token counts, to whose scores this is added. Beside a sink that is a common number, one that is
     lowered to the least of bfloat16 or float32 has a weight of exactly 0, so its key and value need not be read.
     """
-    usual = tl.min(sinks, 0) > LEAST
-    return tl.where(added > LEAST, True, (added != added) | (usual == 0))
+    return tl.where(added > LEAST, True, (added != added) | (is_usual(sinks) == 0))
 
 
 @triton.jit
@@ -240,17 +245,29 @@ def attend(
         if sinks is not None:
             total += first_column(weight_of(sink, most), total)
         acc += weight[:, None] * tl.where(token.is_here, token.value.to(tl.float32), 0.0)[None, :]
+    marks = bias
+    if shown is not None:
+        # As bytes, or each would be turned into a bool at once, and so be waited for.
+        marks = shown.to(tl.pointer_type(tl.int8))
+    # The marks of a block are loaded one block before its keys, whose loads wait for them.
+    coming = None
+    if marks is not None:
+        coming = tl.load(marks + span.begin + tokens, mask=tokens < span.end - span.begin, other=0)
     for block in range(0, tl.cdiv(span.end - span.begin, span.step)):
         first = span.begin + block * span.step
         there = tokens < span.end - first
         if token is not None:
             there &= first + tokens != token.place
-        if shown is not None:
-            there &= tl.load(shown + first + tokens, mask=there, other=0) != 0
         added = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        if bias is not None:
-            added = tl.load(bias + first + tokens, mask=there, other=0.0).to(tl.float32)
-            there &= is_seen(added, sinks[0])
+        if marks is not None:
+            here = coming
+            following = first + span.step
+            coming = tl.load(marks + following + tokens, mask=tokens < span.end - following, other=0)
+            if bias is not None:
+                added = here.to(tl.float32)
+                there &= is_seen(added, sinks[0])
+            else:
+                there &= here != 0
         loaded = there[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE > 0:
             page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=there, other=0).to(tl.int64)[:, None]

@@ -36,6 +36,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.attention.mask_bounds import MaskOperands
 from ditron_inductor.passes.attention.roots import VIEWS, chain_to
 from ditron_inductor.passes.attention.rotary import Rotation, read_rotation
 from ditron_inductor.passes.attention.softmax_algebra import Atoms
@@ -166,7 +167,7 @@ def _with_rotations(match: Match) -> Match:
     return replace(match, turned=tuple(found)) if here and len({one.angles for one in found}) == 1 else match
 
 
-def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+def rewrite(graph: fx.Graph, match: Match, masks: MaskOperands, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     attention, choice, result = match.attention, match.attention.choice, match.attention.result
     B, _, _, _, S, D = attention.sizes
@@ -188,14 +189,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         if choice.lengths is not None:
             lengths = choice.lengths if match.written is None else match.written[0].position
             operands["lengths"] = rewriting.shaped(graph, lengths, (proofs.fake(lengths).numel(),))
-        if choice.shown is not None:
-            shown = rewriting.shaped(graph, choice.shown, (proofs.fake(choice.shown).numel() // S, S))
-            if not choice.kept:
-                shown = rewriting.computed(graph, aten.logical_not.default, (shown,), shown)
-            operands["shown"] = shown
-        if choice.bias is not None:
-            bias = proofs.fake(choice.bias)
-            operands["bias"] = rewriting.shaped(graph, choice.bias, (bias.numel() // S, S))
+        operands |= masks.of(choice, S)
         if sinks is not None:
             operands["sinks"] = sinks
         if match.written is not None:
@@ -218,10 +212,10 @@ def attend_within(graph: fx.Graph, options: Options, devices: tuple[str, ...]) -
     """Puts a call in the place of every such attention on these types of devices; returns how many."""
     if not takes_local(graph, PATTERN, options):
         return 0
-    replaced = []
+    replaced, masks = [], MaskOperands(graph)
     for node in list(graph.nodes):
         if (match := find_attention(node, devices)) is not None:
-            rewrite(graph, match, options)
+            rewrite(graph, match, masks, options)
             replaced.append(match.attention.result)
     needed = proofs.reached(replaced, lambda node: node.all_input_nodes)
     rewriting.erase_unused(graph, [node for node in needed if node.op == "call_function"])

@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.cached_attention import cached_kernel as lowering
 from ditron_inductor.lowering.cached_attention.cached_kernel import cached_attention
+from ditron_inductor.task.cached_attention import bounds
 from ditron_inductor.task.cached_attention import cached_attention as reference
 from ditron_inductor.task.nodes import CachedAttention
 from tests.cases import rare
@@ -104,12 +105,15 @@ def operands(case: Case, device: torch.device, seed: int = 0) -> list[torch.Tens
     if case.mask == "lengths":
         given.append(lengths)
     if case.mask == "given":
-        given.append(torch.rand(case.B, case.S, generator=generator) < 0.5)
+        shown = torch.rand(case.B, case.S, generator=generator) < 0.5
+        # A sequence is shown some tokens in the middle, as by a window.
+        shown[0, : case.S // 3] = shown[0, case.S // 2 :] = False
+        given += [shown, *bounds(shown)]
     if case.mask == "bias":
         # As transformers hides tokens, and a sequence that sees none.
         bias = drawn(case.B, case.S).where(torch.rand(case.B, case.S, generator=generator) < 0.6, torch.finfo(BF16).min)
         bias[0] = torch.finfo(BF16).min
-        given.append(bias)
+        given += [bias, *bounds(bias)]
     if case.sinks:
         given.append(drawn(case.Hq))
     if case.appends:
@@ -204,6 +208,38 @@ def test_no_place_beyond_the_cache_is_written(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 1).run(_beyond)
 
 
+def _outside_of_the_bounds(ctx: RankContext) -> None:
+    """Nothing outside of the bounds is read, except where a sink is so low that hidden tokens count too."""
+    case = Case(2, 4, 2, 100, 16, "given", dtype=torch.float32)
+    given = operands(case, ctx.device)
+    shown, begin, end = given[3:]
+    shown[:] = True
+    begin[:], end[:] = torch.tensor([32, 0]), torch.tensor([50, 120])
+    for cache in given[1:3]:
+        cache[0, :, :32] = cache[0, :, 50:] = float("nan")
+    (out,) = cached_attention(case.node, given)
+    assert not out.isnan().any()
+    places = torch.arange(case.S, device=ctx.device)
+    given[3] = (places >= begin[:, None]) & (places < end[:, None])
+    check(case, given)
+    case = replace(case, mask="bias", sinks=True)
+    given = operands(case, ctx.device)
+    given[3].fill_(-2e38)
+    given[4:6] = bounds(given[3])
+    given[6][1] = -2e38
+    check(case, given)
+    assert (given[4] == case.S).all() and not given[5].any()
+
+
+def test_nothing_outside_of_the_bounds_is_read(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 1).run(_outside_of_the_bounds)
+
+
+@pytest.mark.gpu
+def test_nothing_outside_of_the_bounds_is_read_on_a_gpu(rank_pools: RankPools) -> None:
+    rank_pools.get("cuda", 1).run(_outside_of_the_bounds, timeout=100)
+
+
 def _by_the_library(ctx: RankContext) -> None:
     """Other forms are torch's: its results are contiguous, and new tokens are written."""
     case = Case(2, 4, 2, 12, 24, tokens=(7,), appends=True, turned=1)
@@ -252,10 +288,10 @@ def compiled(target: str, kernel: Any, asked: lowering.NodeParts) -> Any:
         *(1, 0, 0.125, 0.0, "ieee", False),
     )
     x = "*bf16"
-    tensors = lowering.Tensors(x, x, x, "*i64", "*i1", x, x, "*i64", *(x,) * 5, "*fp32")
+    tensors = lowering.Tensors(x, x, x, "*i64", "*i1", x, "*i32", "*i32", x, "*i64", *(x,) * 5, "*fp32")
     pair, triple = ("i32",) * 2, ("i32",) * 3
     strides = lowering.Strides(pair, triple, triple, "i32")
-    structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 4)}
+    structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 5)}
     signature: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "splits"), "i32")
     signature = {**structures, **signature, "HOW": "constexpr", "NODE": "constexpr", "AT_ONCE": "constexpr"}
     signature = {parameter.name: signature[parameter.name] for parameter in kernel.params}

@@ -1,4 +1,6 @@
-"""The mutations of what decides how a site runs (plan, tables, trials in place), and of the copies of a batch."""
+"""The mutations of what decides how a site runs (plan, tables, trials in place), of the copies of a batch, and of
+slots, rings and strategies where ranks capture alone.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,9 @@ DRIVER = "ditron_inductor/device/driver.py"
 GATHER = "lowering/all_gather_matmul/chunked.py"
 ON_RANKS = "tests/lowering/test_trials.py"
 COPIES = "tests/device/test_driver.py"
+WORKSPACE = "ditron_inductor/device/workspace.py"
+TURNS = "tests/device/test_turns.py"
+REPLAYED = "tests/lowering/test_trials.py::test_a_graph_that_torch_captures_tries_nothing"
 
 DECIDING: tuple[Mutation, ...] = (
     Mutation(
@@ -102,5 +107,61 @@ DECIDING: tuple[Mutation, ...] = (
         "found.append(Transfer(source * run, staged, run, outer, world * run))",
         "found += [Transfer((i * world + source) * run, staged + i * run, run) for i in range(outer)]",
         "tests/lowering/test_chunked.py::test_a_batch_takes_one_copy_from_each_peer",
+    ),
+    Mutation(
+        "a site's slot is counted",
+        WORKSPACE,
+        "(self._next_turn() if turn is None else turn)",
+        "self._next_turn()",
+        f"{TURNS}::test_a_site_of_a_compiled_graph_keeps_its_slot",
+    ),
+    Mutation(
+        "captured calls count as others do",
+        WORKSPACE,
+        "if not self.order.capturing:",
+        "if True:",
+        f"{TURNS}::test_a_rank_that_captures_alone",
+    ),
+    Mutation(
+        "a capture counts on where the last one ended",
+        WORKSPACE,
+        "if capture != self.order.capture:",
+        "if False:",
+        f"{TURNS}::test_captured_calls_count_within_their_capture",
+    ),
+    Mutation(
+        "calls take the newest ring",
+        WORKSPACE,
+        "for ring in self.generations:\n            if nbytes",
+        "for ring in self.generations[-1:]:\n            if nbytes",
+        f"{TURNS}::test_a_call_takes_the_oldest_ring_that_fits",
+    ),
+    Mutation(
+        "nodes do not give their numbers to calls",
+        "lowering/host/planning.py",
+        "text, number_of(node.site))",
+        "text, None)",
+        f"{TURNS}::test_a_node_of_a_graph_gives_its_number_to_its_calls",
+    ),
+    Mutation(
+        "warm-ups try strategies",
+        "passes/graph/rewriting.py",
+        "options.trials and not replayed",
+        "options.trials",
+        REPLAYED,
+    ),
+    Mutation(
+        "warm-ups run as eager calls do",
+        "lowering/host/trials.py",
+        "if node.policy.replayed:",
+        "if False:",
+        REPLAYED,
+    ),
+    Mutation(
+        "ranks may not differ in what torch captures",
+        "ditron_inductor/device/facts.py",
+        "for name in held if name != CUDAGRAPHS}",
+        "for name in held}",
+        "tests/device/test_facts.py::test_ranks_may_differ_in_what_torch_captures",
     ),
 )

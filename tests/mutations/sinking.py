@@ -8,6 +8,7 @@ KERNEL = "lowering/cached_attention/cached_kernel.py"
 ATTEND = "lowering/decode_attention/split_attention.py"
 NEAR = "tests/lowering/test_cached_attention.py::test_near_the_reference_in_the_interpreter"
 APPENDED = f"{NEAR}[2x4of2-300x16-bias131-appends-turned2-sinks-float32]"
+OUTSIDE = "tests/lowering/test_cached_attention.py::test_nothing_outside_of_the_bounds_is_read"
 READ = f"{NEAR}[2x6of2-70x16-bias0-sinks-float32]"
 PASS = "passes/attention/sunk_attention.py"
 TESTS = "tests/passes/test_sunk_attention.py"
@@ -19,11 +20,26 @@ SINKING: tuple[Mutation, ...] = (
     Mutation("every split adds the sinks", KERNEL, "(sinks), split == 0", "(sinks), split >= 0", READ),
     Mutation("the new token has no bias", ATTEND, "score += token.bias", "score += 0.0", APPENDED),
     Mutation(
-        "splits take one block only",
+        "tokens in front of all that are shown are read",
         KERNEL,
-        "length, used * HOW.BLOCK_N)",
-        "length, length)",
-        READ,
+        "tl.maximum(tl.load(tensors.begin + batch * sizes.bounds), 0) // 16 * 16",
+        "batch * 0",
+        OUTSIDE,
+    ),
+    Mutation(
+        "tokens behind all that are shown are read",
+        KERNEL,
+        "tl.minimum(tl.load(tensors.end + batch * sizes.bounds), sizes.capacity)",
+        "sizes.capacity",
+        OUTSIDE,
+    ),
+    Mutation("a low sink has bounds too", KERNEL, "usual = is_usual(sinks)", "usual = split == split", OUTSIDE),
+    Mutation(
+        "what is shown and what is hidden have the same bounds",
+        "passes/attention/mask_bounds.py",
+        "tokens), choice.kept",
+        "tokens), True",
+        "tests/passes/test_cached_attention.py::test_layers_share_the_bounds_of_a_mask",
     ),
     Mutation(
         "any column may be left out",

@@ -15,6 +15,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.cached_attention import attend_within, cached_attention, find_attention
 from ditron_inductor.passes.finish.record_sites import record_graph
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import CachedAttention
 from tests.passes.graphs import (
     WORLD_SIZE,
@@ -378,6 +379,26 @@ def test_a_mask_shows_or_hides() -> None:
     ]
     for form in forms:
         check_form(_masked_by(form), CachedAttention(SCALE, "given"))
+
+
+def test_layers_share_the_bounds_of_a_mask() -> None:
+    """Whatever views of it they have; what shows in one layer and hides in another has bounds of its own."""
+
+    def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> torch.Tensor:
+        keys, values, shown = given["keys"], given["values"], given["shown"]
+        hidden = torch.where(shown, -math.inf, 0.0)
+        for mask in (shown[:, None, None], shown.view(B, 1, S)[:, None], hidden[:, None, None]):
+            q = attend(q, keys, values, mask)
+        return q
+
+    before = graph_of(layers)
+    after = twin(before)
+    assert decoded(after) == [CachedAttention(SCALE, "given")] * 3
+    check(before, after)
+    calls = after.graph.find_nodes(op="call_function", target=schema.overload(CachedAttention.kind))
+    first, second, third = (schema.operands_of(call)[3:6] for call in calls)
+    assert first == second and not set(second) & set(third)
+    assert len(after.graph.find_nodes(op="call_function", target=torch.ops.aten.amin.default)) == 2
 
 
 CUDNN, EFFICIENT = (
