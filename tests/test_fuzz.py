@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -61,7 +62,7 @@ def test_programs_have_everything_in_them() -> None:
         compile(program.source, "program", "exec")
         found = sum(program.source.count(f"{word}(") for word in ("gather", "scatter", "reduce", "exchange"))
         assert 1 <= found <= 9 and len(program.calls) >= 2
-    for name in ("dynamic", "capture", "trained", "differs"):
+    for name in ("dynamic", "capture", "trained", "differs", "keeps_inputs"):
         assert {bool(getattr(program, name)) for program in programs} == {True, False}, name
     alike = [make_program(0, index, Place(4, "cuda", True, True, 0.0)) for index in range(300)]
     assert not any(program.differs or "RANK" in program.source for program in alike)
@@ -91,7 +92,12 @@ def test_some_programs_run() -> None:
     place = Place(2, "cpu", captures=False, averages=False, divergent=0.0)
     said: list[str] = []
     fuzzer = Fuzzer(make_pool, run_program, QUICK, limit_s=60.0, say=said.append)
-    summary = fuzzer.run(make_program(11, index, place) for index in SMALL)
+    programs = [make_program(11, index, place) for index in SMALL]
+    at, chosen = next((at, one) for at, one in enumerate(programs) if not one.trained)
+    calls = tuple(replace(call, renewed=(number % 2,)) for number, call in enumerate(chosen.calls))
+    programs[at] = replace(chosen, capture="trees", calls=calls)
+    assert programs[at].keeps_inputs
+    summary = fuzzer.run(programs)
     assert summary.programs == len(SMALL) and not summary.failures, "\n".join(said)
     assert sum(count for name, count in summary.sites.items() if "left alone" not in name) >= len(SMALL)
     assert "3 programs, 0 failed" in fuzzer.text(summary)

@@ -100,6 +100,7 @@ class _Runner:
         self.plain = load(program.source, words[False], name)
         self.wrong: list[str] = []
         self.given: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.static: dict[int, list[list[torch.Tensor]]] = {}
         options = dict(program.options) | {"ditron.timeout_s": settings.timeout_s}
         if settings.backend != "ditron":
             options = {}
@@ -117,7 +118,7 @@ class _Runner:
             with self._captured() as replay:
                 for number, call in enumerate(self.program.calls):
                     self._delay(call)
-                    got = replay(call) if replay else self._call(self.compiled, self._arguments(call), mark=True)
+                    got = replay(call) if replay else self._call(self.compiled, self._placed(call), mark=True)
                     self._compare(number, got, *wanted[call.sizes, call.values])
         return self.wrong
 
@@ -134,6 +135,21 @@ class _Runner:
         signs = [(torch.randint(0, 2, one.shape, generator=generator) * 2 - 1).to(one.device) for one in given]
         off = torch.finfo(dtype).eps
         return [(one.float() * (1 + off * sign)).to(dtype) for one, sign in zip(given, signs, strict=True)]
+
+    def _placed(self, call: Call) -> list[torch.Tensor]:
+        """The inputs of a call, in the static tensors of its sizes if the program has such."""
+        given = self._arguments(call)
+        if not self.program.keeps_inputs:
+            return given
+        held = self.static.setdefault(call.sizes, [])
+        if not held or self.ctx.rank in call.renewed:
+            # Those before keep their addresses.
+            held.append(given)
+            for one in given:
+                torch._dynamo.mark_static_address(one, guard=False)
+        for one, value in zip(held[-1], given, strict=True):
+            one.copy_(value)
+        return held[-1]
 
     def _call(self, fn: Callable[..., Any], given: Sequence[torch.Tensor], mark: bool = False) -> Values:
         """The outputs, and then the gradients of the inputs."""

@@ -9,7 +9,8 @@ Ditron has to run. Tokens are a symbol, `M`, for sizes may change from call to c
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.fuzz.maker import Maker
@@ -28,6 +29,8 @@ TOKENS = {
 MANY_CALLS = 30
 ROUTED = 0.2
 """How many programs end with a router."""
+KEPT, RENEWED = 0.7, 0.3
+"""How many programs that torch captures have static inputs, and in how many calls these are new on a rank."""
 SLEEPS_S = (0.001, 0.01, 0.05)
 SPINS = (100_000, 2_000_000, 30_000_000)
 
@@ -95,6 +98,17 @@ class Run:
         return tuple(calls)
 
 
+def renewed(rng: random.Random, calls: Sequence[Call], world_size: int) -> tuple[Call, ...]:
+    """The calls of a program of which most have static inputs, which are renewed on some ranks behind the first."""
+    if rng.random() >= KEPT:
+        return tuple(calls)
+    found = [calls[0]]
+    for call in calls[1:]:
+        ranks = [rank for rank in range(world_size) if rng.random() < RENEWED]
+        found.append(replace(call, renewed=tuple(ranks)))
+    return tuple(found)
+
+
 def make_program(seed: int, index: int, place: Place) -> Program:
     """The program of these numbers: the same one each time, in every process."""
     rng = random.Random(f"{seed}/{index}")
@@ -122,6 +136,8 @@ def make_program(seed: int, index: int, place: Place) -> Program:
         # What is marked as dynamic must not meet what the part before, which knew its sizes, has left.
         run.dynamic = "all"
     calls = run.calls(len(sizes))
+    if run.capture == "trees" and not run.trained:
+        calls = renewed(random.Random(f"{seed}/{index}/static inputs"), calls, place.world_size)
     return Program(
         seed=seed,
         index=index,

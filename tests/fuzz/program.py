@@ -96,13 +96,15 @@ class Input:
 class Call:
     """One call: which of the program's sizes, which values of the inputs, and what each rank does before it.
 
-    sleeps: seconds on the host. spins: cycles of the rank's stream. Both by rank.
+    sleeps: seconds on the host. spins: cycles of the rank's stream. Both by rank. renewed: the ranks on which static
+    inputs have new addresses from this call on, so that torch captures the graph again there.
     """
 
     sizes: int
     values: int
     sleeps: tuple[float, ...]
     spins: tuple[int, ...]
+    renewed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ class Program:
         ]
         return "\n".join([*lines, self.source])
 
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether its inputs are static: their addresses are a part of what torch captures."""
+        return any(call.renewed for call in self.calls)
+
     def _sizes_text(self, by_rank: tuple[dict[str, int], ...]) -> str:
         values = {name: [sizes[name] for sizes in by_rank] for name in by_rank[0]}
         return ", ".join(f"{name}={found[0] if len(set(found)) == 1 else found}" for name, found in values.items())
@@ -154,6 +161,8 @@ class Program:
         text = f"of sizes {call.sizes}, values {call.values}"
         if any(call.sleeps):
             text += f", after sleeps of {list(call.sleeps)} s"
+        if call.renewed:
+            text += f", with new static inputs on ranks {list(call.renewed)}"
         return text + (f", after spins of {list(call.spins)} cycles" if any(call.spins) else "")
 
     def arguments(self, sizes: int, values: int, rank: int) -> list[Any]:
