@@ -231,7 +231,12 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
         sinks = sinks_of(tensors, row, split, HOW) if NODE.SINKS else None
         if NODE.BIASED:
             span = span_beside(sinks[0], span, split, used, sizes.capacity, HOW)
-        o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks)
+        hides: tl.constexpr = NODE.MARKED or NODE.BIASED
+        o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks, hides)
+        if hides:
+            if tl.max(tl.max((o != o).to(tl.int32), 1), 0) != 0:
+                # Hidden tokens may have values that are no numbers: once more, without them.
+                o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks, False, 1)
         if NODE.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
             at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]

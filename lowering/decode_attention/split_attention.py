@@ -201,13 +201,15 @@ def is_seen(added, sinks):
 
 @triton.jit
 def attend(
-    query, work, strides, pages, batch, kv_head, span, HOW: tl.constexpr, token=None, shown=None, bias=None, sinks=None
+    query, work, strides, pages, batch, kv_head, span, HOW: tl.constexpr, token=None, shown=None, bias=None, sinks=None,
+    READS_ALL: tl.constexpr = False, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens of a TokenSpan. query: the
     result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages. token: a
     NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all. bias: pointer
     to what is added to the scores, or None. sinks: (one more score of each row, to the base 2; whether this program
-    counts it), or None.
+    counts it), or None. READS_ALL: whether keys and values of hidden tokens are read too, so that these loads do not
+    wait for the marks. Then values of hidden tokens that are no numbers make numbers of none.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -249,15 +251,16 @@ def attend(
     if shown is not None:
         # As bytes, or each would be turned into a bool at once, and so be waited for.
         marks = shown.to(tl.pointer_type(tl.int8))
-    # The marks of a block are loaded one block before its keys, whose loads wait for them.
+    # The marks of a block are loaded one block before they are used.
     coming = None
     if marks is not None:
         coming = tl.load(marks + span.begin + tokens, mask=tokens < span.end - span.begin, other=0)
-    for block in range(0, tl.cdiv(span.end - span.begin, span.step)):
+    for block in tl.range(0, tl.cdiv(span.end - span.begin, span.step), num_stages=STAGES):
         first = span.begin + block * span.step
         there = tokens < span.end - first
         if token is not None:
             there &= first + tokens != token.place
+        read = there
         added = tl.zeros((BLOCK_N,), dtype=tl.float32)
         if marks is not None:
             here = coming
@@ -268,9 +271,11 @@ def attend(
                 there &= is_seen(added, sinks[0])
             else:
                 there &= here != 0
-        loaded = there[:, None] & (dims >= 0)[None, :]
+        if not READS_ALL:
+            read = there
+        loaded = read[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE > 0:
-            page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=there, other=0).to(tl.int64)[:, None]
+            page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=read, other=0).to(tl.int64)[:, None]
             inside = ((first + tokens) % HOW.PAGE)[:, None]
             k_rows = k_at + page * strides.k[0] + inside * strides.k[1]
             v_rows = v_at + page * strides.v[0] + inside * strides.v[1]

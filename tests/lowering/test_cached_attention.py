@@ -14,6 +14,7 @@ from ditron_inductor.lowering.cached_attention import cached_kernel as lowering
 from ditron_inductor.lowering.cached_attention.cached_kernel import cached_attention
 from ditron_inductor.task.cached_attention import bounds
 from ditron_inductor.task.cached_attention import cached_attention as reference
+from ditron_inductor.task.decode_node import HIDDEN
 from ditron_inductor.task.nodes import CachedAttention
 from tests.cases import rare
 from tests.lowering.assembly import Listing, resources
@@ -114,6 +115,11 @@ def operands(case: Case, device: torch.device, seed: int = 0) -> list[torch.Tens
         bias = drawn(case.B, case.S).where(torch.rand(case.B, case.S, generator=generator) < 0.6, torch.finfo(BF16).min)
         bias[0] = torch.finfo(BF16).min
         given += [bias, *bounds(bias)]
+    if case.mask in ("given", "bias"):
+        # What a sequence must not see may be anything.
+        hidden = ~given[3][-1] if case.mask == "given" else given[3][-1] < HIDDEN
+        for cache, number in zip(given[1:3], ("nan", "inf"), strict=True):
+            cache[-1, :, hidden] = float(number)
     if case.sinks:
         given.append(drawn(case.Hq))
     if case.appends:
@@ -216,6 +222,7 @@ def _outside_of_the_bounds(ctx: RankContext) -> None:
     shown[:] = True
     begin[:], end[:] = torch.tensor([32, 0]), torch.tensor([50, 120])
     for cache in given[1:3]:
+        cache.nan_to_num_(posinf=0.0)
         cache[0, :, :32] = cache[0, :, 50:] = float("nan")
     (out,) = cached_attention(case.node, given)
     assert not out.isnan().any()
@@ -224,6 +231,8 @@ def _outside_of_the_bounds(ctx: RankContext) -> None:
     check(case, given)
     case = replace(case, mask="bias", sinks=True)
     given = operands(case, ctx.device)
+    for cache in given[1:3]:
+        cache.nan_to_num_(posinf=0.0)
     given[3].fill_(-2e38)
     given[4:6] = bounds(given[3])
     given[6][1] = -2e38
