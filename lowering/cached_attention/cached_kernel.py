@@ -200,10 +200,10 @@ def sinks_of(tensors, row, split, HOW: tl.constexpr):
 
 @triton.jit
 def span_beside(sinks, span, split, used, capacity, HOW: tl.constexpr):
-    """Returns the TokenSpan of a split beside these sinks: `span`, or blocks of the whole cache if one of the sinks is
-    so low that the tokens that a bias hides have weights too.
+    """Returns the TokenSpan of a split: `span`, or blocks of the whole cache if one of the sinks is so low that tokens
+    that a bias hides have weights too. sinks: the result of `sinks_of`.
     """
-    usual = is_usual(sinks)
+    usual = is_usual(sinks[0])
     begin = tl.where(usual, span.begin, split * HOW.BLOCK_N)
     return TokenSpan(begin, tl.where(usual, span.end, capacity), tl.where(usual, span.step, used * HOW.BLOCK_N))
 
@@ -230,13 +230,13 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
         bias = tensors.bias + batch.to(tl.int64) * sizes.bias if NODE.BIASED else None
         sinks = sinks_of(tensors, row, split, HOW) if NODE.SINKS else None
         if NODE.BIASED:
-            span = span_beside(sinks[0], span, split, used, sizes.capacity, HOW)
+            span = span_beside(sinks, span, split, used, sizes.capacity, HOW)
         hides: tl.constexpr = NODE.MARKED or NODE.BIASED
         o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks, hides)
         if hides:
             if tl.max(tl.max((o != o).to(tl.int32), 1), 0) != 0:
                 # Hidden tokens may have values that are no numbers: once more, without them.
-                o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks, False, 1)
+                o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks)
         if NODE.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
             at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]

@@ -202,14 +202,14 @@ def is_seen(added, sinks):
 @triton.jit
 def attend(
     query, work, strides, pages, batch, kv_head, span, HOW: tl.constexpr, token=None, shown=None, bias=None, sinks=None,
-    READS_ALL: tl.constexpr = False, STAGES: tl.constexpr = None,
+    READS_ALL: tl.constexpr = False,
 ):  # fmt: skip
     """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens of a TokenSpan. query: the
     result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages. token: a
     NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all. bias: pointer
     to what is added to the scores, or None. sinks: (one more score of each row, to the base 2; whether this program
     counts it), or None. READS_ALL: whether keys and values of hidden tokens are read too, so that these loads do not
-    wait for the marks. Then values of hidden tokens that are no numbers make numbers of none.
+    wait for the marks. If values of hidden tokens are no numbers, then the result is none.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -251,11 +251,13 @@ def attend(
     if shown is not None:
         # As bytes, or each would be turned into a bool at once, and so be waited for.
         marks = shown.to(tl.pointer_type(tl.int8))
-    # The marks of a block are loaded one block before they are used.
-    coming = None
+    # The marks of a block, if there are any, are loaded one block before they are used.
+    coming = tokens
     if marks is not None:
         coming = tl.load(marks + span.begin + tokens, mask=tokens < span.end - span.begin, other=0)
-    for block in tl.range(0, tl.cdiv(span.end - span.begin, span.step), num_stages=STAGES):
+    # The rare case has to leave registers to the usual one.
+    IS_RARE: tl.constexpr = (shown is not None or bias is not None) and not READS_ALL
+    for block in tl.range(0, tl.cdiv(span.end - span.begin, span.step), num_stages=1 if IS_RARE else None):
         first = span.begin + block * span.step
         there = tokens < span.end - first
         if token is not None:

@@ -33,7 +33,14 @@ SINKING: tuple[Mutation, ...] = (
         "sizes.capacity",
         OUTSIDE,
     ),
-    Mutation("a low sink has bounds too", KERNEL, "usual = is_usual(sinks)", "usual = split == split", OUTSIDE),
+    Mutation(
+        "values of hidden tokens stay in the sum",
+        KERNEL,
+        "if tl.max(tl.max((o != o).to(tl.int32), 1), 0) != 0:",
+        "if split < 0:",
+        APPENDED,
+    ),
+    Mutation("a low sink has bounds too", KERNEL, "usual = is_usual(sinks[0])", "usual = split == split", OUTSIDE),
     Mutation(
         "what is shown and what is hidden have the same bounds",
         "passes/attention/mask_bounds.py",
