@@ -232,11 +232,11 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
         if NODE.BIASED:
             span = span_beside(sinks, span, split, used, sizes.capacity, HOW)
         hides: tl.constexpr = NODE.MARKED or NODE.BIASED
-        o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks, hides)
+        o, lse = attend(query, work, sizes.strides, batch, kv_head, span, HOW, token, shown, bias, sinks, hides)
         if hides:
             if tl.max(tl.max((o != o).to(tl.int32), 1), 0) != 0:
                 # Hidden tokens may have values that are no numbers: once more, without them.
-                o, lse = attend(query, work, sizes.strides, None, batch, kv_head, span, HOW, token, shown, bias, sinks)
+                o, lse = attend(query, work, sizes.strides, batch, kv_head, span, HOW, token, shown, bias, sinks)
         if NODE.ONE_SPLIT:
             rows = tl.arange(0, HOW.BLOCK_ROWS)
             at = (head.to(tl.int64) * HOW.ROWS + rows)[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]

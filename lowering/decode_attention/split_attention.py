@@ -201,15 +201,14 @@ def is_seen(added, sinks):
 
 @triton.jit
 def attend(
-    query, work, strides, pages, batch, kv_head, span, HOW: tl.constexpr, token=None, shown=None, bias=None, sinks=None,
+    query, work, strides, batch, kv_head, span, HOW: tl.constexpr, token=None, shown=None, bias=None, sinks=None,
     READS_ALL: tl.constexpr = False,
 ):  # fmt: skip
     """Returns (o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]), fp32, of `query` over the tokens of a TokenSpan. query: the
-    result of `load_query`. pages: pointer to the sequence's row of the block table, if there are pages. token: a
-    NewToken beside them, or None. shown: pointer to bools, which tokens are attended to, or None for all. bias: pointer
-    to what is added to the scores, or None. sinks: (one more score of each row, to the base 2; whether this program
-    counts it), or None. READS_ALL: whether keys and values of hidden tokens are read too, so that these loads do not
-    wait for the marks. If values of hidden tokens are no numbers, then the result is none.
+    result of `load_query`. token: a NewToken beside them, or None. shown: pointer to bools, which tokens are attended
+    to, or None for all. bias: pointer to what is added to the scores, or None. sinks: (one more score of each row, to
+    the base 2; whether this program counts it), or None. READS_ALL: whether keys and values of hidden tokens are read
+    too, so that these loads do not wait for the marks. If such values are no numbers, then the result is none.
     """
     BLOCK_N: tl.constexpr = HOW.BLOCK_N
     BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
@@ -277,6 +276,7 @@ def attend(
             read = there
         loaded = read[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE > 0:
+            pages = work.block_table + batch.to(tl.int64) * strides.pages
             page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=read, other=0).to(tl.int64)[:, None]
             inside = ((first + tokens) % HOW.PAGE)[:, None]
             k_rows = k_at + page * strides.k[0] + inside * strides.k[1]
@@ -357,9 +357,8 @@ def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
     last = tl.full((), 0, tl.int32)
     if split < used:
         begin = split * per_split
-        pages = work.block_table + batch.to(tl.int64) * strides.pages
         span = TokenSpan(begin, tl.minimum(begin + per_split, length), HOW.BLOCK_N)
-        o, lse = attend(query, work, strides, pages, batch, kv_head, span, HOW)
+        o, lse = attend(query, work, strides, batch, kv_head, span, HOW)
         store_part(o, lse, work.partials, work.counts, ticket, HOW)
         # The counter is local to this GPU. The program of the last split acquires what the others have stored.
         last = arrive(work.counters + head, used).to(tl.int32)

@@ -117,7 +117,7 @@ def make_launch(lane: Any, order: Any, world_size: int = WORLD, rank: int = RANK
     )
 
     def begin(
-        site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float
+        site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float, turn: int | None = None
     ) -> tuple[Generation, int, int]:
         assert nbytes <= SLOT_BYTES
         order.enter()
