@@ -159,7 +159,7 @@ class GraphMeeting:
                 rank=rank, site="a graph", peer="another", peer_site=f"a graph unlike it: {decision.plain}"
             )
         if decision.conform is not None:
-            rewrite = ConformPipeline(decision.conform, Options.of_shared(self.facts.options), self.facts.key)
+            rewrite = ConformPipeline(decision.conform, self.facts)
             return functools.partial(_run, PlainGraph(self._text, rewrite))
         compile_it = decision.final or self._attempts >= MOST_ATTEMPTS
         return functools.partial(_run, self._plain if compile_it else self._plain.interpret)

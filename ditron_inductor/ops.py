@@ -2,7 +2,8 @@
 be found.
 
 They run eagerly, inside CUDA graphs, and inside a function that is compiled with ``backend="ditron"`` or another
-backend. All ranks of the group make the same calls in the same order, as with any collective. They raise the errors of
+backend. All ranks of the group make the same calls in the same order, as with any collective. If torch captures a
+function of another backend in CUDA graphs, all ranks have to run, capture and replay it alike. They raise the errors of
 compiled sites (docs/errors.md). Waits are bounded, so nothing hangs.
 """
 

@@ -33,7 +33,7 @@ from ditron_inductor.codegen.meeting_kernel import MEETING, declare_meeting
 from ditron_inductor.codegen.site_kernel import declare
 from ditron_inductor.debug_folder import DebugFolder, torch_folder
 from ditron_inductor.device.agreements import Form
-from ditron_inductor.device.facts import CUDAGRAPHS
+from ditron_inductor.device.facts import CUDAGRAPHS, GraphFacts
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.absorb.absorb_norms import absorb_norms
@@ -258,13 +258,15 @@ BRANCHING = "cond", "while_loop"
 
 class ConformPipeline(CustomGraphPass):
     """The passes for a graph that has to take the forms that the ranks agreed on. They start from the graph before the
-    passes. key: the key of the graph that it replaces, by which its sites find what was agreed for them.
+    passes. facts: those of the graph that it replaces. By their key its sites find what was agreed for them. Torch
+    captures this graph if it captures the other one, which calls it.
     """
 
-    def __init__(self, forms: Mapping[str, Sequence[Form]], options: Options, key: str) -> None:
+    def __init__(self, forms: Mapping[str, Sequence[Form]], facts: GraphFacts) -> None:
         self.forms = forms
-        self.options = options
-        self.key = key
+        self.options = Options.of_shared(facts.options)
+        self.key = facts.key
+        self.replayed = facts.options.get(CUDAGRAPHS) == repr(True)
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
@@ -272,7 +274,7 @@ class ConformPipeline(CustomGraphPass):
         for name_pass in (order_collectives, name_sites, verify_tasks):
             name_pass(graph, options=self.options)
         mark_calls(graph)
-        add_key(graph, self.key)
+        add_key(graph, self.key, self.replayed)
         graph.lint()
 
     def uuid(self) -> None:
@@ -328,7 +330,7 @@ def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options
     """
     settings = {**options.shared(), CUDAGRAPHS: repr(is_replayed())}
     key = graph_facts(before, facts_of(graph), moved, settings).key
-    add_key(graph, key)
+    add_key(graph, key, is_replayed())
     facts = graph_facts(before, facts_of(graph), moved, settings)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):

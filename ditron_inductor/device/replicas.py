@@ -35,7 +35,8 @@ def own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> to
 
 class Replicas:
     """The comparisons of replicated tensors. A site of a group is compared at its first call, and whenever the number
-    of its calls has doubled, because another program may have a site of the same name.
+    of its calls has doubled, because another program may have a site of the same name. If torch captures the graph, a
+    rank may make later calls alone, so these are not compared.
     """
 
     def __init__(self) -> None:
@@ -49,9 +50,10 @@ class Replicas:
         site: str,
         names: str = "",
         constants: str = "",
+        again: bool = True,
     ) -> torch.Tensor:
-        """Returns an alias of x. Collective at calls 1, 2, 4, 8, .. of a site; calls in the capture of a CUDA graph do
-        not count.
+        """Returns an alias of x. Collective at calls 1, 2, 4, 8, .. of a site, or at call 1 alone if not `again`; calls
+        in the capture of a CUDA graph do not count.
 
         Raises DitronNotReplicated on all ranks if a tensor of `same` or a line of `constants` differs, and
         DitronHandshakeError if a rank does not come. names: a line for each tensor.
@@ -60,7 +62,7 @@ class Replicas:
             calls = self._calls.setdefault(groups.find(group_name), {})
             key = (site, *[tensor.shape for tensor in same])
             count = calls.get(key, 0) + 1
-            if count & (count - 1) == 0:
+            if count == 1 or (again and count & (count - 1) == 0):
                 places = names.split("\n") if names else [""] * len(same)
                 _compare(same, places, constants.split("\n"), group_name, site)
             calls[key] = count

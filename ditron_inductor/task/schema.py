@@ -23,9 +23,10 @@ through every reordering of the compiler. The first site of a chain gets None. T
     marks a graph whose ranks compare it when it first runs, see device/meetings.py. It computes nothing.
 `own_chunk(x, dim, world_size, group_name) -> chunk`
     a copy of this rank's chunk of the world_size equal chunks of x along dim; the rank is found at run time.
-`replicated(x, same, group_name, site, names, constants) -> x`
-    an alias of x. Now and then the ranks compare samples of the tensors `same` and the `constants`, and raise if they
-    differ. names: where the program reads each of `same`. names and constants are texts with one line for each.
+`replicated(x, same, group_name, site, names, constants, again) -> x`
+    an alias of x. In the first call, and now and then if `again`, the ranks compare samples of the tensors `same` and
+    the `constants`, and raise if they differ. names: where the program reads each of `same`. names and constants are
+    texts with one line for each.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ SCHEMAS: dict[str, str] = {
     "token_of": "(Tensor x) -> Tensor",
     "meet": "(str key) -> ()",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
-    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants) -> Tensor(a)",
+    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants, "
+    "bool again=True) -> Tensor(a)",
 }
 
 

@@ -10,7 +10,7 @@ and DTensor shards unevenly. Group names are not either, because the ranks of a 
 data-parallel groups.
 
 Behind all passes `add_key` appends `@key` to the names. By this key a site finds what the ranks agreed on for its
-graph.
+graph. It also tells all sites whether torch captures the graph, which is so for the calls of users too.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ def name_sites(graph: fx.Graph, *, options: Options) -> int:
     return changed
 
 
-def add_key(graph: fx.Graph, key: str) -> None:
-    """Appends the key of the graph to the names of its sites."""
+def add_key(graph: fx.Graph, key: str, replayed: bool) -> None:
+    """Appends the key of the graph to the names of its sites. replayed: see Policy."""
     for node in graph.nodes:
         if is_task(node):
-            site = shared_site(node_from_call(node.target, node.args).site)
-            rewrite(node, f"{site}{KEY_MARK}{key}")
+            task = node_from_call(node.target, node.args)
+            policy = replace(task.policy, replayed=replayed, trials=task.policy.trials and not replayed)
+            rewriting.change_task(node, replace(task, site=f"{shared_site(task.site)}{KEY_MARK}{key}", policy=policy))
 
 
 def _of_tasks(graph: fx.Graph) -> list[list[tuple[fx.Node, LaunchFacts]]]:

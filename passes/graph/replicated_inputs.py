@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -28,7 +29,10 @@ def compare(
     smallest = min((source for source in users if users[source]), key=_num_elements, default=None)
     if smallest is None:
         return
-    args = (smallest, list(roots), group_name, site, names, constants)
+    args: tuple[Any, ...] = (smallest, list(roots), group_name, site, names, constants)
+    if rewriting.is_replayed():
+        # Later calls may be those of one rank alone, while the others replay theirs.
+        args += (False,)
     with graph.inserting_before(placeholders[-1].next):
         shape = tuple(smallest.meta["val"].shape)
         compared = rewriting.call(graph, schema.overload("replicated"), args, smallest, shape)

@@ -48,9 +48,8 @@ ANY_STRIDES: frozenset[object] = frozenset(
 
 def policy(options: Options) -> Policy:
     """Returns what the options say about how a site runs."""
-    strict, replayed = options.strict == STRICT_RUN, is_replayed()
-    trials = options.trials and not replayed
-    return Policy(options.strategy, options.workspace_limit, options.timeout_arg, trials, strict, replayed)
+    strict = options.strict == STRICT_RUN
+    return Policy(options.strategy, options.workspace_limit, options.timeout_arg, options.trials, strict)
 
 
 def is_replayed() -> bool:

@@ -41,6 +41,15 @@ def compare_again(ctx: RankContext) -> list[str]:
     return found
 
 
+def compare_once(ctx: RankContext) -> None:
+    """Of a graph that torch captures, rank 0 runs a site once more alone, while the other one replays it."""
+    replicas, x = Replicas(), torch.zeros(3)
+    for _ in range(1 + (ctx.rank == 0)):
+        replicas.compared(x, [x], ctx.group_name, "site", again=False)
+    with pytest.raises(DitronNotReplicated):
+        replicas.compared(x, [x + ctx.rank], ctx.group_name, "another site", again=False)
+
+
 def compare_constants(ctx: RankContext) -> str:
     lines = ("07", "add(_, 1)", f"mul(_, {ctx.rank})")
     return error_of(Replicas(), [torch.zeros(3)], ctx, constants="\n".join(lines))
@@ -76,6 +85,10 @@ def test_ranks_compare_again(rank_pools: RankPools) -> None:
     first, second = rank_pools.get("cpu", 2).run(compare_again)
     assert [bool(text) for text in first] == [False, True, False, False]
     assert second == first[:3]
+
+
+def test_ranks_compare_once_what_torch_captures(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(compare_once)
 
 
 def test_ranks_compare_constants(rank_pools: RankPools) -> None:

@@ -69,6 +69,13 @@ def test_a_rank_that_differs_later_runs_what_was_agreed(pair: RankPool, name: st
     assert all(set(one) == {"tile"} for one in found)
 
 
+def test_a_rank_that_differs_later_in_a_graph_that_torch_captures(pair: RankPool) -> None:
+    """What stands in for its graph has the policy that the others have."""
+    options = {"ditron.strategy": "tile", "ditron.meeting_s": 2.0, "triton.cudagraphs": True, "ditron.trials": True}
+    found = pair.run(divergent.check, "nothing_this_time", options)
+    assert all(set(one) == {"tile"} for one in found)
+
+
 @pytest.mark.parametrize("name", ["graph_break", *rare("bias_before", "nothing_to_multiply", "reader_between_sums")])
 def test_three_ranks(rank_pools: RankPools, name: str) -> None:
     rank_pools.get("cpu", 3, label="three").run(divergent.check, name, options(name, **{"ditron.strategy": "chunked"}))

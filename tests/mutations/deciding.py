@@ -145,9 +145,9 @@ DECIDING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "warm-ups try strategies",
-        "passes/graph/rewriting.py",
-        "options.trials and not replayed",
-        "options.trials",
+        "passes/finish/name_sites.py",
+        "task.policy.trials and not replayed",
+        "task.policy.trials",
         REPLAYED,
     ),
     Mutation(
@@ -156,6 +156,20 @@ DECIDING: tuple[Mutation, ...] = (
         "if node.policy.replayed:",
         "if False:",
         REPLAYED,
+    ),
+    Mutation(
+        "a graph that conforms is not captured",
+        "ditron_inductor/pipeline.py",
+        "self.replayed = facts.options.get(CUDAGRAPHS) == repr(True)",
+        "self.replayed = False",
+        "tests/models/test_divergent.py::test_a_rank_that_differs_later_in_a_graph_that_torch_captures",
+    ),
+    Mutation(
+        "replicas are compared again whatever is captured",
+        "ditron_inductor/device/replicas.py",
+        "(again and count & (count - 1) == 0)",
+        "count & (count - 1) == 0",
+        "tests/device/test_replicas.py::test_ranks_compare_once_what_torch_captures",
     ),
     Mutation(
         "ranks may not differ in what torch captures",

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from ditron_inductor.ops import flash_decode
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.name_sites import find_sites, name_sites
+from ditron_inductor.passes.finish.name_sites import add_key, find_sites, name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.task.schema import node_from_call
@@ -43,6 +44,23 @@ def layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tens
 
 def tensors(rows: int = 8, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(shape, dtype=dtype) for shape in ((rows, 16), (16, 32), (32, 16)))
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_all_sites_know_whether_torch_captures_them(replayed: bool) -> None:
+    """Calls of the user's program too, whatever options they were made with."""
+
+    def with_a_call(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Any:
+        q, cache = x.view(8, 1, 16), w.view(8, 4, 1, 16)
+        return *layer(x, w, v), flash_decode(q, cache, cache, lengths, options=Options(trials=True))
+
+    module = named(with_a_call, *tensors(), torch.ones(8, dtype=torch.int32))
+    add_key(module.graph, "key", replayed)
+    _, nodes = find_sites(module.graph)
+    tasks = [node_from_call(node.target, node.args) for node in nodes]
+    assert {task.kind for task in tasks} >= {"flash_decode", "matmul_all_reduce"}
+    for task in tasks:
+        assert (task.policy.replayed, task.policy.trials) == (replayed, not replayed) and task.site.endswith("@key")
 
 
 def test_form() -> None:

@@ -62,8 +62,8 @@ ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
 ditron::meet(str key) -> ()
 ditron::own_chunk(Tensor x, int dim, int world_size, str group_name) -> Tensor
-ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants)
-  -> Tensor(a)
+ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants,
+  bool again=True) -> Tensor(a)
 """,
     )
 
