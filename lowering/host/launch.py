@@ -210,7 +210,7 @@ class Launch:
         begin = self.site_text, nbytes, workspace.options.workspace_limit, *limits, self.turn
         here = recording.here()
         if here is not None:
-            here.took(SlotUse(shared, *begin))
+            here.took(SlotUse(shared, begin))
         generation, slot, site = shared.begin(*begin)
         try:
             words = (pointers_of(generation, slot, site),)

@@ -35,12 +35,7 @@ class SlotUse:
     """How `Launch.run` took its slot: the workspace, and the arguments of `SharedWorkspace.begin`."""
 
     shared: Any
-    site_text: str
-    nbytes: int
-    limit: int
-    timeout_s: float
-    first_timeout_s: float
-    turn: int | None
+    begin: tuple[Any, ...]
 
 
 @dataclass(frozen=True)

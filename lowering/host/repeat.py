@@ -57,11 +57,7 @@ class Step:
         self._ready = launch.ready
         slot = launch.slot
         self._shared = None if slot is None else slot.shared
-        self._begin = (
-            ()
-            if slot is None
-            else (slot.site_text, slot.nbytes, slot.limit, slot.timeout_s, slot.first_timeout_s, slot.turn)
-        )
+        self._begin = () if slot is None else slot.begin
         self._plain: list[tuple[int, int]] = []
         self._shifted: list[tuple[int, int, int]] = []
         self._tuples: list[tuple[int, Sequence[Pointer]]] = []
