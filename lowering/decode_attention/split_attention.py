@@ -222,6 +222,8 @@ def attend(
     if HOW.PAGE == 0:
         k_at += batch.to(tl.int64) * strides.k[0]
         v_at += batch.to(tl.int64) * strides.v[0]
+    else:
+        pages = work.block_table + batch.to(tl.int64) * strides.pages
     k_inside = tokens[:, None] * strides.k[1] + dims[None, :]
     v_inside = tokens[:, None] * strides.v[1] + dims[None, :]
     most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
@@ -276,7 +278,6 @@ def attend(
             read = there
         loaded = read[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE > 0:
-            pages = work.block_table + batch.to(tl.int64) * strides.pages
             page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=read, other=0).to(tl.int64)[:, None]
             inside = ((first + tokens) % HOW.PAGE)[:, None]
             k_rows = k_at + page * strides.k[0] + inside * strides.k[1]
