@@ -264,9 +264,8 @@ class ConformPipeline(CustomGraphPass):
 
     def __init__(self, forms: Mapping[str, Sequence[Form]], facts: GraphFacts) -> None:
         self.forms = forms
+        self.facts = facts
         self.options = Options.of_shared(facts.options)
-        self.key = facts.key
-        self.replayed = facts.options.get(CUDAGRAPHS) == repr(True)
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
@@ -274,7 +273,7 @@ class ConformPipeline(CustomGraphPass):
         for name_pass in (order_collectives, name_sites, verify_tasks):
             name_pass(graph, options=self.options)
         mark_calls(graph)
-        add_key(graph, self.key, self.replayed)
+        add_key(graph, self.facts)
         graph.lint()
 
     def uuid(self) -> None:
@@ -329,12 +328,12 @@ def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options
     codegen/plain_graph.py). moved: what the passes changed of its collectives.
     """
     settings = {**options.shared(), CUDAGRAPHS: repr(is_replayed())}
-    key = graph_facts(before, facts_of(graph), moved, settings).key
-    add_key(graph, key, is_replayed())
+    unnamed = graph_facts(before, facts_of(graph), moved, settings)
+    add_key(graph, unnamed)
     facts = graph_facts(before, facts_of(graph), moved, settings)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        node = graph.call_function(overload("meet"), (key,))
+        node = graph.call_function(overload("meet"), (unnamed.key,))
     node.meta.update({"val": None, MEETING: (facts.text(), plain, options.meeting_s, count_left_alone(graph))})
     graph.lint()
 

@@ -91,6 +91,11 @@ class GraphFacts:
         return all(group.is_bare for group in self.groups)
 
     @property
+    def replayed(self) -> bool:
+        """Whether torch captures the graph in CUDA graphs."""
+        return self.options.get(CUDAGRAPHS) == repr(True)
+
+    @property
     def program(self) -> str:
         """A hash of the program's collectives, by the lines that launch them, and of the options. Sizes are not a part
         of it: it is equal for two graphs of one piece of the program that were compiled for different sizes, or with

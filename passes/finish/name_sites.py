@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ditron_inductor.device.facts import LaunchFacts
+from ditron_inductor.device.facts import GraphFacts, LaunchFacts
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.wire_facts import launches_of
 from ditron_inductor.passes.graph import rewriting
@@ -41,11 +41,6 @@ def region_of(launches: Sequence[LaunchFacts]) -> str:
     return _digest([launch.wire for launch in launches])
 
 
-def rewrite(node: fx.Node, site: str) -> None:
-    """Writes `site` into the arguments of a Task node."""
-    rewriting.change_task(node, replace(node_from_call(node.target, node.args), site=site))
-
-
 def name_sites(graph: fx.Graph, *, options: Options) -> int:
     """Names all sites of `graph`, and returns how many names changed."""
     changed = 0
@@ -57,13 +52,16 @@ def name_sites(graph: fx.Graph, *, options: Options) -> int:
             task = node_from_call(node.target, node.args)
             site = f"{region}/{number}:{task.kind}"
             if shared_site(task.site) != site:
-                rewrite(node, site)
+                rewriting.change_task(node, replace(task, site=site))
                 changed += 1
     return changed
 
 
-def add_key(graph: fx.Graph, key: str, replayed: bool) -> None:
-    """Appends the key of the graph to the names of its sites. replayed: see Policy."""
+def add_key(graph: fx.Graph, facts: GraphFacts) -> None:
+    """Appends the key of the graph, whose facts are given, to the names of its sites, and sets `replayed` of their
+    policies.
+    """
+    key, replayed = facts.key, facts.replayed
     for node in graph.nodes:
         if is_task(node):
             task = node_from_call(node.target, node.args)

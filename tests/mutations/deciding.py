@@ -158,11 +158,11 @@ DECIDING: tuple[Mutation, ...] = (
         REPLAYED,
     ),
     Mutation(
-        "a graph that conforms is not captured",
-        "ditron_inductor/pipeline.py",
-        "self.replayed = facts.options.get(CUDAGRAPHS) == repr(True)",
-        "self.replayed = False",
-        "tests/models/test_divergent.py::test_a_rank_that_differs_later_in_a_graph_that_torch_captures",
+        "a graph does not say that it is captured",
+        "ditron_inductor/device/facts.py",
+        "return self.options.get(CUDAGRAPHS) == repr(True)",
+        "return False",
+        REPLAYED,
     ),
     Mutation(
         "replicas are compared again whatever is captured",

@@ -49,6 +49,13 @@ SINKING: tuple[Mutation, ...] = (
         "tests/passes/test_cached_attention.py::test_layers_share_the_bounds_of_a_mask",
     ),
     Mutation(
+        "the last token that is shown is behind the bounds",
+        "passes/attention/mask_bounds.py",
+        "begin=begin) for begin in (0, 1))",
+        "begin=begin) for begin in (0, 0))",
+        "tests/passes/test_cached_attention.py::test_layers_share_the_bounds_of_a_mask",
+    ),
+    Mutation(
         "any column may be left out",
         PASS,
         "not last or part.start != 0 or",

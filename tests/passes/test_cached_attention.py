@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import expecttest
@@ -16,6 +16,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.cached_attention import attend_within, cached_attention, find_attention
 from ditron_inductor.passes.finish.record_sites import record_graph
 from ditron_inductor.task import schema
+from ditron_inductor.task.cached_attention import bounds
 from ditron_inductor.task.nodes import CachedAttention
 from tests.passes.graphs import (
     WORLD_SIZE,
@@ -399,6 +400,19 @@ def test_layers_share_the_bounds_of_a_mask() -> None:
     first, second, third = (schema.operands_of(call)[3:6] for call in calls)
     assert first == second and not set(second) & set(third)
     assert len(after.graph.find_nodes(op="call_function", target=torch.ops.aten.amin.default)) == 2
+    check_bounds(after, first)
+    check_bounds(after, third)
+
+
+def check_bounds(module: fx.GraphModule, operands: Sequence[fx.Node]) -> None:
+    """The graph computes the bounds of a mask that is an operand of a call, in front of them."""
+    returned = twin(module)
+    nodes = {node.name: node for node in returned.graph.nodes}
+    returned.graph.output_node().args = ([nodes[node.name] for node in operands],)
+    returned.graph.eliminate_dead_code()
+    returned.recompile()
+    for mask, *found in computed(returned)[0]:
+        torch.testing.assert_close(found, list(bounds(mask)))
 
 
 CUDNN, EFFICIENT = (

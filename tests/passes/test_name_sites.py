@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from ditron_inductor.device.facts import CUDAGRAPHS, GraphFacts
 from ditron_inductor.ops import flash_decode
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import add_key, find_sites, name_sites
@@ -55,12 +56,13 @@ def test_all_sites_know_whether_torch_captures_them(replayed: bool) -> None:
         return *layer(x, w, v), flash_decode(q, cache, cache, lengths, options=Options(trials=True))
 
     module = named(with_a_call, *tensors(), torch.ones(8, dtype=torch.int32))
-    add_key(module.graph, "key", replayed)
+    facts = GraphFacts((), {CUDAGRAPHS: repr(replayed)})
+    add_key(module.graph, facts)
     _, nodes = find_sites(module.graph)
     tasks = [node_from_call(node.target, node.args) for node in nodes]
     assert {task.kind for task in tasks} >= {"flash_decode", "matmul_all_reduce"}
     for task in tasks:
-        assert (task.policy.replayed, task.policy.trials) == (replayed, not replayed) and task.site.endswith("@key")
+        assert (task.policy.replayed, task.policy.trials) == (replayed, not replayed) and task.site.endswith(f"@{facts.key}")
 
 
 def test_form() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ditron_inductor.passes.attention.softmax_algebra import Algebra
 from ditron_inductor.passes.attention.sunk_attention import read_sunk
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import CachedAttention
 from tests.passes.graphs import graph_on
 from tests.passes.test_cached_attention import (
@@ -21,6 +22,7 @@ from tests.passes.test_cached_attention import (
     S,
     Step,
     Tensors,
+    check_bounds,
     check_form,
     decoded,
     graph_of,
@@ -153,6 +155,14 @@ NEVER: dict[str, Step] = {
 @pytest.mark.parametrize("name", NEVER, ids=lambda name: name.replace(" ", "_"))
 def test_it_must_not_fire(name: str) -> None:
     assert decoded(graph_of(NEVER[name])) == []
+
+
+def test_the_bounds_of_a_bias() -> None:
+    form, task = next(one for one in FORMS.values() if one[1].mask == "bias")
+    module = graph_of(form)
+    assert decoded(module) == [task]
+    (call,) = module.graph.find_nodes(op="call_function", target=schema.overload(CachedAttention.kind))
+    check_bounds(module, schema.operands_of(call)[3:6])
 
 
 def test_reading_takes_no_longer_for_each_sum() -> None:
