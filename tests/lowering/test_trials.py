@@ -214,30 +214,36 @@ def test_a_rank_that_prepares_again_counts_on(pool: RankPool) -> None:
     pool.run(_one_rank_prepares_again)
 
 
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return fc.all_reduce(x @ w, "sum", dist.group.WORLD)
+
+
+@contextmanager
+def noted() -> Iterator[list[tuple[str, Choice]]]:
+    """The sites of all calls in the block, and what is chosen for them."""
+    note, found = decisions.note, list[tuple[str, Choice]]()
+
+    def observe(group_name: str, request: Any, choice: Any) -> None:
+        found.append((request.site, choice))
+        note(group_name, request, choice)
+
+    with mock.patch.object(decisions, "note", observe):
+        yield found
+
+
 def _compiled(ctx: RankContext) -> None:
     torch._dynamo.reset()
     x, w = calls.operand(ctx, [24, 40], torch.bfloat16), calls.weight(ctx, 40, 48, torch.bfloat16)
-
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return fc.all_reduce(x @ w, "sum", dist.group.WORLD)
-
     site = Site(name="reference")
     want = calls.reference_matmul_all_reduce(ctx, site, x, w)
     # With one limit for all calls of the pool.
     options = {"ditron.trials": True, "ditron.timeout_s": calls.TIMEOUT_S}
-    compiled = torch.compile(fn, backend="ditron", options=options)
-    names = set()
-    note = decisions.note
-
-    def noted(group_name: str, request: Any, choice: Any) -> None:
-        names.add(request.site)
-        note(group_name, request, choice)
-
-    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}), mock.patch.object(decisions, "note", noted):
+    compiled = torch.compile(product, backend="ditron", options=options)
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}), noted() as found:
         with torch.no_grad():
             for _ in range(STEPS + 4):
                 assert_near(compiled(x, w), want, num_partials=ctx.world_size)
-        (name,) = names
+        (name,) = {site for site, _ in found}
         assert last(ctx, name) == ("tile", "trial")
 
 
@@ -253,29 +259,20 @@ def _for_cuda_graphs(ctx: RankContext) -> None:
     torch._dynamo.reset()
     x, w = calls.operand(ctx, [24, 40], torch.bfloat16), calls.weight(ctx, 40, 48, torch.bfloat16)
 
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return fc.all_reduce(x @ w, "sum", dist.group.WORLD)
-
     def planned(request: PlanRequest, table: str) -> Choice:
         return Choice("tile" if request.problem.captured else "library", "planned", None, "model")
 
     options = {"ditron.trials": True, "ditron.timeout_s": calls.TIMEOUT_S, "triton.cudagraphs": True}
-    compiled, ran = torch.compile(fn, backend="ditron", options=options), []
-    note = decisions.note
-
-    def noted(group_name: str, request: Any, choice: Any) -> None:
-        ran.append((choice.strategy, choice.source))
-        note(group_name, request, choice)
-
+    compiled = torch.compile(product, backend="ditron", options=options)
     with (
         torch.no_grad(),
         tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}),
         mock.patch.object(trials, "choose", planned),
-        mock.patch.object(decisions, "note", noted),
+        noted() as found,
     ):
         for _ in range(3):
             compiled(x, w)
-    assert set(ran) == {("tile", "model")}, ran
+    assert {(choice.strategy, choice.source) for _, choice in found} == {("tile", "model")}
 
 
 def test_a_graph_that_torch_captures_tries_nothing(rank_pools: RankPools) -> None:

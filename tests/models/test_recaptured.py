@@ -81,4 +81,4 @@ def _turns(ctx: RankContext) -> int:
 def test_ranks_that_capture_alone(gpu_pool: RankPool) -> None:
     captured = gpu_pool.run(_turns, timeout=140)
     # Otherwise nobody was alone.
-    assert captured[0] >= 4 and captured[1] >= 4 and min(captured) > 0
+    assert min(captured) >= 4
