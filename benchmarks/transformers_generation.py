@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,41 +36,95 @@ from ditron_inductor import serving
 
 MODULE = "benchmarks.transformers_generation"
 CONTESTANTS = ("inductor", "max_autotune", "ditron")
-FAMILIES = {"llama3-8b": "llama", "llama3-70b": "llama"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How `transformers` names a model of the zoo. config: config values that the zoo does not have, or has in another
+    form. experts_apart: whether its own plan gives each rank some of the experts as a whole, instead of a part of each.
+    """
+
+    model_type: str
+    vocabulary: int
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    experts_apart: bool = False
+
+
+LLAMA = Family("llama", 128256)
+QWEN_EXPERTS = Family("qwen3_moe", 151936, {"norm_topk_prob": True})
+FAMILIES = {
+    "llama3-8b": LLAMA,
+    "llama3-70b": LLAMA,
+    "qwen3-32b": Family("qwen3", 151936),
+    "gemma3-27b": Family("gemma3_text", 262208, {"query_pre_attn_scalar": 168, "sliding_window": 1024}),
+    "mixtral-8x7b": Family("mixtral", 32000),
+    "qwen3-30b-a3b": QWEN_EXPERTS,
+    "qwen3-235b-a22b": QWEN_EXPERTS,
+    "gpt-oss-120b": Family("gpt_oss", 201088, experts_apart=True),
+    "deepseek-v3": Family("deepseek_v3", 129280, {"first_k_dense_replace": 0}),
+}
 PROMPT = 8
 CHECKED = 4
 """Tokens of the comparison with fp32."""
 
 
-def sizes_of(name: str, layers: int, longest: int, cuda: bool) -> dict[str, Any]:
-    """A model's config values, as `transformers` names them."""
+def config_of(name: str, layers: int, longest: int, cuda: bool) -> Any:
+    """A model's config, of its own sizes or of tiny ones."""
+    from transformers import AutoConfig
+
     arch = MODELS[name] if cuda else MODELS[name].like(TINY)
-    return {
+    family = FAMILIES[name]
+    sizes: dict[str, Any] = {
         "hidden_size": arch.hidden,
         "intermediate_size": arch.inner,
         "num_hidden_layers": layers or arch.depth,
         "num_attention_heads": arch.heads,
         "num_key_value_heads": arch.kv_heads,
-        "head_dim": arch.head_dim,
-        "vocab_size": 128256 if cuda else 96,
+        "vocab_size": family.vocabulary if cuda else 96,
         "max_position_embeddings": longest,
+        # A token that no config means to end a sequence, as those of random weights should be as long as asked for.
+        "pad_token_id": 0,
     }
+    if arch.experts:
+        count = "n_routed_experts" if arch.shared else "num_local_experts"
+        sizes |= {count: arch.experts, "num_experts_per_tok": arch.top_k, "moe_intermediate_size": arch.inner}
+    if arch.query_latent:
+        latent = {"q_lora_rank": arch.query_latent, "kv_lora_rank": arch.key_latent}
+        sizes |= latent | {"qk_rope_head_dim": arch.rotary_dim, "qk_nope_head_dim": arch.head_dim}
+        sizes |= {"v_head_dim": arch.head_dim} | ({} if cuda else {"n_group": 1, "topk_group": 1})
+    else:
+        sizes["head_dim"] = arch.head_dim
+    return AutoConfig.for_model(family.model_type, **(sizes | family.config))
+
+
+def cut_over(ranks: int, experts_apart: bool) -> Any:
+    """The model's own plan."""
+    from transformers.distributed import DistributedConfig
+
+    if not experts_apart:
+        return DistributedConfig(tp_size=ranks)
+    # Releases before 5.20 have a switch for it, later ones a number.
+    names = {one.name for one in dataclasses.fields(DistributedConfig)}
+    apart: dict[str, Any] = {"ep_size": ranks} if "ep_size" in names else {"enable_expert_parallel": True}
+    return DistributedConfig(tp_size=ranks, **apart)
 
 
 @contextlib.contextmanager
 def saved(session: Session, options: argparse.Namespace) -> Iterator[Callable[[torch.dtype], Any]]:
     """A function that loads the model, sharded, in a dtype. It is in a folder that rank 0 writes and removes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers import AutoModelForCausalLM
 
     device = session.clock.device
     folder = session.agree(tempfile.mkdtemp(prefix="ditron-generation-") if session.rank == 0 else "")[0]
-    sizes = sizes_of(options.model, options.layers, max(options.cache), device.type == "cuda")
-    config = AutoConfig.for_model(FAMILIES[options.model], **sizes)
-    whole: Any = DistributedConfig(tp_size=session.world_size)
+    config = config_of(options.model, options.layers, max(options.cache), device.type == "cuda")
+    whole = cut_over(session.world_size, FAMILIES[options.model].experts_apart)
 
     def load(dtype: torch.dtype) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=whole).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=whole).eval()
+        for module in model.modules():
+            # Some releases wait for gradients of norms. Nobody computes any here, and each would break the graph.
+            module._backward_hooks.clear()
+        return model
 
     try:
         if session.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -70,7 +72,83 @@ def test_options() -> None:
     assert "triton.cudagraphs" not in serving.options(cudagraphs=False)
     found = serving.options(cudagraphs=True, **{"ditron.strategy": "tile"})
     assert found["triton.cudagraphs"] is True and found["ditron.strategy"] == "tile"
-    assert found["guard_filter_fn"] is torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    assert found["guard_filter_fn"] is serving.guards_to_keep
+
+
+class Numbered(nn.Module):
+    """A layer that knows its place, and may break a graph."""
+
+    def __init__(self, place: int, breaks: bool) -> None:
+        super().__init__()
+        self.place, self.breaks = place, breaks
+        self.weight = nn.Parameter(torch.full((4,), 2.0 + place))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.place
+
+
+class Stack(nn.Module):
+    """Three of these layers."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Numbered(place, breaks) for place in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _as_module(model: nn.Module, compile_it: Any) -> Any:
+    return compile_it(model)
+
+
+def _as_call(model: nn.Module, compile_it: Any) -> Any:
+    return compile_it(model.__call__)
+
+
+def _as_forward(model: Any, compile_it: Any) -> Any:
+    model.forward = compile_it(model.forward)
+    return model
+
+
+def _as_function(model: nn.Module, compile_it: Any) -> Any:
+    return compile_it(lambda x: model(x))
+
+
+def _layer_by_layer(model: Any, compile_it: Any) -> Any:
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = compile_it(layer)
+    return model
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("way", [_as_module, _as_call, _as_forward, _as_function, _layer_by_layer])
+def test_a_layer_behind_a_graph_break_is_not_taken_for_the_first_one(way: Callable[..., Any], breaks: bool) -> None:
+    torch._dynamo.reset()
+    kept: list[tuple[int, int]] = []  # guards that stay, and all guards, of each graph
+
+    def keep(guards: Any) -> list[bool]:
+        found = serving.guards_to_keep(guards)
+        kept.append((sum(found), len(found)))
+        return found
+
+    model = Stack(breaks)
+    x = torch.ones(2, 4)
+    wanted = model(x)
+    with torch.no_grad():
+        step = way(model, functools.partial(torch.compile, backend="eager", options={"guard_filter_fn": keep}))
+        assert torch.equal(step(x), wanted)
+        assert torch.equal(step(x), wanted)
+    if breaks or way is _layer_by_layer:
+        assert all(checked == of for checked, of in kept[1:])
+    else:
+        [(checked, of)] = kept
+        assert checked < of // 2
 
 
 @dataclass(frozen=True)
