@@ -98,15 +98,16 @@ def config_of(name: str, layers: int, longest: int, cuda: bool) -> Any:
 
 
 def cut_over(ranks: int, experts_apart: bool) -> Any:
-    """The model's own plan."""
+    """The `DistributedConfig` of a model's own plan; `experts_apart` is explained in `Family`."""
     from transformers.distributed import DistributedConfig
 
     if not experts_apart:
         return DistributedConfig(tp_size=ranks)
-    # Releases before 5.20 have a switch for it, later ones a number.
-    names = {one.name for one in dataclasses.fields(DistributedConfig)}
-    apart: dict[str, Any] = {"ep_size": ranks} if "ep_size" in names else {"enable_expert_parallel": True}
-    return DistributedConfig(tp_size=ranks, **apart)
+    if "ep_size" in DistributedConfig.__dataclass_fields__:
+        how: dict[str, Any] = {"ep_size": ranks, "ep_implementation": "all_reduce"}
+    else:
+        how = {"enable_expert_parallel": True}  # up to 5.19
+    return DistributedConfig(tp_size=ranks, **how)
 
 
 @contextlib.contextmanager

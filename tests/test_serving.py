@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.tolerances import narrow_limit, relative_error
-from benchmarks.transformers_generation import compiled_by, fed_logits
+from benchmarks.transformers_generation import compiled_by, cut_over, fed_logits
 from ditron_inductor import serving
 from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.task.plan import decisions
@@ -168,7 +168,6 @@ class Generation:
 def from_one_folder(ctx: RankContext, case: Generation, sizes: Sizes) -> Iterator[Callable[[torch.dtype], Any]]:
     """A function that loads the same sharded model in a dtype, as its users do, on every rank."""
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
 
     architecture = ARCHITECTURES[case.name]
     own = {name: value(sizes) for name, value in architecture.from_sizes.items()}
@@ -180,8 +179,7 @@ def from_one_folder(ctx: RankContext, case: Generation, sizes: Sizes) -> Iterato
         if ctx.rank == 0:
             AutoModelForCausalLM.from_config(config).to(sizes.dtype).save_pretrained(folder[0])
         dist.barrier()
-        parallel: dict[str, Any] = {"ep_size": ctx.world_size, "ep_implementation": "all_reduce"}
-        distributed: Any = DistributedConfig(tp_size=ctx.world_size, **(parallel if case.form == "ep" else {}))
+        distributed = cut_over(ctx.world_size, experts_apart=case.form == "ep")
 
         def load(dtype: torch.dtype) -> Any:
             model = AutoModelForCausalLM.from_pretrained(folder[0], dtype=dtype, distributed_config=distributed)

@@ -13,6 +13,8 @@ After:
 Rows that are not repeated, such as what the second matmul of an expert multiplies, are a row for each slot. The factors
 of the bmm may also stand the other way round, `bmm(rows [S, 1, K], index [S, K, N])`.
 
+The experts may be clamped to a range in which all of them lie.
+
 Under expert parallelism the experts are clamped ids, of which E says that an expert is elsewhere (see
 graph/slots_elsewhere.py). The call gets the ids, and computes nothing for such slots.
 
@@ -42,6 +44,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.sorted_experts import sorted_experts
 from ditron_inductor.passes.graph import expert_rows, proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.all_to_all import written
+from ditron_inductor.passes.graph.expressions import CLAMPS
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
@@ -96,8 +99,8 @@ def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> M
     experts, value, given = indices[0], proofs.tensor(weight), proofs.tensor(rows)
     if not isinstance(experts, fx.Node) or value is None or given is None or proofs.sole_user(copied) is not bmm:
         return None
-    ids, chosen = _ids(experts, value.shape[0])
-    top_k = _slots_of_a_token(ids, chosen, value.shape[0], ids is not experts)
+    ids, chosen, has_absent = _ids(experts, value.shape[0])
+    top_k = _slots_of_a_token(ids, chosen, value.shape[0], has_absent)
     S = proofs.size(experts.meta["val"].shape[0])
     if top_k is None or not isinstance(S, int) or not 0 < S <= MOST_EXPERT_TOKENS * top_k or value.ndim != 3:
         return None
@@ -107,20 +110,30 @@ def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> M
     if not any(proofs.known_equal(stride, 1) for stride in value.stride()[1:]):
         return None
     result = _as_matrix(bmm, S, value.shape[3 - contracted])
-    if result is None or (ids is not experts and not slots_elsewhere.are_never_used(result, ids, value.shape[0])):
+    if result is None or (has_absent and not slots_elsewhere.are_never_used(result, ids, value.shape[0])):
         return None
     of_tokens = _repeated(proofs.views_up(rows)[-1], S // top_k, top_k)
     x = of_tokens or proofs.view_in_shape(rows, (S, value.shape[contracted])) or rows
     if written((x, ids, weight)) is not None:
         # The call would read it later than the copy does.
         return None
-    return Match(bmm, x, ids, weight, result, swapped, of_tokens is not None, top_k, ids is not experts)
+    return Match(bmm, x, ids, weight, result, swapped, of_tokens is not None, top_k, has_absent)
 
 
-def _ids(experts: fx.Node, num_experts: Any) -> tuple[fx.Node, fx.Node]:
-    """Returns (the ids of which `experts` are those on this rank, or `experts`; the choices that these are made of)."""
-    found = slots_elsewhere.ids_of(experts, num_experts) if isinstance(num_experts, int) else None
-    return (experts, proofs.views_up(experts)[-1]) if found is None else found
+def _ids(experts: fx.Node, num_experts: Any) -> tuple[fx.Node, fx.Node, bool]:
+    """Returns (the ids of which `experts` are those on this rank, or `experts` before they were clamped; the choices
+    that these are made of; whether some may be on other ranks). Choices among no more than `num_experts` are what they
+    were when they are clamped: `_slots_of_a_token` asks for that.
+    """
+    if not isinstance(num_experts, int):
+        return experts, proofs.views_up(experts)[-1], False
+    found = slots_elsewhere.ids_of(experts, num_experts)
+    if found is not None:
+        return *found, True
+    chosen = expert_rows.unclamped(experts, num_experts)
+    while chosen is not None and experts.target in CLAMPS:
+        experts = proofs.operand(experts)
+    return experts, proofs.views_up(experts)[-1] if chosen is None else chosen, False
 
 
 def _slots_of_a_token(experts: fx.Node, found: fx.Node, num_experts: Any, of_ranks: bool) -> int | None:

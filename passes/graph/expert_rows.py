@@ -44,6 +44,11 @@ class Range:
         return Range(min(max(self.least, least), most), min(max(self.most, least), most))
 
 
+    def toward_zero(self, most: int) -> Range:
+        """The range of numbers that have the sign of those of this range, and neither their size nor `most` is less."""
+        return Range(min(max(self.least, -most), 0), max(min(self.most, most), 0))
+
+
 ANY = Range()
 
 
@@ -97,7 +102,11 @@ def range_of(node: fx.Node) -> Range:
         bounds = _bounds(source)
         return ANY if bounds is None else range_of(proofs.operand(source)).clamped(bounds.least, bounds.most)
     if source.target is aten.where.self:
-        left, right = (range_of(value) if isinstance(value, fx.Node) else ANY for value in source.args[1:])
+        condition, *values = source.args
+        left, right = (range_of(value) if isinstance(value, fx.Node) else ANY for value in values)
+        if isinstance(condition, fx.Node) and condition.target is aten.eq.Scalar and condition.args[0] is values[1]:
+            # What is equal to the number is not taken.
+            right = Range(right.least + (condition.args[1] == right.least), right.most)
         return left.union(right)
     if source.target in (aten.full.default, aten.scalar_tensor.default):
         filled = source.args[int(source.target is aten.full.default)]
@@ -106,6 +115,10 @@ def range_of(node: fx.Node) -> Range:
         divisor = source.args[1]
         # Of a positive divisor; the remainder has its sign.
         return Range(0, divisor - 1) if isinstance(divisor, int) and divisor > 0 else ANY
+    if source.target is aten.fmod.Scalar:
+        divisor, divided = source.args[1], range_of(proofs.operand(source))
+        # It has the sign of what is divided, and is not greater.
+        return divided.toward_zero(divisor - 1) if isinstance(divisor, int) and divisor > 0 else ANY
     return ANY
 
 

@@ -8,6 +8,12 @@
 With expert parallelism each rank has E of the experts. A slot of an expert elsewhere is multiplied by the weights of
 expert E - 1, and what comes of that is multiplied by 0 in the end. So it need not be computed: zeros may stand in its
 place, where no op makes something of them that is not finite.
+
+The releases 5.16 to 5.22 of `transformers` write, with elsewhere = ne(div(that, E, floor), RANK):
+
+    fmod(where(elsewhere, -1, that), E)                    -1 for an expert elsewhere
+    where(eq(fmod, -1), E, fmod) -> reshape [S]            ids
+    where(elsewhere, 0, weights of the slots) -> reshape [S]
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from ditron_inductor.passes.graph.sorts import quotient
 
 aten = torch.ops.aten
 SPLITS: frozenset[object] = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
+REMAINDERS: frozenset[object] = frozenset({aten.remainder.Scalar, aten.fmod.Scalar})
 QUOTIENTS: frozenset[object] = frozenset({aten.div.Tensor, POWER})
 BY_ROW: frozenset[object] = frozenset({*POINTWISE, aten.where.self, aten.bmm.default}) - QUOTIENTS
 """Ops whose results have rows that depend on the same rows of their operands only, if all have as many dimensions. A
@@ -46,18 +53,33 @@ def choices_behind(marked: fx.Node, num_experts: int) -> fx.Node | None:
     """Returns the indices of a topk of which `marked` has the experts of this rank, and `num_experts` or more in the
     place of other ones; None if it is made otherwise.
     """
+    parts = _elsewhere(marked, num_experts)
+    return None if parts is None else parts[1]
+
+
+def _elsewhere(marked: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | None:
+    """Returns (where the choices are not on this rank, the choices) behind `marked`, see `choices_behind`."""
     if marked.target is not aten.where.self:
         return None
-    elsewhere, instead, own = marked.args
-    assert isinstance(elsewhere, fx.Node)
-    if not isinstance(own, fx.Node) or own.target is not aten.remainder.Scalar or own.args[1] != num_experts:
-        return None
+    condition, instead, own = marked.args
     if not isinstance(instead, fx.Node) or not num_experts <= expert_rows.range_of(instead).least:
         return None
+    assert isinstance(condition, fx.Node)
+    if not isinstance(own, fx.Node) or own.target not in REMAINDERS or own.args[1] != num_experts:
+        return None
     chosen = proofs.operand(own)
-    parts = quotient(proofs.operand(elsewhere)) if elsewhere.target is aten.ne.Scalar else None
-    ranked = parts is not None and parts == (chosen, num_experts) and isinstance(elsewhere.args[1], int)
-    return chosen if ranked and chosen.target is getitem and chosen.args[1] == 1 else None
+    if own.target is aten.fmod.Scalar:
+        # Whatever is divided by 1 has no remainder, -1 neither.
+        if num_experts == 1 or condition.target is not aten.eq.Scalar or condition.args != (own, -1):
+            return None
+        if chosen.target is not aten.where.self or not proofs.is_full(chosen.args[1], -1):
+            return None
+        condition, _, chosen = chosen.args
+    if not isinstance(condition, fx.Node) or not isinstance(chosen, fx.Node):
+        return None
+    parts = quotient(proofs.operand(condition)) if condition.target is aten.ne.Scalar else None
+    ranked = parts is not None and parts == (chosen, num_experts) and isinstance(condition.args[1], int)
+    return (condition, chosen) if ranked and chosen.target is getitem and chosen.args[1] == 1 else None
 
 
 def _unclamped(experts: fx.Node) -> fx.Node | None:
@@ -143,6 +165,9 @@ def is_zero_elsewhere(product: fx.Node, rows: fx.Node, ids: fx.Node, num_experts
     if not of_rows or scale.target is not aten.where.self or not proofs.is_full(scale.args[1], 0):
         return False
     mask = scale.args[0]
-    if not isinstance(mask, fx.Node) or mask.target is not aten.ge.Scalar or mask.args[1] != num_experts:
+    if not isinstance(mask, fx.Node) or not proofs.alike(mask, scale):
         return False
-    return proofs.views_up(proofs.operand(mask))[-1] is ids and proofs.alike(mask, scale)
+    if mask.target is aten.ge.Scalar and mask.args[1] == num_experts:
+        return proofs.views_up(proofs.operand(mask))[-1] is ids
+    parts = _elsewhere(ids, num_experts)
+    return parts is not None and mask is parts[0]

@@ -62,7 +62,9 @@ def test_golden_experts_of_a_decode_step() -> None:
     lines = text(module.graph).splitlines()
     begin = next(index for index, line in enumerate(lines) if "topk" in line)
     end = next(index for index, line in enumerate(lines) if "aten.sum" in line)
-    expecttest.assert_expected_inline("\n".join(lines[begin:end]), """\
+    expecttest.assert_expected_inline(
+        "\n".join(lines[begin:end]),
+        """\
 topk = aten.topk(arg2_1, 2)
 getitem [3, 2] = topk[0]
 getitem_1 [3, 2] = topk[1]
@@ -77,7 +79,8 @@ expert_projections_1 = ditron.expert_projections([getitem_9, view, permute_defau
 getitem_6 [6, 16] = expert_projections_1[0]
 view_2 [6, 1] = aten.reshape(getitem, [-1, 1])
 mul_1 [6, 16] = aten.mul.Tensor(getitem_6, view_2)
-view_3 [3, 2, 16] = aten.reshape(mul_1, [-1, 2, 16])""")
+view_3 [3, 2, 16] = aten.reshape(mul_1, [-1, 2, 16])""",
+    )
 
 
 def same_results(fn: Callable[..., Any], *args: torch.Tensor, made: int, options: Options | None = None) -> None:
@@ -146,6 +149,22 @@ def test_experts_must_be_those_of_a_topk() -> None:
 def test_more_scores_than_experts_prove_nothing() -> None:
     module = traced(chosen_by(by_topk), X, torch.empty(T, E + 1), GATE_UP, NORM)
     assert calls(module) == 0
+
+
+def test_choices_may_be_clamped_to_all_experts() -> None:
+    """As `transformers` before 5.23 clamps them, on one rank too. The call reads what is not clamped."""
+
+    def clamped(least: int, most: int) -> Callable[..., torch.Tensor]:
+        return chosen_by(lambda scores: by_topk(scores).clamp(least, most))
+
+    given = (X, SCORES, GATE_UP, NORM)
+    module = traced(clamped(0, E - 1), *given)
+    assert calls(module) == 1 and "clamp" not in text(module.graph)
+    same_results(clamped(0, E - 1), *given, made=1)
+    same_results(clamped(-1, E + 3), *given, made=1)
+    same_results(clamped(0, E - 2), *given, made=0)
+    same_results(clamped(1, E - 1), *given, made=0)
+    assert calls(traced(clamped(0, E - 1), X, torch.empty(T, E + 1), GATE_UP, NORM)) == 0
 
 
 def test_weights_without_contiguous_rows_or_columns_stay() -> None:

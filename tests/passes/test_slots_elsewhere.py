@@ -29,16 +29,30 @@ def on_rank(chosen: torch.Tensor, rank: int = 1, here: int = HERE, instead: int 
     return torch.where(chosen // here != rank, instead, chosen % here)
 
 
+def is_elsewhere(chosen: torch.Tensor, rank: int = 1, here: int = HERE) -> torch.Tensor:
+    return chosen // here != rank
+
+
+def on_rank_before(
+    chosen: torch.Tensor, elsewhere: torch.Tensor, nowhere: int = -1, here: int = HERE, instead: int = HERE
+) -> torch.Tensor:
+    """As the releases 5.16 to 5.22 of `transformers` mark them."""
+    own = torch.fmod(chosen.masked_fill(elsewhere, nowhere), here)
+    return own.masked_fill(own == -1, instead)
+
+
 def layer_of(
     *,
     marked: Marking = on_rank,
+    routed: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
     clamped: Marking = lambda ids: ids.clamp(0, HERE - 1),
     masked: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda scale, ids: scale.masked_fill(ids >= HERE, 0),
     between: Marking = lambda rows: rows,
     scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul,
     behind: Marking | None = None,
 ) -> Callable[..., Any]:
-    """A layer as `transformers` decodes under expert parallelism. between: of what the first matmul returns. behind: of
+    """A layer as `transformers` decodes under expert parallelism. routed: the weights and ids that the router returns,
+    of its weights and choices. masked: the weights that the experts take. between: of what the first matmul returns. behind: of
     the weighted rows, which are reduced then; the layer returns the weights too.
     """
 
@@ -53,7 +67,8 @@ def layer_of(
     ) -> Any:
         x = all_reduce(x @ norm)
         weights, chosen = scores.topk(K)
-        ids = marked(chosen).reshape(-1)
+        weights, marks = (weights, marked(chosen)) if routed is None else routed(weights, chosen)
+        ids = marks.reshape(-1)
         taken = clamped(ids)
         rows = x.repeat_interleave(K, 0).unsqueeze(1)
         gate, up = between(torch.bmm(rows, gate_up[taken]).squeeze(1) + first_bias[taken]).chunk(2, -1)
@@ -65,11 +80,37 @@ def layer_of(
     return layer
 
 
+def by_router(
+    marked: Callable[..., torch.Tensor] = on_rank_before,
+    elsewhere: Marking = is_elsewhere,
+    weighed: Marking | None = None,
+    filled: float = 0.0,
+    masked: bool = False,
+    **how: int,
+) -> Callable[..., Any]:
+    """A layer as the releases 5.16 to 5.22 of `transformers` decode, whose router masks ids and weights. elsewhere,
+    weighed: the slots whose ids, and whose weights, it masks, the same by default. masked: the experts mask weights.
+    """
+
+    def routed(weights: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        others = elsewhere(chosen)
+        hidden = others if weighed is None else weighed(chosen)
+        return weights if masked else weights.masked_fill(hidden, filled), marked(chosen, others, **how)
+
+    by_experts = {} if masked else {"masked": lambda scale, ids: scale}
+    return layer_of(routed=routed, **by_experts)
+
+
 FIRES = {
     "as transformers marks them": layer_of(),
     "of the first rank": layer_of(marked=lambda chosen: on_rank(chosen, 0)),
     "with a greater number": layer_of(marked=lambda chosen: on_rank(chosen, instead=HERE + 5)),
     "clamped from above": layer_of(clamped=lambda ids: ids.clamp(max=HERE - 1)),
+    "as the router marks them": by_router(),
+    "as the router marks them, weighed by the experts": by_router(masked=True),
+    "as the experts mark them, weighed by the router": by_router(
+        lambda chosen, elsewhere: torch.where(elsewhere, HERE, chosen % HERE)
+    ),
 }
 
 
@@ -91,9 +132,13 @@ REFUSED = {
         marked=lambda chosen: torch.where(chosen // (HERE + 1) != 1, HERE, chosen % HERE)
     ),
     "marked as an expert of the rank": layer_of(marked=lambda chosen: on_rank(chosen, instead=HERE - 1)),
-    "all ranks are the others": layer_of(
-        marked=lambda chosen: torch.where(chosen // HERE == 1, HERE, chosen % HERE)
-    ),
+    "all ranks are the others": layer_of(marked=lambda chosen: torch.where(chosen // HERE == 1, HERE, chosen % HERE)),
+    "remainders by another number, of the router": by_router(here=HERE + 1),
+    "marked by another number": by_router(nowhere=-2),
+    "marked as an expert of the rank, by the router": by_router(instead=HERE - 1),
+    "other slots than those of another rank": by_router(elsewhere=lambda chosen: chosen // HERE == 1),
+    "weights of another rank": by_router(weighed=lambda chosen: is_elsewhere(chosen, 2)),
+    "weights of 1, of the router": by_router(filled=1.0),
     "clamped to fewer": layer_of(clamped=lambda ids: ids.clamp(0, HERE - 2)),
     # What comes of them is used.
     "weights that are not 0": layer_of(masked=lambda scale, ids: scale),
@@ -125,7 +170,11 @@ def test_rows_that_something_else_reads_are_computed(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("behind", "absorbed"),
-    [(lambda terms: terms, True), (lambda terms: terms + 1.0, False), (lambda terms: terms.view(-1, D).sigmoid(), False)],
+    [
+        (lambda terms: terms, True),
+        (lambda terms: terms + 1.0, False),
+        (lambda terms: terms.view(-1, D).sigmoid(), False),
+    ],
     ids=["nothing", "added", "views"],
 )
 def test_what_is_made_of_weighted_slots_stays_outside(behind: Marking, absorbed: bool) -> None:
