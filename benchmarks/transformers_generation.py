@@ -101,13 +101,10 @@ def cut_over(ranks: int, experts_apart: bool) -> Any:
     """The `DistributedConfig` of a model's own plan; `experts_apart` is explained in `Family`."""
     from transformers.distributed import DistributedConfig
 
-    if not experts_apart:
-        return DistributedConfig(tp_size=ranks)
-    if "ep_size" in DistributedConfig.__dataclass_fields__:
-        how: dict[str, Any] = {"ep_size": ranks, "ep_implementation": "all_reduce"}
-    else:
-        how = {"enable_expert_parallel": True}  # up to 5.19
-    return DistributedConfig(tp_size=ranks, **how)
+    named = {"ep_size": ranks, "ep_implementation": "all_reduce", "enable_expert_parallel": True}
+    # By release it has some of these fields.
+    apart = {name: value for name, value in named.items() if name in DistributedConfig.__dataclass_fields__}
+    return DistributedConfig(tp_size=ranks, **(apart if experts_apart else {}))
 
 
 @contextlib.contextmanager
