@@ -1,12 +1,12 @@
 """`python -m benchmarks.transformers_generation`: a token of `generate` of `transformers` with a static KV cache.
 
 A model of the zoo as `transformers` has it, with random weights, loaded with its own plan of tensor parallelism. A
-token is what a user waits for: the step, and what `generate` does around it. It is the time of a call less that of a
-call of half as many tokens, by the tokens between them; so the prompt does not count. The logits of each contestant,
-which is fed the same tokens, are first compared with those of the model in fp32: they may not be further from them than
-the rounding of eager mode explains. Inductor has the options of
-`ditron_inductor.serving` too. `--device cpu` runs a tiny model on the interpreter: that everything works, nothing
-about speed.
+token is what a user waits for: the step, and what `generate` does around it. It is the time from the token in the
+middle of a call to its last one, by the tokens between them; so the prompt does not count, nor the capture of graphs,
+which each call begins with. The contestants take turns. The logits of each, which is fed the same tokens, are first
+compared with those of the model in fp32: they may not be further from them than the rounding of eager mode explains.
+Inductor has the options of `ditron_inductor.serving` too. `--device cpu` runs a tiny model on the interpreter: that
+everything works, nothing about speed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import random
 import shutil
 import statistics
 import sys
@@ -66,6 +67,8 @@ FAMILIES = {
 PROMPT = 8
 CHECKED = 4
 """Tokens of the comparison with fp32."""
+KEPT = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")
+"""Attributes in which `generate` keeps the compiled step of a model, and the length of the cache of its last call."""
 
 
 def config_of(name: str, layers: int, longest: int, cuda: bool) -> Any:
@@ -169,24 +172,52 @@ def fed_logits(model: Any, tokens: torch.Tensor, fed: torch.Tensor, **how: Any) 
     return torch.stack(out.logits).float()
 
 
-def seconds_of(session: Session, model: Any, tokens: torch.Tensor, count: int, how: dict[str, Any]) -> float:
-    """How long the slowest rank waited for a call."""
+@contextlib.contextmanager
+def turn(model: Any, kept: dict[str, Any]) -> Iterator[None]:
+    """A contestant's turn. kept: what `generate` has left in the model at its last one."""
+    for name in KEPT:
+        model.__dict__.pop(name, None)
+    model.__dict__.update(kept)
+    yield
+    kept.update({name: model.__dict__[name] for name in KEPT if name in model.__dict__})
+
+
+def token_us(session: Session, model: Any, tokens: torch.Tensor, count: int, how: dict[str, Any]) -> float:
+    """How long the slowest rank waited for a token of the second half of a call of `count` tokens."""
+    begun: list[float] = []
+
+    def stamp(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if seen.shape[1] - tokens.shape[1] == count // 2:
+            synchronize(session.clock)
+            begun.append(time.perf_counter())
+        return scores
+
     synchronize(session.clock)
     dist.barrier()
-    begun = time.perf_counter()
-    generate(model, tokens, count, **how)
+    generate(model, tokens, count, logits_processor=[stamp], **how)
     synchronize(session.clock)
-    return max(session.agree(time.perf_counter() - begun))
+    # The scores of the first token that is not among the timed ones were there when the time began.
+    return max(session.agree((time.perf_counter() - begun[0]) / (count - count // 2 - 1) * 1e6))
 
 
-def token_times(session: Session, model: Any, tokens: torch.Tensor, rounds: int, count: int, how: Any) -> Times:
-    """The time of a token, in `rounds` rounds of a call of `count` tokens and one of half of them."""
-    us = []
-    for _ in range(rounds):
-        whole, half = (seconds_of(session, model, tokens, some, how) for some in (count, count // 2))
-        us.append((whole - half) / (count - count // 2) * 1e6)
-    deciles = statistics.quantiles(us, n=10)
-    return Times(deciles[1], deciles[4], deciles[7], 0.0)
+Turns = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+"""(arguments of `generate`, what `turn` keeps) of each contestant."""
+
+
+def token_times(
+    session: Session, model: Any, tokens: torch.Tensor, options: argparse.Namespace, turns: Turns
+) -> dict[str, Times]:
+    """The times of a token of each contestant, which take turns in another order in each round."""
+    us: dict[str, list[float]] = {name: [] for name in turns}
+    shuffle, order = random.Random(0), list(turns)
+    for _ in range(options.rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            how, kept = turns[name]
+            with turn(model, kept):
+                us[name].append(token_us(session, model, tokens, options.tokens, how))
+    deciles = {name: statistics.quantiles(some, n=10) for name, some in us.items()}
+    return {name: Times(one[1], one[4], one[7], 0.0) for name, one in deciles.items()}
 
 
 def drawn(batch: int, vocabulary: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,19 +242,17 @@ def measure(session: Session, options: argparse.Namespace) -> None:
     for batch, cache, (tokens, fed), wanted in zip(options.batches, options.cache, given, exact, strict=True):
         eager = relative_error(fed_logits(model, tokens, fed, disable_compile=True), wanted)
         limit = narrow_limit(dtype, eager)
-        times: dict[str, Times] = {}
+        torch.compiler.reset()
+        turns: Turns = {}
         for name in (name for name in CONTESTANTS if name in options.contestants):
-            torch.compiler.reset()
-            # `generate` keeps the compiled step and the length of the cache of the call before.
-            for kept in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length"):
-                model.__dict__.pop(kept, None)
-            how = compiled_by(name, cuda) | {"max_cache_len": cache}
-            error = relative_error(fed_logits(model, tokens, fed, **how), wanted)
-            assert error < limit, f"{name} is {error:.1e} from fp32, eager mode {eager:.1e}"
-            for _ in range(2):
-                generate(model, tokens, options.tokens, **how)
-            times[name] = token_times(session, model, tokens, options.rounds, options.tokens, how)
-            session.say(f"batch {batch}: {name}: {times[name].p50_us:.0f} us a token, {session.seconds():.0f} s")
+            how, kept = turns[name] = (compiled_by(name, cuda) | {"max_cache_len": cache}, {})
+            with turn(model, kept):
+                error = relative_error(fed_logits(model, tokens, fed, **how), wanted)
+                assert error < limit, f"{name} is {error:.1e} from fp32, eager mode {eager:.1e}"
+                for _ in range(2):
+                    generate(model, tokens, options.tokens, **how)
+            session.say(f"batch {batch}: {name} is right, {session.seconds():.0f} s")
+        times = token_times(session, model, tokens, options, turns)
         shape = f"model={options.model};layers={layers};batch={batch};cache={cache};tokens={options.tokens}"
         generation.record(session, options, "transformers_generate", shape, times)
         lines.append([options.model, batch, cache, layers, *(f"{times[name].p50_us:.0f}" for name in times)])

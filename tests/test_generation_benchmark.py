@@ -41,5 +41,4 @@ def test_it_prints_every_contestant(
     assert [name in heads for name in names] == [True] * len(names)
     assert [row.contestant for row in read_csv(out)] == names
     rates = [float(one) for one in line.strip("| ").split("|")[-len(names) :]]
-    # The time of a token is a difference of two calls, which on a busy CPU may be anything.
-    assert len(rates) == len(names) and (module is transformers_generation or min(rates) > 0)
+    assert len(rates) == len(names) and min(rates) > 0
