@@ -6,6 +6,7 @@
     docs/index.md                            its number
     docs/deleted.md, docs/four_gpus.md       likewise, from all of them
     docs/taxes.md                            likewise, from models.csv
+    docs/guide/serving.md                    likewise, from generation.csv
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import decode_floors, deleted, expert_floors, floors, prose, sources
+from benchmarks import decode_floors, deleted, expert_floors, floors, generate_table, prose, sources
 from benchmarks.comparison import (
     COMMIT,
     MEASURED_OPS,
@@ -54,6 +55,7 @@ DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
 FOUR_PAGE = ROOT / "docs" / "four_gpus.md"
 TAXES_PAGE = ROOT / "docs" / "taxes.md"
+SERVING_PAGE = ROOT / "docs" / "guide" / "serving.md"
 EXPERTS_PAGE = ROOT / "docs" / "guide" / "mixture_of_experts.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
@@ -227,6 +229,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         FOUR_PAGE: with_part(FOUR_PAGE.read_text(), floors.part()),
         TAXES_PAGE: with_part(TAXES_PAGE.read_text(), decode_floors.part()),
         EXPERTS_PAGE: with_part(EXPERTS_PAGE.read_text(), expert_floors.part()),
+        SERVING_PAGE: with_part(SERVING_PAGE.read_text(), generate_table.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
         model_pages.page_path(MODELS): model_pages.page(models, facts),
         HOME: HOME.read_text(),
