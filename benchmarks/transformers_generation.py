@@ -7,8 +7,7 @@ which each call begins with. The contestants take turns. The logits of each, whi
 compared with those of the model in fp32: they may not be further from them than the rounding of eager mode explains.
 Inductor has the options of `ditron_inductor.serving` too. `grouped_mm` is Inductor without what `generate` does to a
 mixture of experts on a GPU: it copies the weights that each token takes, in place of torch's grouped matmul. `--device
-cpu` runs a tiny model on the interpreter: that
-everything works, nothing about speed.
+cpu` runs a tiny model on the interpreter: that everything works, nothing about speed.
 """
 
 from __future__ import annotations
