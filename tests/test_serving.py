@@ -120,6 +120,15 @@ def _as_function(model: nn.Module, compile_it: Any) -> Any:
     return compile_it(lambda x: model(x))
 
 
+def _as_loop(model: Any, compile_it: Any) -> Any:
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = layer(x)
+        return x
+
+    return compile_it(layers)
+
+
 def _layer_by_layer(model: Any, compile_it: Any) -> Any:
     for index, layer in enumerate(model.layers):
         model.layers[index] = compile_it(layer)
@@ -127,7 +136,7 @@ def _layer_by_layer(model: Any, compile_it: Any) -> Any:
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("way", [_as_module, _as_call, _as_forward, _as_function, _layer_by_layer])
+@pytest.mark.parametrize("way", [_as_module, _as_call, _as_forward, _as_function, _as_loop, _layer_by_layer])
 def test_a_layer_behind_a_graph_break_is_not_taken_for_the_first_one(way: Callable[..., Any], breaks: bool) -> None:
     torch._dynamo.reset()
     kept: list[tuple[int, int]] = []  # guards that stay, and all guards, of each graph

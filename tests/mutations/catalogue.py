@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.caching import CACHING
 from tests.mutations.deciding import DECIDING
+from tests.mutations.elsewhere import ELSEWHERE
 from tests.mutations.masking import MASKING
 from tests.mutations.measuring import MEASURING
 from tests.mutations.multiplying import MULTIPLYING
@@ -591,9 +592,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOWERING,
     *PASSES,
     *DECIDING,
-    *MASKING, *CACHING, *SINKING,
-    *MULTIPLYING,
-    *NORMING,
+    *MASKING, *CACHING, *SINKING, *ELSEWHERE,
+    *MULTIPLYING, *NORMING,
     *ROUTING,
     *UNSORTING,
     *MEASURING,

@@ -8,7 +8,6 @@ EXPERTS = "lowering/expert_projections/experts_kernel.py"
 FINDER = "passes/fuse/expert_projections.py"
 MEETINGS = "ditron_inductor/device/meetings.py"
 FOUND = "tests/passes/test_expert_projections.py"
-ELSEWHERE = "passes/graph/slots_elsewhere.py"
 UNREAD = "tests/passes/test_slots_elsewhere.py"
 COMBINE = "lowering/expert_sums/combine_kernel.py"
 KERNEL = "lowering/expert_sums/reduced_kernel.py"
@@ -258,20 +257,6 @@ ROUTING: tuple[Mutation, ...] = (
         " or proofs.fake(sums).ndim != 1:",
         ":",
         f"{BIASED}[counts summed up in two parts]",
-    ),
-    Mutation(
-        "slots elsewhere may have weights that are not 0",
-        ELSEWHERE,
-        " or mask.args[1] != num_experts:",
-        ":",
-        f"{UNREAD}::test_it_must_not_fire[weights that are 0 for other ids]",
-    ),
-    Mutation(
-        "zeros of slots elsewhere may be divided by each other",
-        ELSEWHERE,
-        "aten.where.self, aten.bmm.default}) - QUOTIENTS",
-        "aten.where.self, aten.bmm.default})",
-        f"{UNREAD}::test_rows_that_something_else_reads_are_computed[quotients of rows]",
     ),
     Mutation(
         "rows of a table may be those of other experts",

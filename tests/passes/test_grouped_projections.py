@@ -153,13 +153,15 @@ def elsewhere(
     *,
     most: int = E - 1,
     of: int = E - 1,
+    marked: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda chosen, away: torch.where(
+        away, E - 1, chosen.remainder(E - 1)
+    ),
 ) -> torch.Tensor:
     """Expert parallelism: a rank has the first experts, and slots of other ones are masked. most: the number that masked
-    ids have at least. of: the experts of the rank.
+    ids have at least. of: the experts of the rank. marked: the ids of choices, some of which are elsewhere.
     """
     weights, chosen = scores.topk(K)
-    elsewhere = chosen >= E - 1
-    ids, order = torch.where(elsewhere, E - 1, chosen.remainder(E - 1)).reshape(-1).sort()
+    ids, order = marked(chosen, chosen >= E - 1).reshape(-1).sort()
     ends = torch.histc(ids.float(), bins=of, min=0, max=of - 1).cumsum(0, dtype=torch.int32)
     mask = (ids >= most).unsqueeze(-1)
     zero = torch.zeros((), dtype=BF16)
@@ -171,6 +173,21 @@ def elsewhere(
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     return out[places].view(-1, K, x.shape[1]).sum(1).to(x.dtype)
+
+
+def marked_by_the_router(*operands: torch.Tensor, nowhere: int = -1) -> torch.Tensor:
+    """As the releases 5.16 to 5.22 of `transformers` mark them."""
+
+    def marked(chosen: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+        own = torch.fmod(chosen.masked_fill(away, nowhere), E - 1)
+        return own.masked_fill(own == -1, E - 1)
+
+    return elsewhere(*operands, marked=marked)
+
+
+def marked_below(*operands: torch.Tensor) -> torch.Tensor:
+    """Ids that may be less than 0, whose rows are counted nowhere and stand in front of all others."""
+    return marked_by_the_router(*operands, nowhere=-2)
 
 
 def rows_of_others(*operands: torch.Tensor) -> torch.Tensor:
@@ -199,6 +216,12 @@ def test_masks_of_slots_elsewhere_go_with_the_copy() -> None:
     left = module.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
     # That of the rows, and that of the first product; the second product is summed up by others.
     assert len(left) == before - 2
+
+
+def test_slots_that_the_router_marks_are_elsewhere_too() -> None:
+    assert same_results(behind_a_reduction(marked_by_the_router)) == 1
+    # Of such rows the graph itself makes numbers of what no matmul has written.
+    assert made(compiled_graphs(behind_a_reduction(marked_below), *OPERANDS)[0]) == 0
 
 
 @pytest.mark.parametrize("fn", [rows_of_others, masked_and_returned])

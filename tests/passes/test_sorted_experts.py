@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -161,11 +162,26 @@ def test_biases_of_experts() -> None:
 RANK, OWN = 1, 3
 
 
-def of_ranks(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def marked_by_experts(chosen: torch.Tensor) -> torch.Tensor:
+    return torch.where((chosen // OWN) != RANK, OWN, chosen % OWN)
+
+
+def marked_by_the_router(chosen: torch.Tensor) -> torch.Tensor:
+    """As the releases 5.16 to 5.22 of `transformers` mark them."""
+    own = torch.fmod(chosen.masked_fill((chosen // OWN) != RANK, -1), OWN)
+    return own.masked_fill(own == -1, OWN)
+
+
+def of_ranks(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    marked: Callable[[torch.Tensor], torch.Tensor] = marked_by_experts,
+) -> torch.Tensor:
     """With expert parallelism: of the experts a rank has three, and E marks a slot of another one."""
     weights, chosen = scores.topk(K)
-    marked = torch.where((chosen // OWN) != RANK, OWN, chosen % OWN)
-    ids, order = marked.flatten().sort()
+    ids, order = marked(chosen).flatten().sort()
     away = (ids >= OWN).unsqueeze(-1)
     ends = ends_of(ids, OWN)
     rows = x[order // K].masked_fill(away, 0.0)
@@ -174,8 +190,9 @@ def of_ranks(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down:
     return (out * weights.flatten()[order].unsqueeze(-1))[places_of(order)].view(-1, K, D).sum(1).to(x.dtype)
 
 
-def test_experts_of_other_ranks() -> None:
-    module = same_results(of_ranks, (X, SCORES, GATE_UP[:OWN], DOWN[:OWN]))
+@pytest.mark.parametrize("marked", [marked_by_experts, marked_by_the_router])
+def test_experts_of_other_ranks(marked: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module = same_results(functools.partial(of_ranks, marked=marked), (X, SCORES, GATE_UP[:OWN], DOWN[:OWN]))
     tasks = [task for _, task in local_calls(module.graph) if task.kind == KIND]
     assert [(task.has_absent, task.by_token) for task in tasks] == [(True, True), (True, False)]
     assert "aten.sort" not in text(module.graph)
@@ -195,8 +212,7 @@ def biased_of_ranks(
     gate_up, inner, down, outer, norm = rest
     weights = gate_up, down
     _, chosen = scores.topk(K)
-    marked = torch.where((chosen // OWN) != RANK, OWN, chosen % OWN)
-    ids, order = marked.flatten().sort()
+    ids, order = marked_by_experts(chosen).flatten().sort()
     ends, known = ends_of(ids, OWN), ids.clamp(max=OWN - 1)
     gate, up = (torch._grouped_mm(x[order // K], weights[0].mT, offs=ends) + inner[known]).chunk(2, -1)
     out = torch._grouped_mm(silu(gate) * up * 0.05, weights[1].mT, offs=ends)
