@@ -106,7 +106,7 @@ def range_of(node: fx.Node) -> Range:
         left, right = (range_of(value) if isinstance(value, fx.Node) else ANY for value in values)
         if isinstance(condition, fx.Node) and condition.target is aten.eq.Scalar and condition.args[0] is values[1]:
             # What is equal to the number is not taken.
-            right = Range(right.least + (condition.args[1] == right.least), right.most)
+            right = Range(right.least + int(condition.args[1] == right.least), right.most)
         return left.union(right)
     if source.target in (aten.full.default, aten.scalar_tensor.default):
         filled = source.args[int(source.target is aten.full.default)]

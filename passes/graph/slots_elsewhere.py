@@ -74,9 +74,9 @@ def _elsewhere(marked: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | N
             return None
         if chosen.target is not aten.where.self or not proofs.is_full(chosen.args[1], -1):
             return None
-        condition, _, chosen = chosen.args
-    if not isinstance(condition, fx.Node) or not isinstance(chosen, fx.Node):
-        return None
+        condition, indices = proofs.operand(chosen), chosen.args[2]
+        assert isinstance(indices, fx.Node)
+        chosen = indices
     parts = quotient(proofs.operand(condition)) if condition.target is aten.ne.Scalar else None
     ranked = parts is not None and parts == (chosen, num_experts) and isinstance(condition.args[1], int)
     return (condition, chosen) if ranked and chosen.target is getitem and chosen.args[1] == 1 else None
