@@ -68,6 +68,7 @@ FAMILIES = {
 PROMPT = 8
 CHECKED = 4
 """Tokens of the comparison with fp32."""
+LEAST_TOKENS = 4
 COPYING = "_optimize_model_for_decode"
 """The method of a model with which `generate` turns to copies of the weights of experts."""
 KEPT = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length", COPYING)
@@ -179,11 +180,9 @@ def fed_logits(model: Any, tokens: torch.Tensor, fed: torch.Tensor, **how: Any) 
 @contextlib.contextmanager
 def turn(model: Any, kept: dict[str, Any]) -> Iterator[None]:
     """A contestant's turn. kept: what `generate` has left in the model at its last one."""
-    for name in KEPT:
-        model.__dict__.pop(name, None)
     model.__dict__.update(kept)
     yield
-    kept.update({name: model.__dict__[name] for name in KEPT if name in model.__dict__})
+    kept.update({name: model.__dict__.pop(name) for name in KEPT if name in model.__dict__})
 
 
 def token_us(session: Session, model: Any, tokens: torch.Tensor, count: int, how: dict[str, Any]) -> float:
@@ -236,6 +235,9 @@ def measure(session: Session, options: argparse.Namespace) -> None:
     """All batch sizes, on this rank; rank 0 prints, and writes rows."""
     device = session.clock.device
     cuda, dtype, lines = device.type == "cuda", generation.dtype_on(device), []
+    # All contestants compile the same code. One that met the limit would go on in eager mode.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     with saved(session, options) as load:
         model = load(torch.float32)
         given = [drawn(batch, model.config.vocab_size, device) for batch in options.batches]
@@ -274,7 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = generation.parser(MODULE, __doc__, sorted(FAMILIES), CONTESTANTS, "of each sequence in a call")
     parser.add_argument("--cache", nargs="+", type=int, default=[4096, 4096], help="slots, one number for each batch")
     parser.set_defaults(tokens=128, contestants=["inductor", "grouped_mm", "ditron"])
-    return generation.start(MODULE, parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
+    if options.tokens < LEAST_TOKENS:
+        parser.error(f"--tokens {options.tokens}: a call has at least {LEAST_TOKENS}, and its later ones are timed")
+    return generation.start(MODULE, options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Steps of a served model without the host's part that training needs: plain parameters, and no checks of them.
+"""Steps of a served model without the host's part that training needs: plain parameters, and few checks of them.
 
 A step of decoding is so short that the host's part of it shows. Of a compiled model with DTensor parameters this is the
 unwrapping of each parameter, and Dynamo's check that each is still the one that was compiled for.
@@ -6,17 +6,14 @@ unwrapping of each parameter, and Dynamo's check that each is still the one that
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.types import GuardFilterEntry
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as modules
 
 
 def local_parameters(model: nn.Module) -> nn.Module:
@@ -52,39 +49,31 @@ def _reader(name: str, whole: DTensor) -> property:
     return property(read)
 
 
+INDEX = re.compile(r"\['?\d+'?\]")
+"""The place of a module in a list of modules, in the name of what a guard checks."""
+
+
 def guards_to_keep(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Which guards of a graph stay: none of modules and parameters, if the graph begins the call of the one module that
-    runs. Behind a graph break Dynamo compiles the code of a layer once for all layers, and only guards tell them apart;
-    without them each layer would run as the first one, with its place in the cache. There all guards stay, and so they
-    do within a module that runs without being compiled.
+    """Which guards of a graph stay: of those of modules and parameters that differ in the place of a layer alone, the
+    first one. So what is checked does not grow with the number of layers, and a graph is still not taken for that of
+    another object of the same class, such as the next layer behind a graph break or a second model, unless these two
+    differ in their later layers only. torch's own filter,
+    ``torch.compiler.skip_guard_on_all_nn_modules_unsafe``, lets each layer behind a graph break run as the first one.
     """
-    if _begins_a_call(sys._getframe(1)):
-        return torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    return [True] * len(guards)
-
-
-def _begins_a_call(frame: FrameType | None) -> bool:
-    """Whether Dynamo, which builds guards in `frame`, compiles what was called, and nothing that runs inside of it."""
-    stack = []
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
-    called = [one.f_locals["self"] for one in stack if one.f_code is nn.Module._call_impl.__code__]
-    if len({id(one) for one in called if not isinstance(one, eval_frame.OptimizedModule)}) > 1:
-        return False
-    names = [(one.f_code.co_filename, one.f_code.co_name) for one in stack]
-    # Between Dynamo and what it was asked to run are only the frames with which torch calls a module.
-    outwards = names[names.index((convert_frame.__file__, "__call__")) :]
-    behind = [file for file, _ in outwards if file not in (convert_frame.__file__, modules.__file__)]
-    return behind[0] == eval_frame.__file__
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for guard, of_inputs in zip(guards, torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards), strict=True):
+        kind = guard.guard_type, INDEX.sub("[]", guard.name)
+        found.append(of_inputs or kind not in seen)
+        seen.add(kind)
+    return found
 
 
 def options(cudagraphs: bool | None = None, **more: Any) -> dict[str, Any]:
     """Options of ``torch.compile(..., backend="ditron")`` for steps of a model that nobody changes between two steps.
-    They leave out the checks of the model's modules and parameters (`guards_to_keep`), and capture the step in CUDA
-    graphs: by default where there is a GPU. Several models of one class in a process are not tested, and failed once by
-    KeyError. Serve one of a class, and call `torch.compiler.reset` before another one. Further options go beside them:
-    ``options(**{"ditron.strategy": "tile"})``.
+    They leave out the checks of modules and parameters but for one layer (`guards_to_keep`), and capture the step in
+    CUDA graphs: by default where there is a GPU. Two models of one class that differ in their later layers only need a
+    `torch.compiler.reset` between them. Further options go beside them: ``options(**{"ditron.strategy": "tile"})``.
     """
     found: dict[str, Any] = {"guard_filter_fn": guards_to_keep}
     if torch.cuda.is_available() if cudagraphs is None else cudagraphs:

@@ -89,18 +89,36 @@ class Numbered(nn.Module):
             torch._dynamo.graph_break()
         return x + self.place
 
+    def before(self, module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        """A hook."""
+        return (self(*args),)
+
 
 class Stack(nn.Module):
-    """Three of these layers."""
+    """Some of these layers."""
 
-    def __init__(self, breaks: bool) -> None:
+    def __init__(self, breaks: bool, first: int = 0, layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Numbered(place, breaks) for place in range(3))
+        self.layers = nn.ModuleList(Numbered(first + place, breaks) for place in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Nested(nn.Module):
+    """A module within one of its own class, behind a graph break."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.inner: nn.Module = Nested(place - 1) if place else nn.Identity()
+        self.place = place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.place
+        torch._dynamo.graph_break()
+        return self.inner(x)
 
 
 def _as_module(model: nn.Module, compile_it: Any) -> Any:
@@ -135,29 +153,69 @@ def _layer_by_layer(model: Any, compile_it: Any) -> Any:
     return model
 
 
+def _forward_by_forward(model: Any, compile_it: Any) -> Any:
+    steps = [compile_it(layer.forward) for layer in model.layers]
+    return lambda x: functools.reduce(lambda y, step: step(y), steps, x)
+
+
+WAYS = (_as_module, _as_call, _as_forward, _as_function, _as_loop, _layer_by_layer, _forward_by_forward)
+FEW_GUARDS = {"backend": "eager", "options": {"guard_filter_fn": serving.guards_to_keep}}
+
+
 @pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("way", [_as_module, _as_call, _as_forward, _as_function, _as_loop, _layer_by_layer])
-def test_a_layer_behind_a_graph_break_is_not_taken_for_the_first_one(way: Callable[..., Any], breaks: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_is_not_taken_for_the_first_one(way: Callable[..., Any], breaks: bool) -> None:
     torch._dynamo.reset()
-    kept: list[tuple[int, int]] = []  # guards that stay, and all guards, of each graph
-
-    def keep(guards: Any) -> list[bool]:
-        found = serving.guards_to_keep(guards)
-        kept.append((sum(found), len(found)))
-        return found
-
-    model = Stack(breaks)
-    x = torch.ones(2, 4)
+    model, x = Stack(breaks), torch.ones(2, 4)
     wanted = model(x)
     with torch.no_grad():
-        step = way(model, functools.partial(torch.compile, backend="eager", options={"guard_filter_fn": keep}))
+        step = way(model, functools.partial(torch.compile, **FEW_GUARDS))
         assert torch.equal(step(x), wanted)
         assert torch.equal(step(x), wanted)
-    if breaks or way is _layer_by_layer:
-        assert all(checked == of for checked, of in kept[1:])
-    else:
-        [(checked, of)] = kept
-        assert checked < of // 2
+
+
+@pytest.mark.parametrize("other", [{"first": 5}, {"layers": 2}, {"layers": 4}], ids=str)
+def test_a_model_is_not_taken_for_another_one_of_its_class(other: dict[str, int]) -> None:
+    torch._dynamo.reset()
+    models, x = (Stack(False), Stack(False, **other)), torch.ones(2, 4)
+    steps = [torch.compile(model, **FEW_GUARDS) for model in models]
+    with torch.no_grad():
+        for step, model in zip(steps * 2, models * 2, strict=True):
+            assert torch.equal(step(x), model(x))
+
+
+def test_a_module_is_not_taken_for_the_one_around_it() -> None:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(Nested(3), **FEW_GUARDS)(torch.zeros(4)), torch.full((4,), 6.0))
+
+
+def test_a_hook_is_not_taken_for_the_one_of_another_module() -> None:
+    torch._dynamo.reset()
+    model, hooks = Numbered(0, False), [Numbered(place, False) for place in (1, 10)]
+    for hook in hooks:
+        model.register_forward_pre_hook(hook.before)
+    with torch.no_grad():
+        wanted = model(torch.ones(4))
+        assert torch.equal(torch.compile(model, **FEW_GUARDS)(torch.ones(4)), wanted)
+
+
+def test_what_is_checked_does_not_grow_with_the_layers() -> None:
+    def checked(layers: int) -> int:
+        torch._dynamo.reset()
+        found: list[bool] = []
+
+        def keep(guards: Any) -> list[bool]:
+            found.extend(serving.guards_to_keep(guards))
+            return found
+
+        with torch.no_grad():
+            torch.compile(Stack(False, layers=layers), backend="eager", options={"guard_filter_fn": keep})(
+                torch.ones(4)
+            )
+        return sum(found)
+
+    assert checked(3) == checked(30)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The mutations of experts whose ids are clamped or marked, and of layers behind a graph break."""
+"""The mutations of experts whose ids are clamped or marked, and of the guards of a served step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 MARKED = "passes/graph/slots_elsewhere.py"
 UNREAD = "tests/passes/test_slots_elsewhere.py"
 STAYS = f"{UNREAD}::test_it_must_not_fire"
-SERVED = "tests/test_serving.py::test_a_layer_behind_a_graph_break_is_not_taken_for_the_first_one"
+SERVING, SERVED = "ditron_inductor/serving.py", "tests/test_serving.py"
 
 ELSEWHERE: tuple[Mutation, ...] = (
     Mutation(
@@ -60,17 +60,17 @@ ELSEWHERE: tuple[Mutation, ...] = (
         "tests/passes/test_grouped_projections.py::test_slots_that_the_router_marks_are_elsewhere_too",
     ),
     Mutation(
-        "the layers behind a graph break need no guards",
-        "ditron_inductor/serving.py",
-        "return behind[0] == eval_frame.__file__",
-        "return True",
-        f"{SERVED}[_as_loop-True]",
+        "no module is checked",
+        SERVING,
+        "found.append(of_inputs or kind not in seen)",
+        "found.append(of_inputs)",
+        f"{SERVED}::test_a_layer_is_not_taken_for_the_first_one[_as_module-True]",
     ),
     Mutation(
-        "the layers of a module that is not compiled need no guards",
-        "ditron_inductor/serving.py",
-        "if not isinstance(one, eval_frame.OptimizedModule)}) > 1:",
-        "if not isinstance(one, eval_frame.OptimizedModule)}) > 9:",
-        f"{SERVED}[_layer_by_layer-False]",
+        "every layer is checked",
+        SERVING,
+        'INDEX.sub("[]", guard.name)',
+        "guard.name",
+        f"{SERVED}::test_what_is_checked_does_not_grow_with_the_layers",
     ),
 )
