@@ -72,7 +72,7 @@ LEAST_TOKENS = 4
 COPYING = "_optimize_model_for_decode"
 """The method of a model with which `generate` turns to copies of the weights of experts."""
 KEPT = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length", COPYING)
-"""Attributes in which `generate` keeps the compiled step of a model, and the length of the cache of its last call."""
+"""Attributes of a model that are a contestant's own: what `generate` keeps of its last call, and that method."""
 
 
 def config_of(name: str, layers: int, longest: int, cuda: bool) -> Any:
@@ -89,8 +89,7 @@ def config_of(name: str, layers: int, longest: int, cuda: bool) -> Any:
         "num_key_value_heads": arch.kv_heads,
         "vocab_size": family.vocabulary if cuda else 96,
         "max_position_embeddings": longest,
-        # A token that no config means to end a sequence, as those of random weights should be as long as asked for.
-        "pad_token_id": 0,
+        "pad_token_id": 0,  # that of some configs is beyond a tiny vocabulary
     }
     if arch.experts:
         count = "n_routed_experts" if arch.shared else "num_local_experts"

@@ -1,4 +1,5 @@
-"""Finds the norms and epilogues beside Task nodes that did not become a part of them, and says why, for `explain`.
+"""Finds what lies beside Task nodes and became no part of them and no call of its own, and says why, for `explain`:
+norms, epilogues, and the matmuls of experts whose weights are copied for each slot of a token.
 
 It asks the passes that absorb them once more, on the rewritten graph. It changes nothing, and runs only if a report is
 being made.
@@ -6,23 +7,39 @@ being made.
 
 from __future__ import annotations
 
+from collections import deque
+
+import torch
 from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb import absorb_epilogues, absorb_norms
-from ditron_inductor.passes.fuse import all_reduce_rms_norm
+from ditron_inductor.passes.fuse import all_reduce_rms_norm, expert_projections
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.culprits import describe
-from ditron_inductor.passes.graph.launches import is_task
+from ditron_inductor.passes.graph.launches import is_task, takes_local
 from ditron_inductor.passes.graph.norm_forms import rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, WithEpilogue, WithPrologue
+from ditron_inductor.task.nodes import (
+    MOST_EXPERT_TOKENS,
+    MOST_NORM_COLUMNS,
+    ExpertProjections,
+    WithEpilogue,
+    WithPrologue,
+)
 from ditron_inductor.task.site_records import OutsideRecord
 from ditron_inductor.task.verify import task_calls
 
+aten = torch.ops.aten
 NORM_BEHIND, NORM_IN_FRONT, EPILOGUE = "norm behind", "norm in front", "epilogue"
+EXPERTS, EXPERTS_FORM = "experts in front", "experts_form"
 TEXTS: dict[str, str] = {
+    EXPERTS_FORM: (
+        "their weights are copied for each slot. It is one call, which reads each weight once, for a known number of "
+        f"{MOST_EXPERT_TOKENS} tokens or fewer, if the experts are choices of a topk among all experts of the weight, "
+        "and if nothing else reads the copies"
+    ),
     absorb_epilogues.NO_TEXT: (
         "the op is none that the kernels have a text for, or another operand of it is not in memory before the node "
         "runs, or does not fit the rows and columns of the product"
@@ -82,7 +99,25 @@ def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Outsi
             epilogue = absorb_epilogues.find_left_outside(call, task)
             if epilogue is not None:
                 add(call, EPILOGUE, *epilogue)
+    if takes_local(graph, ExpertProjections.kind, options):
+        for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default):
+            launch = _task_behind(bmm) if expert_projections.copies_weights(bmm) else None
+            if launch is not None:
+                add(launch, EXPERTS, EXPERTS_FORM, bmm)
     return found
+
+
+def _task_behind(node: fx.Node) -> fx.Node | None:
+    """The nearest Task node that is computed from `node`."""
+    seen, left = {node}, deque([node])
+    while left:
+        one = left.popleft()
+        if is_task(one):
+            return one
+        new = [user for user in one.users if user not in seen]
+        seen.update(new)
+        left.extend(new)
+    return None
 
 
 def _norm_in_front(call: fx.Node) -> fx.Node:

@@ -92,6 +92,13 @@ def find_expert_projections(bmm: fx.Node) -> Match | None:
     return None
 
 
+def copies_weights(bmm: fx.Node) -> bool:
+    """Returns whether a bmm multiplies copies [S, .., ..] of matrices [E, .., ..] by something, one for each of S."""
+    copied = [one for one in bmm.args if isinstance(one, fx.Node) and one.target is aten.index.Tensor]
+    # Of a weight and one tensor of indices. Others would be lists with gaps, or of more dimensions.
+    return any([proofs.fake(source).ndim for source in one.all_input_nodes] == [3, 1] for one in copied)
+
+
 def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> Match | None:
     weight, indices = copied.args
     if not isinstance(weight, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:

@@ -43,9 +43,8 @@ class Range:
         """The range of clamp(.., least, most): where these two contradict each other the latter wins."""
         return Range(min(max(self.least, least), most), min(max(self.most, least), most))
 
-
     def toward_zero(self, most: int) -> Range:
-        """The range of numbers that have the sign of those of this range, and neither their size nor `most` is less."""
+        """The range of what lies between 0 and a number of this range, and is not further from 0 than `most`."""
         return Range(min(max(self.least, -most), 0), max(min(self.most, most), 0))
 
 

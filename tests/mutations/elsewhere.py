@@ -60,6 +60,13 @@ ELSEWHERE: tuple[Mutation, ...] = (
         "tests/passes/test_grouped_projections.py::test_slots_that_the_router_marks_are_elsewhere_too",
     ),
     Mutation(
+        "experts whose calls nobody wants have a note",
+        "passes/finish/outside.py",
+        "if takes_local(graph, ExpertProjections.kind, options):",
+        "if True:",
+        "tests/passes/test_outside.py::test_experts_whose_weights_are_copied",
+    ),
+    Mutation(
         "no module is checked",
         SERVING,
         "found.append(of_inputs or kind not in seen)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,3 +115,27 @@ def test_a_picture_has_what_is_near_and_nothing_that_only_orders_launches() -> N
     assert first.node in by_name and DEPTH >= 2
     readers = [near.node.op for near in second.near if second.node in near.inputs]
     assert readers == ["aten.sin.default", "the graph's output"]
+
+
+def experts(x: torch.Tensor, scores: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, halved: bool) -> Any:
+    """The experts of a decode step. halved: two slots of a token may have one expert."""
+    ids = scores.topk(2)[1].reshape(-1)
+    rows = all_reduce(x @ out).repeat_interleave(2, 0).unsqueeze(-1)
+    return (
+        norm(all_reduce(torch.bmm(weight[ids // 2 if halved else ids], rows).squeeze(-1).view(-1, 2, 16).sum(1)))
+        @ out.t()
+    )
+
+
+def test_experts_whose_weights_are_copied() -> None:
+    given = torch.empty(3, 32), torch.empty(3, 4), torch.empty(4, 16, 16), torch.empty(32, 16)
+    found = [("experts in front", "experts_form", "aten.bmm.default")]
+
+    def notes(halved: bool, options: Options | None = None) -> list[list[tuple[str, str, str]]]:
+        sites = records(functools.partial(experts, halved=halved), *given, options=options)
+        return [[(one.what, one.code, one.node.op) for one in site.outside] for site in sites if site.matched]
+
+    assert notes(halved=False) == [[], []]
+    assert notes(halved=True) == [[], found]
+    # Whoever wants none of these calls needs no note.
+    assert notes(halved=True, options=Options(fusions=("matmul_all_reduce", "all_reduce_rms_norm"))) == [[], []]
