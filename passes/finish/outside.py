@@ -14,20 +14,14 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb import absorb_epilogues, absorb_norms
-from ditron_inductor.passes.fuse import all_reduce_rms_norm, expert_projections
-from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.fuse import all_reduce_rms_norm
+from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.passes.graph.culprits import describe
-from ditron_inductor.passes.graph.launches import is_task, takes_local
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.norm_forms import rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import (
-    MOST_EXPERT_TOKENS,
-    MOST_NORM_COLUMNS,
-    ExpertProjections,
-    WithEpilogue,
-    WithPrologue,
-)
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, MOST_NORM_COLUMNS, WithEpilogue, WithPrologue
 from ditron_inductor.task.site_records import OutsideRecord
 from ditron_inductor.task.verify import task_calls
 
@@ -99,11 +93,10 @@ def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Outsi
             epilogue = absorb_epilogues.find_left_outside(call, task)
             if epilogue is not None:
                 add(call, EPILOGUE, *epilogue)
-    if takes_local(graph, ExpertProjections.kind, options):
-        for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default):
-            launch = _task_behind(bmm) if expert_projections.copies_weights(bmm) else None
-            if launch is not None:
-                add(launch, EXPERTS, EXPERTS_FORM, bmm)
+    for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        launch = _task_behind(bmm) if expert_rows.COPIED in bmm.meta else None
+        if launch is not None:
+            add(launch, EXPERTS, EXPERTS_FORM, bmm)
     return found
 
 

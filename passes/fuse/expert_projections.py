@@ -92,13 +92,6 @@ def find_expert_projections(bmm: fx.Node) -> Match | None:
     return None
 
 
-def copies_weights(bmm: fx.Node) -> bool:
-    """Returns whether a bmm multiplies copies [S, .., ..] of matrices [E, .., ..] by something, one for each of S."""
-    copied = [one for one in bmm.args if isinstance(one, fx.Node) and one.target is aten.index.Tensor]
-    # Of a weight and one tensor of indices. Others would be lists with gaps, or of more dimensions.
-    return any([proofs.fake(source).ndim for source in one.all_input_nodes] == [3, 1] for one in copied)
-
-
 def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> Match | None:
     weight, indices = copied.args
     if not isinstance(weight, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
@@ -212,8 +205,12 @@ def expert_projections(graph: fx.Graph, *, options: Options) -> int:
     """Makes one call of the matmul of all slots with each weight, and returns how many."""
     if not takes_local(graph, ExpertProjections.kind, options):
         return 0
-    matches = [find_expert_projections(bmm) for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default)]
-    found = [match for match in matches if match is not None]
+    products = graph.find_nodes(op="call_function", target=aten.bmm.default)
+    matches = {bmm: find_expert_projections(bmm) for bmm in products}
+    found = [match for match in matches.values() if match is not None]
+    for bmm, match in matches.items():
+        if match is None and expert_rows.copies_weights(bmm):
+            bmm.meta[expert_rows.COPIED] = True
     for match in found:
         rewrite(graph, match, options)
 

@@ -24,6 +24,8 @@ from ditron_inductor.passes.graph.sorts import SORTS
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+COPIED = "ditron_copied"
+"""Mark of a bmm that goes on copying the weights of experts."""
 EXACT = 1 << 24
 """Smaller integers are exact in fp32."""
 COUNTED_IN: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
@@ -139,6 +141,13 @@ def taken_of(chosen: fx.Node, num_experts: int, *, of_ranks: bool) -> int | None
     if not isinstance(top_k, int) or not isinstance(choices, int):
         return None
     return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None
+
+
+def copies_weights(bmm: fx.Node) -> bool:
+    """Returns whether a bmm multiplies copies [S, .., ..] of matrices [E, .., ..] by something, one for each of S."""
+    copied = [one for one in bmm.args if isinstance(one, fx.Node) and one.target is aten.index.Tensor]
+    # Of a weight and one tensor of indices. Others would be lists with gaps, or of more dimensions.
+    return any([proofs.fake(source).ndim for source in one.all_input_nodes] == [3, 1] for one in copied)
 
 
 def _of_output(call: fx.Node, index: object) -> Range:

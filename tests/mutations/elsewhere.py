@@ -60,10 +60,10 @@ ELSEWHERE: tuple[Mutation, ...] = (
         "tests/passes/test_grouped_projections.py::test_slots_that_the_router_marks_are_elsewhere_too",
     ),
     Mutation(
-        "experts whose calls nobody wants have a note",
-        "passes/finish/outside.py",
-        "if takes_local(graph, ExpertProjections.kind, options):",
-        "if True:",
+        "experts that copy weights have no note",
+        "passes/fuse/expert_projections.py",
+        "if match is None and expert_rows.copies_weights(bmm):",
+        "if False:",
         "tests/passes/test_outside.py::test_experts_whose_weights_are_copied",
     ),
     Mutation(
