@@ -44,7 +44,6 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.sorted_experts import sorted_experts
 from ditron_inductor.passes.graph import expert_rows, proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.all_to_all import written
-from ditron_inductor.passes.graph.expressions import CLAMPS
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
@@ -131,9 +130,9 @@ def _ids(experts: fx.Node, num_experts: Any) -> tuple[fx.Node, fx.Node, bool]:
     if found is not None:
         return *found, True
     chosen = expert_rows.unclamped(experts, num_experts)
-    while chosen is not None and experts.target in CLAMPS:
-        experts = proofs.operand(experts)
-    return experts, proofs.views_up(experts)[-1] if chosen is None else chosen, False
+    if chosen is None:
+        return experts, proofs.views_up(experts)[-1], False
+    return expert_rows.before_clamps(experts, chosen) or experts, chosen, False
 
 
 def _slots_of_a_token(experts: fx.Node, found: fx.Node, num_experts: Any, of_ranks: bool) -> int | None:
@@ -205,11 +204,12 @@ def expert_projections(graph: fx.Graph, *, options: Options) -> int:
     """Makes one call of the matmul of all slots with each weight, and returns how many."""
     if not takes_local(graph, ExpertProjections.kind, options):
         return 0
-    products = graph.find_nodes(op="call_function", target=aten.bmm.default)
-    matches = {bmm: find_expert_projections(bmm) for bmm in products}
-    found = [match for match in matches.values() if match is not None]
-    for bmm, match in matches.items():
-        if match is None and expert_rows.copies_weights(bmm):
+    found = []
+    for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        match = find_expert_projections(bmm)
+        if match is not None:
+            found.append(match)
+        elif expert_rows.copies_weights(bmm):
             bmm.meta[expert_rows.COPIED] = True
     for match in found:
         rewrite(graph, match, options)

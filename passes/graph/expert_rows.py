@@ -77,6 +77,18 @@ def unclamped(experts: fx.Node, num_experts: int) -> fx.Node | None:
     return kept[0]
 
 
+def before_clamps(experts: fx.Node, source: fx.Node) -> fx.Node | None:
+    """Returns what `experts` are before any clamp, as a view of `source` in their shape, where `unclamped` has returned
+    `source`; None if there is no such view.
+    """
+    node = experts
+    while node.target in CLAMPS or proofs.keeps_order(node):
+        node = proofs.operand(node)
+        if proofs.alike(node, experts) and proofs.views_up(node)[-1] is source:
+            return node
+    return None
+
+
 def _clamped(node: fx.Node) -> tuple[fx.Node, Range] | None:
     """Returns (what is not clamped any more, the range to which `node` clamps it); None if a bound is no number. A
     number that lies in the range is what it was.

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import expert_rows, proofs
-from ditron_inductor.passes.graph.expressions import CLAMPS, POINTWISE, POWER
+from ditron_inductor.passes.graph.expressions import POINTWISE, POWER
 from ditron_inductor.passes.graph.sorts import quotient
 
 aten = torch.ops.aten
@@ -45,8 +45,8 @@ def ids_of(experts: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | None
     """
     marked = expert_rows.unclamped(experts, num_experts)
     chosen = None if marked is None else choices_behind(marked, num_experts)
-    unclamped = _unclamped(experts)
-    return None if chosen is None or unclamped is None else (unclamped, chosen)
+    ids = None if marked is None else expert_rows.before_clamps(experts, marked)
+    return None if chosen is None or ids is None else (ids, chosen)
 
 
 def choices_behind(marked: fx.Node, num_experts: int) -> fx.Node | None:
@@ -80,16 +80,6 @@ def _elsewhere(marked: fx.Node, num_experts: int) -> tuple[fx.Node, fx.Node] | N
     parts = quotient(proofs.operand(condition)) if condition.target is aten.ne.Scalar else None
     ranked = parts is not None and parts == (chosen, num_experts) and isinstance(condition.args[1], int)
     return (condition, chosen) if ranked and chosen.target is getitem and chosen.args[1] == 1 else None
-
-
-def _unclamped(experts: fx.Node) -> fx.Node | None:
-    """Returns a tensor in the shape of `experts` that has what they were before they were clamped."""
-    node = experts
-    while node.target in CLAMPS or proofs.keeps_order(node):
-        node = proofs.operand(node)
-        if proofs.alike(node, experts) and proofs.views_up(node)[-1].target is aten.where.self:
-            return node
-    return None
 
 
 def are_never_used(rows: fx.Node, ids: fx.Node, num_experts: int) -> bool:

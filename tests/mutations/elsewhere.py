@@ -47,9 +47,9 @@ ELSEWHERE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "experts may be clamped to fewer",
-        "passes/fuse/expert_projections.py",
-        "while chosen is not None and experts.target in CLAMPS:",
-        "while experts.target in CLAMPS:",
+        "passes/graph/expert_rows.py",
+        "if kept is None or kept[1].least > 0 or kept[1].most < num_experts - 1:",
+        "if kept is None:",
         "tests/passes/test_expert_projections.py::test_choices_may_be_clamped_to_all_experts",
     ),
     Mutation(
@@ -62,8 +62,8 @@ ELSEWHERE: tuple[Mutation, ...] = (
     Mutation(
         "experts that copy weights have no note",
         "passes/fuse/expert_projections.py",
-        "if match is None and expert_rows.copies_weights(bmm):",
-        "if False:",
+        "elif expert_rows.copies_weights(bmm):",
+        "elif False:",
         "tests/passes/test_outside.py::test_experts_whose_weights_are_copied",
     ),
     Mutation(
