@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from ditron_inductor import user_table
+from ditron_inductor import dtensor_parts, user_table
 from ditron_inductor.device import workspaces
 from ditron_inductor.lowering.host.site_call import SiteCall
 from ditron_inductor.lowering.register import implementations, register
@@ -19,9 +19,11 @@ from ditron_inductor.summary import summary
 @functools.cache
 def prepare() -> None:
     """Declares the ops and binds their kernels, once. Groups take their strategies from the table that the environment
-    names, until `use` is called. In a process that runs only graphs from a cache, nothing else names a table.
+    names, until `use` is called. In a process that runs only graphs from a cache, nothing else names a table. From here
+    on torch 2.11 takes the parts out of DTensors as fast as later versions do.
     """
     register()
+    dtensor_parts.install()
     workspaces.use_table(lambda: user_table.read(Options.current().table))
 
 

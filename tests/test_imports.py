@@ -21,6 +21,7 @@ PACKAGE = "ditron_inductor"
 LAYERS = (
     "version",
     "errors",
+    "dtensor_parts",
     "core",
     "device",
     "task",
