@@ -69,6 +69,9 @@ PROMPT = 8
 CHECKED = 4
 """Tokens of the comparison with fp32."""
 LEAST_TOKENS = 4
+LEAST_ROUNDS = 2
+ENDING_S = 20.0
+"""What the start of the processes and their end take of the limit, in seconds."""
 COPYING = "_optimize_model_for_decode"
 """The method of a model with which `generate` turns to copies of the weights of experts."""
 KEPT = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length", COPYING)
@@ -209,10 +212,16 @@ Turns = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 def token_times(
     session: Session, model: Any, tokens: torch.Tensor, options: argparse.Namespace, turns: Turns
 ) -> dict[str, Times]:
-    """The times of a token of each contestant, which take turns in another order in each round."""
+    """The times of a token of each contestant, which take turns in another order in each round. From the second round
+    on there is another one only if it would end before `options.limit`.
+    """
     us: dict[str, list[float]] = {name: [] for name in turns}
-    shuffle, order = random.Random(0), list(turns)
-    for _ in range(options.rounds):
+    shuffle, order, begun = random.Random(0), list(turns), session.seconds()
+    for done in range(options.rounds):
+        now = session.seconds()
+        if done >= LEAST_ROUNDS and now + (now - begun) / done > options.limit - ENDING_S:
+            session.say(f"{done} of {options.rounds} rounds: the limit is {options.limit:.0f} s")
+            break
         shuffle.shuffle(order)
         for name in order:
             how, kept = turns[name]
@@ -241,8 +250,10 @@ def measure(session: Session, options: argparse.Namespace) -> None:
         model = load(torch.float32)
         given = [drawn(batch, model.config.vocab_size, device) for batch in options.batches]
         exact = [fed_logits(model, *one, disable_compile=True) for one in given]
+        session.say(f"in fp32: {session.seconds():.0f} s")
         model = None
         model = load(dtype)
+    session.say(f"loaded: {session.seconds():.0f} s")
     layers = model.config.num_hidden_layers
     for batch, cache, (tokens, fed), wanted in zip(options.batches, options.cache, given, exact, strict=True):
         eager = relative_error(fed_logits(model, tokens, fed, disable_compile=True), wanted)
@@ -257,9 +268,9 @@ def measure(session: Session, options: argparse.Namespace) -> None:
             with turn(model, kept):
                 error = relative_error(fed_logits(model, tokens, fed, **how), wanted)
                 assert error < limit, f"{name} is {error:.1e} from fp32, eager mode {eager:.1e}"
+                session.say(f"batch {batch}: {name} is right, {session.seconds():.0f} s")
                 for _ in range(2):
                     generate(model, tokens, options.tokens, **how)
-            session.say(f"batch {batch}: {name} is right, {session.seconds():.0f} s")
         times = token_times(session, model, tokens, options, turns)
         shape = f"model={options.model};layers={layers};batch={batch};cache={cache};tokens={options.tokens}"
         generation.record(session, options, "transformers_generate", shape, times)
