@@ -36,6 +36,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.attention.attention_parts import SDPA
 from ditron_inductor.passes.attention.mask_bounds import MaskOperands
 from ditron_inductor.passes.attention.roots import VIEWS, chain_to
 from ditron_inductor.passes.attention.rotary import Rotation, read_rotation
@@ -52,6 +53,8 @@ aten = torch.ops.aten
 
 PATTERN = CachedAttention.kind
 GPUS = ("cuda",)
+SOFTMAX = (aten.amax.default, aten._softmax.default)
+"""A softmax that is written out begins with the largest of its scores."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,21 @@ def rewrite(graph: fx.Graph, match: Match, masks: MaskOperands, options: Options
     for written in match.written or ():
         graph.erase_node(written.copy)
     return made
+
+
+def left_alone(graph: fx.Graph, devices: tuple[str, ...]) -> list[fx.Node]:
+    """Returns what attends with one query for each sequence and is no call of ours, on these types of devices: torch's
+    attention ops, and the softmax of attention that is written out.
+    """
+    found = []
+    for target in (*SDPA, *SOFTMAX):
+        for node in graph.find_nodes(op="call_function", target=target):
+            read = proofs.fake(proofs.operand(node))
+            one_query = read.ndim == 4 and read.shape[2] == 1
+            over_tokens = target in SDPA or node.args[1] in (-1, 3, [-1], [3])
+            if one_query and over_tokens and read.shape[3] != 1 and read.device.type in devices:
+                found.append(node)
+    return found
 
 
 def attend_within(graph: fx.Graph, options: Options, devices: tuple[str, ...]) -> int:

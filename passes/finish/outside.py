@@ -1,5 +1,6 @@
 """Finds what lies beside Task nodes and became no part of them and no call of its own, and says why, for `explain`:
-norms, epilogues, and the matmuls of experts whose weights are copied for each slot of a token.
+norms, epilogues, the matmuls of experts whose weights are copied for each slot of a token, and the attention of one
+query for each sequence.
 
 It asks the passes that absorb them once more, on the rewritten graph. It changes nothing, and runs only if a report is
 being made.
@@ -14,6 +15,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb import absorb_epilogues, absorb_norms
+from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.passes.fuse import all_reduce_rms_norm
 from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.passes.graph.culprits import describe
@@ -21,14 +23,21 @@ from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.norm_forms import rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, MOST_NORM_COLUMNS, WithEpilogue, WithPrologue
+from ditron_inductor.task.nodes import HEAD_DIMS, MOST_EXPERT_TOKENS, MOST_NORM_COLUMNS, WithEpilogue, WithPrologue
 from ditron_inductor.task.site_records import OutsideRecord
 from ditron_inductor.task.verify import task_calls
 
 aten = torch.ops.aten
 NORM_BEHIND, NORM_IN_FRONT, EPILOGUE = "norm behind", "norm in front", "epilogue"
 EXPERTS, EXPERTS_FORM = "experts in front", "experts_form"
+ATTENTION, ATTENTION_FORM = "attention in front", "attention_form"
+HEADS = f"{', '.join(str(size) for size in HEAD_DIMS[:-1])} or {HEAD_DIMS[-1]}"
 TEXTS: dict[str, str] = {
+    ATTENTION_FORM: (
+        "attention of one query for each sequence is one call, which turns and stores the new key too and reads only "
+        f"the part of a cache that the mask shows, for known sizes, heads of {HEADS} elements and a mask that is the "
+        "same for all heads, if nothing else is done to the scores, but for sinks"
+    ),
     EXPERTS_FORM: (
         "their weights are copied for each slot. It is one call, which reads each weight once, for a known number of "
         f"{MOST_EXPERT_TOKENS} tokens or fewer, if the experts are choices of a topk among all experts of the weight, "
@@ -97,6 +106,12 @@ def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Outsi
         launch = _task_behind(bmm) if expert_rows.COPIED in bmm.meta else None
         if launch is not None:
             add(launch, EXPERTS, EXPERTS_FORM, bmm)
+    if cached_attention.PATTERN in options.fusions:
+        for attention in cached_attention.left_alone(graph, cached_attention.GPUS):
+            launch = _task_behind(attention)
+            # A softmax may have several maxima, such as one for each rounding of its scores.
+            if launch is not None and not any(one.what == ATTENTION for one in found.get(launch, ())):
+                add(launch, ATTENTION, ATTENTION_FORM, attention)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a report says of norms and epilogues that did not become a part of a node, and the pictures around sites."""
+"""What a report says of what stands beside a node and did not become a part of it, and the pictures around sites."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.passes.finish.near import DEPTH, MOST_NODES
 from ditron_inductor.passes.finish.outside import TEXTS
 from ditron_inductor.pipeline import DitronPipeline
@@ -139,3 +141,47 @@ def test_experts_whose_weights_are_copied() -> None:
     assert notes(halved=True) == [[], found]
     # Whoever wants none of these calls needs no note.
     assert notes(halved=True, options=Options(fusions=("matmul_all_reduce", "all_reduce_rms_norm"))) == [[], []]
+
+
+def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, w: torch.Tensor, *, how: str) -> Any:
+    """The attention of a decode step, in front of its projection."""
+    bias = torch.arange(12, dtype=q.dtype).view(1, 1, 1, 12)
+    if how.startswith("written"):
+        scores = q @ keys.transpose(-1, -2)
+        scores = scores.div(30).tanh().mul(30) if how == "written, capped" else scores
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        weights = weights / weights.sum(-1, keepdim=True) if how == "written, by its maximum" else scores.softmax(-1)
+        out = weights @ values
+    else:
+        out = F.scaled_dot_product_attention(q, keys, values, bias if how == "bias" else None)
+    return all_reduce(out.reshape(2, -1) @ w)
+
+
+@pytest.mark.parametrize(
+    ("how", "heads", "op"),
+    [
+        ("plain", 16, None),
+        ("plain", 24, "aten._scaled_dot_product_flash_attention_for_cpu.default"),
+        ("bias", 16, "aten._scaled_dot_product_flash_attention_for_cpu.default"),
+        ("written", 16, "aten._softmax.default"),
+        ("written, by its maximum", 16, "aten.amax.default"),
+        ("written, capped", 16, "aten._softmax.default"),
+    ],
+)
+def test_attention_of_a_decode_step_that_is_no_call(
+    monkeypatch: pytest.MonkeyPatch, how: str, heads: int, op: str | None
+) -> None:
+    monkeypatch.setattr(cached_attention, "GPUS", ("cpu",))
+    given = [torch.empty(2, 4, tokens, heads, dtype=torch.bfloat16) for tokens in (1, 12, 12)]
+    given.append(torch.empty(4 * heads, 8, dtype=torch.bfloat16))
+    run = functools.partial(attention, how=how)
+    assert outside(run, *given) == ([] if op is None else [("attention in front", "attention_form", op)])
+    assert outside(run, *given, options=Options(fusions=("matmul_all_reduce",))) == []
+    prompt = [torch.empty(2, 4, 12, heads, dtype=torch.bfloat16) for _ in range(3)]
+    wide = torch.empty(4 * heads * 12, 8, dtype=torch.bfloat16)
+    assert outside(run, *prompt, wide) == [], "a prompt has no such call"
+
+
+def test_nothing_is_said_of_attention_on_a_cpu() -> None:
+    given = [torch.empty(2, 4, tokens, 24) for tokens in (1, 12, 12)]
+    assert outside(functools.partial(attention, how="plain"), *given, torch.empty(96, 8)) == []
