@@ -18,6 +18,7 @@ from ditron_inductor.report.explain import without_caches
 from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, run_model, step_of
+from tests.models.test_hugging_face import OLDER, UNSHOWN
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -176,6 +177,8 @@ TRAINED = (
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize(("setup", "forward"), TRAINED, ids=str)
 def test_training_reduces_in_a_call(rank_pools: RankPools, setup: Setup, forward: int) -> None:
+    if OLDER and setup.form == "hf":
+        pytest.skip(f"torch {torch.__version__}: {UNSHOWN}")
     assert rank_pools.get("cpu", 2).run(_trained, setup, timeout=200) == [(forward, 1)] * 2
 
 

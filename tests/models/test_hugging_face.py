@@ -39,9 +39,10 @@ ON_GPUS = [
 
 
 OLDER = torch.__version__ < (2, 13)
+UNSHOWN = "DTensor cannot show the gradients of this plan, in eager mode either"
 OTHERWISE = {
     "gemma3-sp-training": "DTensor scatters where that of 2.13 reduces to all",
-    "glm4_moe-hf-training": "DTensor cannot show the gradients of this plan, in eager mode either",
+    "glm4_moe-hf-training": UNSHOWN,
 }
 """What torch before 2.13, of which the table is, does otherwise."""
 

@@ -18,6 +18,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse import combine_experts as sums
 from ditron_inductor.passes.graph import expert_rows
 from ditron_inductor.passes.graph.expert_rows import Range, range_of
+from ditron_inductor.passes.normalize.keep_roundings import KEPT_BY_TORCH
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.verify import local_calls
 from tests.passes import test_grouped_matmul_all_reduce as plain
@@ -198,6 +199,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_must_not_fire(name: str) -> None:
+    if name == "rounded ids" and not KEPT_BY_TORCH:
+        pytest.skip("this torch leaves out a rounding of whole numbers")
     (after,) = compiled_graphs(REFUSED[name], *OPERANDS)
     # What it computes is not compared: some of these ends leave rows behind, in which anything may lie.
     fuse(after)
