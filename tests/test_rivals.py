@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import random
 import subprocess
@@ -17,8 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from benchmarks.models.by_hand import fused_refusal
 from benchmarks.models.contestants import COMPILERS
+from benchmarks.models.experts import activated
+from benchmarks.models.zoo import MODELS
 from benchmarks.rivals import registered, symmetric
+from benchmarks.rivals.fused_experts import FEW_SLOTS, fused_experts, rows_of_blocks, sorted_slots
 from benchmarks.rivals.one_shot_norm import MOST_BYTES, MOST_COLUMNS, MOST_PROGRAMS, OneShotNorm
 from benchmarks.tolerances import assert_near
 from tests.cases import rare
@@ -111,16 +117,84 @@ def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools, 
     assert all("which needs GPUs" in why for (_, name), why in reasons.items() if name == "registered")
 
 
-def _by_hand(ctx: RankContext, model: str) -> set[Of]:
+def _by_hand(ctx: RankContext, model: str, names: tuple[str, ...]) -> set[Of]:
     """Those that are right in eager mode."""
-    with mock.patch("benchmarks.models.contestants._inductor", lambda module: module):
-        return _models(ctx, model, "ar", names=("eager", "one_shot_norm", "grouped"))[0]
+    uncompiled = {"fused": lambda module: module}
+    with (
+        mock.patch("benchmarks.models.contestants._inductor", lambda module: module),
+        mock.patch.dict(COMPILERS, uncompiled),
+    ):
+        return _models(ctx, model, "ar", names=names)[0]
 
 
 def test_layers_by_hand_reduce_what_experts_return_once(rank_pools: RankPools) -> None:
-    model = "qwen3-30b-a3b"
-    timed = rank_pools.get("cpu", 2).run(_by_hand, model, timeout=200)[0]
-    assert timed == {(f"{model} ar", name) for name in ("eager", "one_shot_norm", "grouped")}
+    model, names = "qwen3-30b-a3b", ("eager", "one_shot_norm", "grouped", "fused", "one_shot_fused")
+    timed = rank_pools.get("cpu", 2).run(_by_hand, model, names, timeout=200)[0]
+    assert timed == {(f"{model} ar", name) for name in names}
+
+
+def test_experts_with_biases_in_the_kernel_of_serving_engines(rank_pools: RankPools) -> None:
+    model, names = "gpt-oss-120b", ("eager", "fused")
+    timed = rank_pools.get("cpu", 2).run(_by_hand, model, names, timeout=200)[0]
+    assert timed == {(f"{model} ar", name) for name in names}
+
+
+def _fused_experts(ctx: RankContext, sizes: tuple[int, ...], layout: str) -> None:
+    """Compared with each token's experts, one by one."""
+    T, E, top_k, D, F = sizes
+    x, scale = torch.randn(T, D), torch.rand(T, top_k)
+    # Some experts have no token.
+    experts = (torch.rand(T, E) + torch.arange(E) % 2).topk(top_k)[1]
+    gate_up, down = torch.randn(E, D, 2 * F) * D**-0.5, torch.randn(E, F, D) * F**-0.5
+    biases = (torch.randn(E, 2 * F), torch.randn(E, D)) if layout == "biased" else None
+    if biases is None:
+        gate_up, down = gate_up.mT.contiguous().mT, down.mT.contiguous().mT
+    activate = functools.partial(activated, biased=biases is not None)
+    wanted = torch.zeros(T, D, dtype=torch.float64)
+    for token, place in itertools.product(range(T), range(top_k)):
+        expert = int(experts[token, place])
+        first, second = (0.0, 0.0) if biases is None else (biases[0][expert], biases[1][expert])
+        hidden = activate(x[token].double() @ gate_up[expert].double() + first)
+        wanted[token] += scale[token, place] * (hidden @ down[expert].double() + second)
+    assert_near(fused_experts(x, experts, scale, gate_up, down, activate, biases), wanted, what=f"{sizes}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        ((1, 8, 3, 16, 8), "plain"),
+        ((5, 4, 2, 40, 24), "biased"),
+        ((70, 5, 2, 16, 8), "plain"),
+        ((FEW_SLOTS // 2 + 9, 6, 2, 24, 16), "biased"),
+        *rare(((700, 3, 2, 16, 16), "plain")),
+    ],
+)
+def test_the_kernel_of_serving_engines_is_right(rank_pools: RankPools, sizes: tuple[int, ...], layout: str) -> None:
+    rank_pools.get("cpu", 2).run(_fused_experts, sizes, layout, timeout=90)
+
+
+@pytest.mark.parametrize("S", [7, FEW_SLOTS + 1])
+def test_slots_are_sorted_by_expert_in_blocks(rank_pools: RankPools, S: int) -> None:
+    order, blocks = rank_pools.get("cpu", 2).run(_sorted_slots, S, timeout=60)[0]
+    assert order.sort()[0][:S].tolist() == list(range(S)) and set(order.sort()[0][S:].tolist()) == {S}
+    experts = (torch.arange(S) * 7) % 5
+    for expert, some in zip(blocks.tolist(), order.view(-1, 16), strict=True):
+        of_slots = {int(experts[slot]) for slot in some.tolist() if slot < S}
+        assert of_slots == ({expert} if expert >= 0 else set())
+
+
+def _sorted_slots(ctx: RankContext, S: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return sorted_slots((torch.arange(S) * 7) % 5, 8, 16)
+
+
+def test_longer_blocks_are_for_experts_with_more_slots() -> None:
+    assert [rows_of_blocks(slots, 8) for slots in (1, 128, 129, 512, 513, 10000)] == [16, 16, 64, 64, 128, 128]
+
+
+def test_experts_in_that_kernel_are_refused_where_there_is_no_backward() -> None:
+    llama, mixtral = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
+    assert "this model has none" in fused_refusal(llama, "prefill")
+    assert "no backward" in fused_refusal(mixtral, "training") and fused_refusal(mixtral, "decode") == ""
 
 
 def _dispatched(ctx: RankContext, model: str) -> tuple[set[Of], dict[Of, str]]:

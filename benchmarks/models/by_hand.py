@@ -41,6 +41,13 @@ def refusal(arch: Architecture, form: str, phase: str, tokens: int) -> str:
     return OneShotNorm.refusal(tokens, arch.hidden, torch.bfloat16.itemsize)
 
 
+def fused_refusal(arch: Architecture, phase: str) -> str:
+    """Why a cell is not for experts in the kernel of serving engines, empty where it is."""
+    if not arch.experts:
+        return "it is for tokens and the weights of their experts, and this model has none"
+    return "the kernel for experts has no backward" if phase == "training" else ""
+
+
 def grouped_refusal(arch: Architecture, form: str, phase: str, tokens: int) -> str:
     """Why a cell is not for this form with grouped matmuls for few tokens too, empty where it is."""
     if not arch.experts:
@@ -53,10 +60,11 @@ def grouped_refusal(arch: Architecture, form: str, phase: str, tokens: int) -> s
 class ByHand(nn.Module):
     """The layers of a `Decoder` in the form `ar`, whose weights it shares.
 
-    copies: few tokens are multiplied with copies of their experts' weights, as in the model itself.
+    copies: few tokens are multiplied with copies of their experts' weights, as in the model itself. fused: experts in
+    the kernel of serving engines.
     """
 
-    def __init__(self, model: Decoder, copies: bool = True) -> None:
+    def __init__(self, model: Decoder, copies: bool = True, fused: bool = False) -> None:
         super().__init__()
         shared: dict[int, Any] = {id(one): nn.Parameter(_local(one)) for one in model.parameters()}
         own = copy.deepcopy(model, shared)
@@ -66,7 +74,7 @@ class ByHand(nn.Module):
             part._forward_hooks.clear()
             if isinstance(part, Experts):
                 # The kernel adds up what the ranks return.
-                part.mesh = None
+                part.mesh, part.fused = None, fused
                 if not copies:
                     part.few = 0
         self.layers, self.norm = own.layers, own.norm

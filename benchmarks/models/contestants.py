@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.models.architecture import Decoder, Layer
 from benchmarks.models.by_hand import ByHand
 from benchmarks.models.dispatched import dispatched
+from benchmarks.models.experts import Experts
 from benchmarks.models.forms import ContextAttention, ShardedCache
 from benchmarks.models.request import OURS
 from benchmarks.rivals import registered, symmetric
@@ -75,6 +76,10 @@ def _grouped(model: nn.Module) -> Callable[..., Any]:
     return _inductor(_written(functools.partial(ByHand, copies=False), model))
 
 
+def _one_shot_fused(model: nn.Module) -> Callable[..., Any]:
+    return _inductor(_written(functools.partial(ByHand, fused=True), model))
+
+
 def _dispatched(model: nn.Module) -> Callable[..., Any]:
     own = _written(dispatched, model)
     # The sizes of all-to-alls are known to the host alone, so each layer is several graphs. One compilation of all
@@ -108,6 +113,8 @@ COMPILERS: Mapping[str, Compiler] = {
     "registered": _registered,
     "one_shot_norm": _one_shot_norm,
     "grouped": _grouped,
+    "fused": _inductor,
+    "one_shot_fused": _one_shot_fused,
     "dispatched": _dispatched,
     "async_tp": _async_tp,
     "ditron": _ditron,
@@ -116,16 +123,19 @@ COMPILERS: Mapping[str, Compiler] = {
 
 
 def in_form(name: str, compiler: Compiler, model: nn.Module) -> Callable[..., Any]:
-    """The compiled model of a contestant, in the form of attention that is its own (see `forms`) at every call."""
+    """The compiled model of a contestant, at every call in its own form of attention (see `forms`) and of experts."""
     call = compiler(model)
-    parts = [part for part in model.modules() if isinstance(part, ShardedCache | ContextAttention)]
+    attention = [part for part in model.modules() if isinstance(part, ShardedCache | ContextAttention)]
+    experts = [part for part in model.modules() if isinstance(part, Experts)]
 
     def chosen(*operands: Any) -> Any:
-        for part in parts:
+        for part in attention:
             part.for_ditron = name in OURS
+        for mixture in experts:
+            mixture.fused = name == "fused"
         return call(*operands)
 
-    return chosen if parts else call
+    return chosen if attention or experts else call
 
 
 def forward(call: Callable[..., Any], model: nn.Module, operands: tuple[Any, ...]) -> Step:

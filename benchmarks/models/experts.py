@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
+from benchmarks.rivals.fused_experts import fused_experts
+
 FEW_TOKENS = 64
 """Up to so many tokens the weights are copied, as `generate` does where it decodes."""
 DRAWN = 1 << 20
@@ -39,13 +41,15 @@ class Experts(nn.Module):
     wider dtype chooses the same experts. The router is multiplied all the same. None: the router chooses. mesh: the
     ranks over which results are added up, None if there are no others. layout: of the results, which are whole, or of
     which a rank gets its own part of the sequence. plain: every expert in a plain matmul, as in the model that all
-    results are compared with. few: the most tokens that copies of weights are made for. biased: experts as GPT-OSS
+    results are compared with. few: the most tokens that copies of weights are made for. fused: by the kernel of
+    `fused_experts`, for any number of tokens, without gradients. biased: experts as GPT-OSS
     has them, see the module; each rank adds its part of the biases of down, as DTensor divides them. shared: the width
     of an expert that all tokens take; 0 without. The gradient of the router's weight is that of this rank's part of the
     results.
     """
 
     scores: torch.Tensor | None
+    fused = False
 
     def __init__(
         self, hidden: int, inner: int, experts: int, top_k: int, shared: int = 0, biased: bool = False
@@ -102,6 +106,8 @@ class Experts(nn.Module):
         weights = (weights / weights.sum(-1, keepdim=True)).to(rows.dtype)
         if self.plain:
             total = self._by_expert(rows, weights, chosen)
+        elif self.fused:
+            total = self._fused(rows, weights, chosen)
         elif rows.shape[0] <= self.few:
             total = self._with_copies(rows, weights, chosen)
         else:
@@ -128,6 +134,13 @@ class Experts(nn.Module):
             return x
         given = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()])
         return given.to_local(grad_placements=[Partial()])
+
+    def _fused(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        gate_up, down, biases = self.gate_up_proj.mT, self.down_proj.mT, None
+        if self.biased:
+            gate_up, down = self.gate_up_proj, self.down_proj
+            biases = self.gate_up_proj_bias, self.down_proj_bias
+        return fused_experts(rows, chosen, weights, gate_up, down, lambda both: activated(both, self.biased), biases)
 
     def _with_copies(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         ids = chosen.flatten()

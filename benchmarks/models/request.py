@@ -21,17 +21,20 @@ CONTESTANTS: tuple[str, ...] = (
     "symm_mem",
     "one_shot_norm",
     "grouped",
+    "fused",
+    "one_shot_fused",
     "dispatched",
     "async_tp",
     *OURS,
 )
 """In the order of the tables. max_autotune: Inductor with `mode="max-autotune-no-cudagraphs"`. max_autotune_select: the
-same with `auto_select`. overlap: Inductor with
-`reorder_for_compute_comm_overlap`. registered: Inductor, with all memory in a pool that NCCL has registered.
-auto_select: Inductor with its own choice of symmetric-memory all-reduces. symm_mem: torch's one-shot and two-shot
-all-reduces in the place of every all-reduce. one_shot_norm: layers by hand, with one kernel for each all-reduce and
-its norm. grouped: the same, with torch's grouped matmul for the experts of few tokens too. dispatched: experts whole on
-one rank each, to which tokens are sent (`dispatched.py`).
+same with `auto_select`. overlap: Inductor with `reorder_for_compute_comm_overlap`. registered: Inductor, with all
+memory in a pool that NCCL has registered. auto_select: Inductor with its own choice of symmetric-memory all-reduces.
+symm_mem: torch's one-shot and two-shot all-reduces in the place of every all-reduce. one_shot_norm: layers by hand,
+with one kernel for each all-reduce and its norm. grouped: the same, with torch's grouped matmul for the experts of few
+tokens too. fused: experts in a tuned Triton kernel as serving engines have it (`rivals/fused_experts.py`).
+one_shot_fused: one_shot_norm with them. dispatched: experts whole on one rank each, to which tokens are sent
+(`dispatched.py`).
 """
 LIMIT = "limit"
 """No contestant: a rank's share alone, without communication (`alone.py`), through Inductor."""
@@ -46,6 +49,8 @@ TITLES = {
     "symm_mem": "Inductor + symm_mem",
     "one_shot_norm": "one-shot + norm",
     "grouped": "one-shot + norm, grouped experts",
+    "fused": "Inductor, fused experts in Triton",
+    "one_shot_fused": "one-shot + norm, fused experts in Triton",
     "dispatched": "Inductor, tokens sent to experts",
     "async_tp": "Inductor + async TP",
     "ditron": "Ditron",

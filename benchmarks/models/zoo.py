@@ -237,6 +237,11 @@ class Cell:
             return by_hand.refusal(arch, self.form, self.phase, self.batch * self.tokens)
         if contestant == "grouped":
             return by_hand.grouped_refusal(arch, self.form, self.phase, self.batch * self.tokens)
+        if contestant == "fused":
+            return by_hand.fused_refusal(arch, self.phase)
+        if contestant == "one_shot_fused":
+            problem = by_hand.refusal(arch, self.form, self.phase, self.batch * self.tokens)
+            return by_hand.fused_refusal(arch, self.phase) or problem
         if contestant == "dispatched":
             return dispatched.refusal(arch, self.form, self.phase)
         return ""

@@ -7,7 +7,7 @@ expert. Contestants, interleaved:
     inductor:batched   copies of the weights of each slot and bmm, as `transformers` decodes (`batched_mm`)
     inductor:grouped   a sort by expert and torch's grouped matmul (`grouped_mm`)
     triton:sorted      a Triton kernel over slots sorted by expert, as serving engines have it, its tiles tuned here for
-                       each cell (benchmarks/ops/sorted_experts.py)
+                       each cell (benchmarks/rivals/fused_experts.py)
     ditron             two calls of `expert_projections`, and Inductor's sum
 
 The limit is the time to read the weights of the experts that are taken, at the speed of a copy on this GPU, which is
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.models.experts import activated
 from benchmarks.ops import command
 from benchmarks.ops.chains import copies_of
 from benchmarks.ops.expert_cells import (
@@ -39,8 +40,8 @@ from benchmarks.ops.expert_cells import (
     routed,
     texts_of,
 )
-from benchmarks.ops.sorted_experts import TILES, SortedExperts
 from benchmarks.records import MOE, Row
+from benchmarks.rivals.fused_experts import fused_experts
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
@@ -49,7 +50,6 @@ from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import ExpertProjections
 
 MODULE = "benchmarks.ops.expert_projections"
-TUNE_ROUNDS = 2
 HEADS = ["cell", "experts", "limit", "batched", "grouped", "sorted", "ditron", "ditron/limit", "best other/ditron"]
 
 
@@ -165,20 +165,11 @@ def reference(operands: Operands) -> torch.Tensor:
     return out
 
 
-def tuned(session: Session, given: Sequence[Operands]) -> Layer:
-    """The sorted form with the tiles that are fastest here, the second matmul's after the first one's."""
-    best = SortedExperts(TILES[0], TILES[0])
-    if session.clock.device.type != "cuda":
-        return best
-    for which in ("first", "second"):
-        tried = {
-            tile: SortedExperts(tile, best.second) if which == "first" else SortedExperts(best.first, tile)
-            for tile in TILES
-        }
-        calls = {str(number): _turns(layer, given) for number, layer in enumerate(tried.values())}
-        times = interleaved(session.clock, session.replays(calls, GRAPH_CALLS), GRAPH_CALLS, TUNE_ROUNDS)
-        best = list(tried.values())[int(min(times, key=lambda name: times[name].p50_us))]
-    return best
+def in_triton(
+    x: torch.Tensor, experts: torch.Tensor, scale: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """Slots sorted by expert, by one kernel for both matmuls."""
+    return fused_experts(x, experts, scale, gate_up.mT, down.mT, lambda both: activated(both, biased=False))
 
 
 def _turns(layer: Layer, given: Sequence[Operands]) -> Callable[[int], torch.Tensor]:
@@ -192,8 +183,7 @@ def contestants(session: Session, cell: Cell, given: Sequence[Operands]) -> dict
     layers: dict[str, Layer] = {f"inductor:{name}": fn for name, fn in compiled.items()}
     on_gpu = session.clock.device.type == "cuda"
     if on_gpu:
-        found = session.tried("tune triton:sorted", lambda: tuned(session, given))
-        layers |= {} if found is None else {"triton:sorted": found}
+        layers["triton:sorted"] = torch.compile(in_triton, dynamic=False)
     layers["ditron"] = torch.compile(ours(cell.sizes.k), dynamic=False)
 
     def checked(name: str) -> Callable[[int], torch.Tensor]:

@@ -7,6 +7,8 @@ expert already. Contestants, interleaved, outside of CUDA graphs:
     gemm               torch's grouped matmul alone: the limit, together with the bytes that have to be received
     inductor           torch's grouped matmul, the sum in Inductor's kernel, and NCCL's reduction
     max_autotune       the same with mode="max-autotune-no-cudagraphs"
+    triton:sorted      a tuned Triton kernel over sorted slots, as serving engines have it, which finds rows and leaves
+                       results token by token (benchmarks/rivals/fused_experts.py), the sum, and NCCL's reduction
     ditron:library     torch's grouped matmul, our kernel for the sum, and NCCL's reduction
     ditron:tile        all of it in one launch
     ditron             what the plan picks of both, after its trial
@@ -41,6 +43,7 @@ from benchmarks.ops.expert_cells import (
     routed,
 )
 from benchmarks.records import MOE, Row
+from benchmarks.rivals.fused_experts import rows_of_blocks, sorted_matmul, sorted_slots
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from benchmarks.tolerances import relative_error
@@ -51,14 +54,16 @@ MODULE = "benchmarks.ops.reduced_experts"
 LIMIT_S = 480.0
 LINK_BYTES_PER_US = 450e3
 OURS = {"ditron:library": "library", "ditron:tile": "tile", "ditron": "auto"}
-RIVALS = ("inductor", "max_autotune")
+RIVALS = ("inductor", "max_autotune", "triton:sorted")
 HEADS = ["cell", "limit", *RIVALS, *OURS, "best other/ditron", "overlap: library/tile"]
 CHOICES = MODELS | BIASED_MODELS | TINY | BIASED_TINY
 
 
 @dataclass(frozen=True)
 class Operands:
-    """x [S, K], weight [E, K, N], ends [E], places [S], scale [S]; with biases [E, N] the expert of each slot, too."""
+    """x [S, K], weight [E, K, N], ends [E], places [S], scale [S]; with biases [E, N] the expert of each slot, too.
+    token_by_token: x and scale in the order of the tokens' slots, and `sorted_slots` of these.
+    """
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -67,6 +72,7 @@ class Operands:
     scale: torch.Tensor
     bias: torch.Tensor | None
     ids: torch.Tensor
+    token_by_token: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
     def products(self) -> torch.Tensor:
         """What torch's grouped matmul returns."""
@@ -92,7 +98,18 @@ def drawn(model: str, T: int, routing: str, session: Session, seed: int) -> Oper
     weight = normal(*shape, scale=F**-0.5)
     bias = normal(whole.E, whole.D, scale=0.1) if whole.biased else None
     rows = normal(T * whole.k, F)
-    return Operands(rows, weight if whole.biased else weight.mT, ends, places, weights.reshape(-1)[order], bias, ids)
+    blocks = sorted_slots(experts.reshape(-1), whole.E, rows_of_blocks(len(order), whole.E))
+    scale = weights.reshape(-1)
+    by_token = rows[places], scale, *blocks
+    return Operands(rows, weight if whole.biased else weight.mT, ends, places, scale[order], bias, ids, by_token)
+
+
+def reduced(terms: torch.Tensor, group_name: str, top_k: int, scatters: bool) -> torch.Tensor:
+    """The reduced sums of the terms [S, N] of each token."""
+    total = terms.view(-1, top_k, terms.shape[1]).sum(1).bfloat16()
+    if scatters:
+        return funcol.reduce_scatter_tensor(total, "sum", 0, group_name)
+    return funcol.all_reduce(total, "sum", group_name)
 
 
 def eager(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands], torch.Tensor]:
@@ -103,10 +120,18 @@ def eager(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands], t
         if given.bias is not None:
             products = products + given.bias[given.ids]
         terms = products * given.scale.unsqueeze(-1)
-        total = terms[given.places].view(-1, top_k, terms.shape[1]).sum(1).to(given.x.dtype)
-        if scatters:
-            return funcol.reduce_scatter_tensor(total, "sum", 0, group_name)
-        return funcol.all_reduce(total, "sum", group_name)
+        return reduced(terms[given.places], group_name, top_k, scatters)
+
+    return layer
+
+
+def in_triton(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands], torch.Tensor]:
+    """The same by the kernel of serving engines."""
+
+    def layer(given: Operands) -> torch.Tensor:
+        rows, scale, order, blocks = given.token_by_token
+        terms = sorted_matmul(rows, given.weight, given.bias, scale, order, blocks, rows.shape[0])
+        return reduced(terms, group_name, top_k, scatters)
 
     return layer
 
@@ -137,6 +162,7 @@ def contestants(
     layers: dict[str, Callable[[Operands], torch.Tensor]] = {
         "inductor": torch.compile(written, dynamic=False),
         "max_autotune": torch.compile(written, dynamic=False, **tuned),
+        "triton:sorted": torch.compile(in_triton(session.group_name, top_k, scatters), dynamic=False),
     }
     first, biased = given[0], given[0].bias is not None
     for name, strategy in OURS.items():
