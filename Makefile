@@ -30,10 +30,10 @@ demo: $(READY)
 	@$(RUN) -m ditron_inductor demo
 
 test: $(READY)
-	$(RUN) -m pytest -q -m "not gpu" -n 4 --dist worksteal
+	$(RUN) -m pytest -q -m "not gpu" -n 4
 
 test-all: $(READY)
-	$(RUN) -m pytest -q -m "not gpu" -n 3 --dist worksteal --all-cases
+	$(RUN) -m pytest -q -m "not gpu" -n 3 --all-cases
 
 test-oldest: $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -q -n 2 tests/lowering/test_*_compile.py
