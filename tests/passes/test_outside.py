@@ -16,7 +16,7 @@ from ditron_inductor.passes.finish.near import DEPTH, MOST_NODES
 from ditron_inductor.passes.finish.outside import TEXTS
 from ditron_inductor.pipeline import DitronPipeline
 from ditron_inductor.task.site_records import SiteRecord, collect_sites
-from tests.passes.graphs import all_gather, all_reduce, traced
+from tests.passes.graphs import all_gather, all_reduce, assert_no_new_guards, traced
 
 pytestmark = pytest.mark.usefixtures("group")
 A, B, R = torch.empty(8, 16), torch.empty(16, 32), torch.empty(8, 32)
@@ -185,3 +185,12 @@ def test_attention_of_a_decode_step_that_is_no_call(
 def test_nothing_is_said_of_attention_on_a_cpu() -> None:
     given = [torch.empty(2, 4, tokens, 24) for tokens in (1, 12, 12)]
     assert outside(functools.partial(attention, how="plain"), *given, torch.empty(96, 8)) == []
+
+
+def test_nothing_is_asked_of_a_length_that_is_not_known() -> None:
+    def weights(x: torch.Tensor) -> torch.Tensor:
+        return x.nonzero().float()[None, None].softmax(-1)
+
+    module = traced(weights, torch.ones(3, 2), dynamic=True)
+    with assert_no_new_guards(module):
+        assert cached_attention.left_alone(module.graph, ("cpu",)) == []
