@@ -35,8 +35,8 @@ def part() -> str:
             named = tuple(row.sizes[name] for name in ("model", "layers", "batch", "cache"))
             cells.setdefault((row.gpu, str(row.world), *named), []).append(row)
     newest = [{row.contestant: row for row in runs(rows)[-1]} for rows in cells.values()]
-    models = list(dict.fromkeys(rows[OWN].sizes["model"] for rows in newest if OWN in rows))
     shown = [rows for rows in newest if OWN in rows and len(rows) > 1]
+    models = [rows[OWN].sizes["model"] for rows in shown]
     shown.sort(key=lambda rows: (models.index(rows[OWN].sizes["model"]), -int(rows[OWN].sizes["layers"])))
     lines = [line(rows) for rows in shown]
     table = tabulate(lines, HEADERS, "github", disable_numparse=True)

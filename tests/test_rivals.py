@@ -119,11 +119,7 @@ def test_rivals_of_whole_models_are_right_or_say_why_not(rank_pools: RankPools, 
 
 def _by_hand(ctx: RankContext, model: str, names: tuple[str, ...]) -> set[Of]:
     """Those that are right in eager mode."""
-    uncompiled = {"fused": lambda module: module}
-    with (
-        mock.patch("benchmarks.models.contestants._inductor", lambda module: module),
-        mock.patch.dict(COMPILERS, uncompiled),
-    ):
+    with mock.patch("benchmarks.models.contestants._inductor", lambda module: module):
         return _models(ctx, model, "ar", names=names)[0]
 
 

@@ -76,6 +76,11 @@ def _grouped(model: nn.Module) -> Callable[..., Any]:
     return _inductor(_written(functools.partial(ByHand, copies=False), model))
 
 
+def _fused(model: nn.Module) -> Callable[..., Any]:
+    # `in_form` chooses the experts' form at each call.
+    return _inductor(model)
+
+
 def _one_shot_fused(model: nn.Module) -> Callable[..., Any]:
     return _inductor(_written(functools.partial(ByHand, fused=True), model))
 
@@ -113,7 +118,7 @@ COMPILERS: Mapping[str, Compiler] = {
     "registered": _registered,
     "one_shot_norm": _one_shot_norm,
     "grouped": _grouped,
-    "fused": _inductor,
+    "fused": _fused,
     "one_shot_fused": _one_shot_fused,
     "dispatched": _dispatched,
     "async_tp": _async_tp,

@@ -42,10 +42,9 @@ class Experts(nn.Module):
     ranks over which results are added up, None if there are no others. layout: of the results, which are whole, or of
     which a rank gets its own part of the sequence. plain: every expert in a plain matmul, as in the model that all
     results are compared with. few: the most tokens that copies of weights are made for. fused: by the kernel of
-    `fused_experts`, for any number of tokens, without gradients. biased: experts as GPT-OSS
-    has them, see the module; each rank adds its part of the biases of down, as DTensor divides them. shared: the width
-    of an expert that all tokens take; 0 without. The gradient of the router's weight is that of this rank's part of the
-    results.
+    `fused_experts`, for any number of tokens, without gradients. biased: experts as GPT-OSS has them, see the module;
+    each rank adds its part of the biases of down, as DTensor divides them. shared: the width of an expert that all
+    tokens take; 0 without. The gradient of the router's weight is that of this rank's part of the results.
     """
 
     scores: torch.Tensor | None

@@ -126,7 +126,7 @@ def eager(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands], t
 
 
 def in_triton(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands], torch.Tensor]:
-    """The same by the kernel of serving engines."""
+    """Returns what computes the results of `eager` by the kernel of serving engines."""
 
     def layer(given: Operands) -> torch.Tensor:
         rows, scale, order, blocks = given.token_by_token

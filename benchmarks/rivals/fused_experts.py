@@ -115,7 +115,7 @@ def _of_rows(configs: list[triton.Config], given: dict[str, Any], **more: Any) -
 )
 @triton.jit
 def sorted_matmul_kernel(
-    x, weight, bias, scale, out, slots_and_experts, sizes, strides, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, bias_and_scale, out, slots_and_experts, sizes, strides, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[s] = (x[s // top_k] @ weight[e] + bias[e]) * scale[s] for each slot s of expert e. slots_and_experts: (order,
@@ -125,6 +125,7 @@ def sorted_matmul_kernel(
     S, N, K, count = sizes
     of_expert, of_column, of_step = strides
     order, blocks = slots_and_experts
+    bias, scale = bias_and_scale
     TOP_K: tl.constexpr = FLAGS[0]
     BIASED: tl.constexpr = FLAGS[1]
     SCALED: tl.constexpr = FLAGS[2]
@@ -173,8 +174,8 @@ def sorted_matmul(
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (blocks.numel() * triton.cdiv(N, meta["COLUMNS"]),)
 
-    given = (x if one is None else one for one in (bias, scale))
-    sorted_matmul_kernel[grid](x.contiguous(), weight, *given, out, (order, blocks), sizes, strides, flags, BLOCK=rows)
+    given = tuple(x if one is None else one for one in (bias, scale))
+    sorted_matmul_kernel[grid](x.contiguous(), weight, given, out, (order, blocks), sizes, strides, flags, BLOCK=rows)
     return out
 
 
