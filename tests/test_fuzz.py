@@ -53,6 +53,8 @@ def test_programs_have_everything_in_them() -> None:
         "_eager(",
         ', "avg")',
         ".index_copy_(2, ",
+        "[:, :, 0]",
+        ".gather(1, ",
         "attention_with_sinks(",
         "turned_by_halves(",
     )

@@ -30,13 +30,16 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def cached_attention(node: CachedAttention, *operands: Any) -> torch.Tensor:
     """Returns the attention [B, Hq, D] of operands as `CachedAttention.split` returns them, and writes the new token
-    into the caches, which are not copied. Raises an IndexError if the caches have no such place.
+    into the caches, which are not copied. Raises an IndexError if the caches have no such place, or no such block.
     """
-    q, keys, values, lengths, shown, bias, _, _, sinks, position, key, value, cos, sin = operands
+    q, keys, values, table, lengths, shown, bias, _, _, sinks, position, key, value, cos, sin = operands
     if node.rotated:
         q, key = turned(q, cos, sin), turned(key, cos, sin) if node.appends else None
     if position is not None:
-        keys[:, :, position], values[:, :, position] = key[:, :, None], value[:, :, None]
+        sequences, places = torch.arange(len(q), device=q.device), position.expand(len(q))
+        keys[sequences, :, places], values[sequences, :, places] = key, value
+    if table is not None:
+        keys, values = (_in_order(cache, table.expand(len(q), -1)) for cache in (keys, values))
     if lengths is not None:
         places = torch.arange(keys.shape[2], device=q.device)
         shown = places < (lengths + (1 if node.appends else node.added))[:, None]
@@ -46,6 +49,11 @@ def cached_attention(node: CachedAttention, *operands: Any) -> torch.Tensor:
     out = F.scaled_dot_product_attention(q[:, :, None], keys, values, mask, scale=node.scale, enable_gqa=True)[:, :, 0]
     # Without any token, what torch returns differs from device to device.
     return (out if shown is None else out.where(shown.any(1)[:, None, None], 0.0)).contiguous()
+
+
+def _in_order(blocks: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Returns the keys or values [B, Hkv, N P, D] that a table [B, N] finds in blocks [blocks, Hkv, P, D]."""
+    return blocks[table].transpose(1, 2).flatten(2, 3)
 
 
 def _with_sinks(

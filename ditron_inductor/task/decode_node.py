@@ -83,8 +83,10 @@ class CachedAttention(Node):
     """out = attention of one query per sequence over a cache that this rank has whole, and over a new token, if it
     `appends` one. Nothing is communicated: no site.
 
-    q and out are [B, Hq, D]; the caches keys and values are [B, Hkv, S, D], in any strides. Head h of q attends to head
-    h // (Hq / Hkv). Scores are q . k * scale. With the mask `lengths`, an integer [B] or [1], the first lengths + added
+    q and out are [B, Hq, D]; the caches keys and values are [B, Hkv, S, D], in any strides. If they are `paged`, they
+    are blocks [blocks, Hkv, P, D], and token t of sequence b is token t % P of the block that block_table, an int32 or
+    int64 [B, N] or [1, N], has at [b, t // P]; then S is N P. Blocks are counted from the end if negative, and one that
+    the caches do not have leaves no number. Head h of q attends to head h // (Hq / Hkv). Scores are q . k * scale. With the mask `lengths`, an integer [B] or [1], the first lengths + added
     tokens of the cache are attended to. With the mask `given`, those for which shown, a bool [B, S] or [1, S], is true.
     With the mask `bias`, a float [B, S] or [1, S] is added to the scores. Without any token out is 0. For `given` and
     `bias`, begin and end, int32 [B] or [1], are the bounds of what a sequence sees: tokens in front of begin and from
@@ -93,8 +95,8 @@ class CachedAttention(Node):
     With sinks, a float [Hq], each head has one more score, which belongs to no token: what a softmax gives to it is
     left out of the sum. A `bias` comes with sinks only: without them a row that sees nothing would be the mean of all.
 
-    If it appends, key and value [B, Hkv, D] are written into the caches at position, an int64 [1], which counts from
-    the end if negative. The text of the node says that the caches are written, and the schema of the op does not: an
+    If it appends, key and value [B, Hkv, D] are written into the caches at position, an int64 [1] or [B], which counts
+    from the end if negative. Blocks are not appended to, because two sequences may have one in common. The text of the node says that the caches are written, and the schema of the op does not: an
     `after_` behind the call does. What the cache held at this place is not attended to. The new token is: with the mask
     `given` if it is shown, with a `bias` as all others, and with `lengths`, which are then the position and do not
     count the token, unless negative.
@@ -113,12 +115,13 @@ class CachedAttention(Node):
     rotated: bool = False
     added: int = 0
     sinks: bool = False
+    paged: bool = False
     strategy: str = "auto"
 
     @property
     def pattern(self) -> str:
         turned, written = "rotary embedding -> " * self.rotated, "write of the cache -> " * self.appends
-        return f"{turned}{written}decode attention{' with sinks' * self.sinks}"
+        return f"{turned}{written}{'paged ' * self.paged}decode attention{' with sinks' * self.sinks}"
 
     def verify(self) -> None:
         check(0.0 < self.scale < math.inf, self.kind, "scale", self.scale, "a number above 0")
@@ -126,12 +129,14 @@ class CachedAttention(Node):
         right = not self.added or (self.mask == "lengths" and not self.appends)
         check(right, self.kind, "added", self.added, "0, where no lengths are, or where they are the position")
         check(self.sinks or self.mask != "bias", self.kind, "mask", self.mask, "a bias with sinks only")
+        check(not (self.appends and self.paged), self.kind, "appends", self.appends, "false for blocks")
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 
     def slots(self) -> Slots:
         mask = {"all": (), "lengths": ("lengths",), "given": ("shown", *BOUNDS), "bias": ("bias", *BOUNDS)}[self.mask]
         new = ("position", "key", "value") * self.appends
-        return single(("q", "keys", "values", *mask, *("sinks",) * self.sinks, *new, *("cos", "sin") * self.rotated))
+        caches = ("keys", "values", *("block_table",) * self.paged)
+        return single(("q", *caches, *mask, *("sinks",) * self.sinks, *new, *("cos", "sin") * self.rotated))
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
         """Returns the operands in the order of `OPERANDS`, None for those that the node does not have."""
@@ -151,6 +156,7 @@ HIDDEN = -(2.0**123)
 of bfloat16 and float32 are far below it.
 """
 OPERANDS = (
-    *("q", "keys", "values", "lengths", "shown", "bias", *BOUNDS, "sinks", "position", "key", "value", "cos", "sin"),
+    *("q", "keys", "values", "block_table", "lengths", "shown", "bias", *BOUNDS, "sinks"),
+    *("position", "key", "value", "cos", "sin"),
 )
 """All operands that a `CachedAttention` may have."""

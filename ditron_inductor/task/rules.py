@@ -321,7 +321,14 @@ def _cached(node: nodes.CachedAttention, given: Given) -> Rules:
     yield q.dtype in ACTIVATION_DTYPES, f"has dtype {q.dtype}, which no kernel takes"
     yield from _same_dtype([q, keys, values])
     yield keys.shape == values.shape, "has keys and values of different shapes"
-    yield keys.shape[0] == q.shape[0], "has a cache of another number of sequences"
+    tokens = keys.shape[2]
+    if node.paged:
+        table = given["block_table"]
+        yield table.dtype in (torch.int32, torch.int64) and table.ndim == 2, "has a block table that is no integer matrix"
+        yield (table.shape[0] == 1, table.shape[0] == q.shape[0]), "has a block table of another number of sequences"
+        tokens = tokens * table.shape[1]
+    else:
+        yield keys.shape[0] == q.shape[0], "has a cache of another number of sequences"
     yield keys.shape[3] == q.shape[2], "has keys or values of another head size"
     yield q.shape[1] % keys.shape[1] == 0, "has heads that cannot share the keys evenly"
     if "lengths" in given:
@@ -333,19 +340,21 @@ def _cached(node: nodes.CachedAttention, given: Given) -> Rules:
         shown = given["shown"]
         yield shown.dtype == torch.bool and shown.ndim == 2, "has a mask that is no bool matrix"
         yield (shown.shape[0] == 1, shown.shape[0] == q.shape[0]), "has a mask of another number of sequences"
-        yield shown.shape[1] == keys.shape[2], "has a mask of another number of tokens"
+        yield shown.shape[1] == tokens, "has a mask of another number of tokens"
     if "bias" in given:
         bias = given["bias"]
         yield bias.dtype in ACTIVATION_DTYPES and bias.ndim == 2, f"has a bias of {bias.dtype}, or no matrix"
         yield (bias.shape[0] == 1, bias.shape[0] == q.shape[0]), "has a bias of another number of sequences"
-        yield bias.shape[1] == keys.shape[2], "has a bias of another number of tokens"
+        yield bias.shape[1] == tokens, "has a bias of another number of tokens"
     if node.sinks:
         sinks = given["sinks"]
         yield sinks.dtype in ACTIVATION_DTYPES and sinks.ndim == 1, f"has sinks of {sinks.dtype}, or no vector"
         yield sinks.shape[0] == q.shape[1], "has sinks of another number of heads"
     if node.appends:
         position, new = given["position"], (q.shape[0], keys.shape[1], q.shape[2])
-        yield position.dtype == torch.int64 and tuple(position.shape) == (1,), "has a position that is no int64 [1]"
+        right = position.dtype == torch.int64 and position.ndim == 1
+        yield right, "has positions that are no int64 vector"
+        yield (position.shape[0] == 1, position.shape[0] == q.shape[0]), "has positions of another number of sequences"
         for value in (given["key"], given["value"]):
             yield value.dtype == q.dtype and tuple(value.shape) == new, "has a new token that does not fit the cache"
     if node.rotated:

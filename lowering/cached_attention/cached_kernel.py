@@ -66,6 +66,7 @@ class Tensors(NamedTuple):
     q: Any
     k: Any
     v: Any
+    block_table: Any
     lengths: Any
     shown: Any
     bias: Any
@@ -82,12 +83,13 @@ class Tensors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The tokens that a cache has room for; the Strides of query and caches; those of the new key and value (batch,
-    head); and the distances between the sequences' rows of angles, lengths, masks, biases, and first and last tokens, 0
-    if they have them in common.
+    """The tokens that a sequence's cache has room for, and the number of caches, or of blocks; the Strides of query and
+    caches; those of the new key and value (batch, head); and the distances between the sequences' rows of angles,
+    lengths, masks, biases, first and last tokens, and positions, 0 if they have them in common.
     """
 
     capacity: Any
+    pages: Any
     strides: Any
     new_k: Any
     new_v: Any
@@ -96,6 +98,7 @@ class Sizes(NamedTuple):
     shown: Any
     bias: Any
     bounds: Any
+    position: Any
 
 
 class NodeParts(NamedTuple):
@@ -160,7 +163,7 @@ def new_token(tensors, batch, kv_head, split, part, sizes, HOW: tl.constexpr, NO
     """Returns the NewToken of a sequence. The program of the first split and the first part of a key head stores it."""
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     dims = tl.arange(0, HEAD_DIM)
-    given = tl.load(tensors.position)
+    given = tl.load(tensors.position + batch * sizes.position)
     place = tl.where(given < 0, given + sizes.capacity, given)
     exists = (place >= 0) & (place < sizes.capacity)
     is_here = split == 0
@@ -221,8 +224,8 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
     token = new_token(tensors, batch, kv_head, split, part, sizes, HOW, NODE) if NODE.APPENDS else None
     begin, length = tokens_of(tensors, batch, sizes, NODE)
     used, per_split = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
-    counts = Counts(heads, kv_heads, splits, sizes.capacity)
-    work = Work(tensors.q, tensors.k, tensors.v, None, None, tensors.partials, None, counts)
+    counts = Counts(heads, kv_heads, splits, sizes.capacity, sizes.pages)
+    work = Work(tensors.q, tensors.k, tensors.v, None, tensors.block_table, tensors.partials, None, counts)
     if split < used:
         first = begin + split * per_split
         span = TokenSpan(first, tl.minimum(first + per_split, begin + length), HOW.BLOCK_N)
@@ -290,11 +293,12 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     interpreter, which is slow, the kernels run only if `tile` is forced.
     """
     *given, strategy = operands
-    q, keys, values, lengths, shown, bias, begin, _, sinks, position, key, value, cos, sin = given
+    q, keys, values, table, lengths, shown, bias, begin, _, sinks, position, key, value, cos, sin = given
     device = q.device
     B, query_heads, head_dim = q.shape
-    kv_heads, capacity = keys.shape[1:3]
-    right = head_dim in HEAD_DIMS and q.dtype in ACTIVATION_DTYPES and capacity > 0 and B > 0
+    pages, kv_heads, page = keys.shape[:3]
+    capacity = page if table is None else page * table.shape[1]
+    right = head_dim in HEAD_DIMS and q.dtype in ACTIVATION_DTYPES and capacity > 0 and pages > 0 and B > 0
     in_rows = all(x is None or x.shape[-1] == 1 or x.stride(-1) == 1 for x in given)
     if strategy == "library" or (device.type == "cpu" and strategy != "tile") or not right or not in_rows:
         return by_library(node)
@@ -303,7 +307,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         return by_library(node)
     interpreted = device.type == "cpu"
     heads = deal(B, query_heads, kv_heads)
-    config = select_config(head_dim=head_dim, dtype=q.dtype, paged=False, interpreted=interpreted)
+    config = select_config(head_dim=head_dim, dtype=q.dtype, paged=node.paged, interpreted=interpreted)
     config = replace(config, least_blocks=1).for_arch(facts.arch)
     programs = INTERPRETED_SPLITS if interpreted else config.programs(heads.heads, facts.num_sms)
     splits = count_splits(heads.heads, capacity, programs, config)
@@ -318,7 +322,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         MERGED_SPLITS=1,
         BLOCK_N=config.block_n,
         LEAST_BLOCKS=config.least_blocks,
-        PAGE=0,
+        PAGE=page if node.paged else 0,
         SCALE=node.scale,
         SOFTCAP=0.0,
         PRECISION=dot_precision(q.dtype),
@@ -333,7 +337,8 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
 
     sizes = Sizes(
         capacity,
-        Strides(strides(q, 0, 1), strides(keys, 0, 2, 1), strides(values, 0, 2, 1), 0),
+        pages,
+        Strides(strides(q, 0, 1), strides(keys, 0, 2, 1), strides(values, 0, 2, 1), rows_apart(table)),
         strides(key, 0, 1),
         strides(value, 0, 1),
         rows_apart(cos),
@@ -341,6 +346,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         rows_apart(shown),
         rows_apart(bias),
         rows_apart(begin),
+        rows_apart(position),
     )
     fixed = {"heads": heads.heads, "kv_heads": kv_heads, "splits": splits, "sizes": sizes, "HOW": how, "NODE": parts}
     launches = {"num_warps": config.num_warps, "num_stages": config.num_stages}

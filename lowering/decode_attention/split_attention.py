@@ -28,12 +28,15 @@ MOST_SHARED_ROWS = tl.constexpr(32)
 
 
 class Counts(NamedTuple):
-    """The numbers of heads, of key heads, of splits of a head, and of tokens that a cache has room for."""
+    """The numbers of heads, of key heads, of splits of a head, of tokens that a sequence's cache has room for, and of
+    pages, if there are any.
+    """
 
     heads: Any
     kv_heads: Any
     splits: Any
     capacity: Any
+    pages: Any
 
 
 class Work(NamedTuple):
@@ -66,9 +69,12 @@ class Tensors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The tokens that a cache has room for, the elements of a rank's parts in a slot, and the Strides."""
+    """The tokens that a sequence's cache has room for, the number of pages (or of caches), the elements of a rank's
+    parts in a slot, and the Strides.
+    """
 
     capacity: Any
+    pages: Any
     area: Any
     strides: Any
 
@@ -103,8 +109,8 @@ class How(NamedTuple):
 
 
 @triton.jit
-def work_of(tensors, counters, heads, kv_heads, splits, capacity):
-    counts = Counts(heads, kv_heads, splits, capacity)
+def work_of(tensors, counters, heads, kv_heads, splits, sizes):
+    counts = Counts(heads, kv_heads, splits, sizes.capacity, sizes.pages)
     return Work(
         tensors.q, tensors.k, tensors.v, tensors.lengths, tensors.block_table, tensors.partials, counters, counts
     )
@@ -278,7 +284,11 @@ def attend(
             read = there
         loaded = read[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE > 0:
-            page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=read, other=0).to(tl.int64)[:, None]
+            page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=read, other=0).to(tl.int64)
+            # As torch counts: from the end, if negative.
+            page = tl.where(page < 0, page + work.counts.pages, page)
+            lost = (page < 0) | (page >= work.counts.pages)
+            page = tl.where(lost, 0, page)[:, None]
             inside = ((first + tokens) % HOW.PAGE)[:, None]
             k_rows = k_at + page * strides.k[0] + inside * strides.k[1]
             v_rows = v_at + page * strides.v[0] + inside * strides.v[1]
@@ -293,6 +303,9 @@ def attend(
             values = values.to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision=HOW.PRECISION)
         scores = scaled(scores, HOW)
+        if HOW.PAGE > 0:
+            # A page that the caches do not have leaves no number.
+            scores = tl.where(lost[None, :], float("nan"), scores)
         if bias is not None:
             scores += to_base_2(added)[None, :]
         scores = tl.where(there[None, :], scores, float("-inf"))

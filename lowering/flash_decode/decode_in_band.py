@@ -106,7 +106,7 @@ def flash_decode_in_band_kernel(
     began = now(TRACE)
     program = tl.program_id(0)
     head, used, last = program, program, tl.full((), 0, tl.int32)
-    work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes.capacity)
+    work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes)
     if program != 0:
         head, used, last = attend_ticket(program - 1, tl.load(tensors.lengths), work, sizes.strides, HOW)
     # This is requested together with the parts, because the registers are needed while tokens are read.

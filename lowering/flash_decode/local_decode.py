@@ -85,7 +85,8 @@ class DecodeOperands:
 @dataclass(frozen=True)
 class Shape:
     """What a launch needs to know of operands of one form. capacity: the tokens that a sequence's cache has room for.
-    page: the tokens of a block of a paged cache, 0 for a dense one. problem: why our kernels cannot run, or ''.
+    pages: the number of blocks of a paged cache. page: the tokens of one, 0 for a dense cache. problem: why our kernels
+    cannot run, or ''.
     """
 
     batch: int
@@ -93,6 +94,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     capacity: int
+    pages: int
     page: int
     dtype: torch.dtype
     strides_q: tuple[int, ...]
@@ -157,7 +159,7 @@ class Shape:
             "heads": heads.heads,
             "kv_heads": self.kv_heads,
             "splits": splits,
-            "sizes": Sizes(self.capacity, area, strides),
+            "sizes": Sizes(self.capacity, self.pages, area, strides),
             "HOW": self.how(config, splits, interpreted),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
@@ -179,6 +181,7 @@ def shape_of(node: FlashDecode, given: DecodeOperands, num_sms: int) -> Shape:
         kv_heads=given.k.shape[2],
         head_dim=head_dim,
         capacity=page if pages is None else page * pages.shape[1],
+        pages=given.k.shape[0],
         page=0 if pages is None else page,
         dtype=given.q.dtype,
         strides_q=strides_in_rows(given.q),
@@ -195,7 +198,7 @@ def shape_of(node: FlashDecode, given: DecodeOperands, num_sms: int) -> Shape:
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
 def local_attention_kernel(tensors, counters, heads, kv_heads, splits, sizes, HOW: tl.constexpr):
     """Stores this rank's part in `tensors.out`: o [heads * ROWS, HEAD_DIM], lse [heads * ROWS]. See the module."""
-    work = work_of(tensors, counters, heads, kv_heads, splits, sizes.capacity)
+    work = work_of(tensors, counters, heads, kv_heads, splits, sizes)
     head, used, last = attend_ticket(tl.program_id(0), None, work, sizes.strides, HOW)
     if last != 0:
         o, lse = merge_splits(tensors.partials, work.counts, head, used, HOW)

@@ -167,7 +167,7 @@ def flash_decode_kernel(
     asked = ask_to_send(use, SENDING.WORLD, SENDING.THREADS)
     ticket = granted(request, SENDING.THREADS)
     tickets = heads * splits
-    work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes.capacity)
+    work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes)
     # `ok` says whether this program may send; it is -1 until the answers have been read.
     ok = tl.full((), -1, tl.int32)
     if SENDING.ONE_EACH:

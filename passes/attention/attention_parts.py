@@ -313,7 +313,7 @@ class PartAlgebra:
         index_root, index_axes = self._root(index)
         length_root, length_axes = self._root(length)
         value = proofs.tensor(length_root.node)
-        if not _counts_up(index_root.node) or value is None or value.is_floating_point() or value.dtype == torch.bool:
+        if not counts_up(index_root.node) or value is None or value.is_floating_point() or value.dtype == torch.bool:
             raise Unknown(condition)
         axes = self.algebra.broadcast(condition, index_axes, length_axes)
         for view in reversed(views):
@@ -404,7 +404,7 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
     return None
 
 
-def _counts_up(node: fx.Node) -> bool:
+def counts_up(node: fx.Node) -> bool:
     """Returns whether a node is arange(n)."""
     if node.target is not prims.iota.default:
         return False

@@ -15,8 +15,10 @@ After:
 
 Each of the parts may be missing: without a rotary embedding nothing is turned, and a cache that is written elsewhere
 is only read. The mask may be one of lengths (`arange(S) < lengths`), any mask that is the same for all heads, or none.
-Keys and values may be repeated for the query heads that share them; then the cache itself is read. Attention with sinks
-may be written out (see sunk_attention.py).
+Keys and values may be repeated for the query heads that share them; then the cache itself is read. Sequences may have
+positions of their own, and caches their tokens in front of their heads (see cache_writes.py). If caches are gathered by
+a block table, the call reads the blocks where they are (see cache_blocks.py), and they are written in the graph.
+Attention with sinks may be written out (see sunk_attention.py).
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
@@ -37,14 +39,15 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.attention_parts import SDPA
+from ditron_inductor.passes.attention.cache_blocks import Blocks, read_blocks
+from ditron_inductor.passes.attention.cache_writes import CacheWrite, read_write, whole
 from ditron_inductor.passes.attention.mask_bounds import MaskOperands
-from ditron_inductor.passes.attention.roots import VIEWS, chain_to
 from ditron_inductor.passes.attention.rotary import Rotation, read_rotation
-from ditron_inductor.passes.attention.softmax_algebra import Atoms
 from ditron_inductor.passes.attention.step_attention import StepAttention, read_step
 from ditron_inductor.passes.attention.sunk_attention import read_sunk
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.passes.graph.same_values import same_value
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import HEAD_DIMS, CachedAttention
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
@@ -58,26 +61,27 @@ SOFTMAX = (aten.amax.default, aten._softmax.default)
 
 
 @dataclass(frozen=True)
-class CacheWrite:
-    """A cache in which `new` [B, Hkv, 1, D] is put at `position`, and which `copy` then makes the caller's."""
-
-    cache: fx.Node
-    position: fx.Node
-    new: fx.Node
-    copy: fx.Node
-
-
-@dataclass(frozen=True)
 class Match:
-    """An attention, its caches [B, Hkv, S, D], and what precedes it. written: the writes of the caches, which are those
-    before them, if the call makes them. turned: the Rotations of the query and of the new key.
+    """An attention and what precedes it. written: the writes of its caches, if the call makes them. blocks: the blocks
+    of its caches, if they are paged. turned: the Rotations of the query and of the new key.
     """
 
     attention: StepAttention
-    keys: fx.Node
-    values: fx.Node
     written: tuple[CacheWrite, CacheWrite] | None = None
+    blocks: tuple[Blocks, Blocks] | None = None
     turned: tuple[Rotation, ...] = ()
+
+    def caches(self, graph: fx.Graph) -> dict[str, fx.Node | None]:
+        """Inserts the views of the caches that the call takes, and returns them by their names there."""
+        found: dict[str, fx.Node | None] = {"keys": self.attention.keys, "values": self.attention.values}
+        if self.written is not None:
+            for name, written in zip(found, self.written, strict=True):
+                found[name] = written.insert_view(graph)
+        if self.blocks is not None:
+            for name, one in zip(found, self.blocks, strict=True):
+                found[name] = one.view.insert(graph, one.cache)
+            found["block_table"] = rewriting.shaped(graph, self.blocks[0].table, self.blocks[0].shape)
+        return found
 
 
 def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
@@ -91,67 +95,42 @@ def find_attention(node: fx.Node, devices: tuple[str, ...]) -> Match | None:
     in_rows = all(proofs.known_equal(one.stride(-1), 1) for one in given[1:])
     if not right or not alike or not in_rows:
         return None
-    return _with_rotations(_with_writes(Match(attention, attention.keys, attention.values)))
+    return _with_rotations(_with_writes(_with_blocks(Match(attention))))
+
+
+def _with_blocks(match: Match) -> Match:
+    """Returns a match with the blocks of its caches, if they are gathered by one table."""
+    keys, values = (read_blocks(cache) for cache in (match.attention.keys, match.attention.values))
+    if keys is None or values is None or keys.shape != values.shape or keys.view.shape != values.view.shape:
+        return match
+    return replace(match, blocks=(keys, values)) if same_value(keys.table, values.table) else match
 
 
 def _with_writes(match: Match) -> Match:
     """Returns a match with the writes of its caches, if the call can make them."""
-    keys, values = (_read_write(cache, match.attention) for cache in (match.keys, match.values))
+    attention = match.attention
+    keys, values = (read_write(cache, attention) for cache in (attention.keys, attention.values))
     if keys is None or values is None or keys.cache is values.cache:
         return match
-    at = keys.position
-    if _whole(at) is not _whole(values.position):
+    if not _same_places(keys.position, values.position):
         return match
-    choice = match.attention.choice
-    if choice.lengths is not None and not _follows(choice.lengths, choice.more, at):
+    choice = attention.choice
+    if choice.lengths is not None and not _follows(choice.lengths, choice.more, keys.position):
         return match
-    return replace(match, keys=keys.cache, values=values.cache, written=(keys, values))
+    return replace(match, written=(keys, values))
+
+
+def _same_places(left: fx.Node, right: fx.Node) -> bool:
+    """Returns whether two vectors, or numbers, are the same one, perhaps in other shapes or repeated."""
+    first, other = whole(left), whole(right)
+    return first is not None and other is not None and same_value(first.node, other.node)
 
 
 def _follows(lengths: fx.Node, more: int, position: fx.Node) -> bool:
-    """Returns whether lengths + more is a position plus 1."""
+    """Returns whether lengths + more are positions plus 1."""
     if more == 0 and lengths.target is aten.add.Tensor and lengths.args[1] == 1 and not lengths.kwargs:
         lengths, more = proofs.operand(lengths), 1
-    return more == 1 and _whole(lengths) is _whole(position)
-
-
-def _read_write(put: fx.Node, attention: StepAttention) -> CacheWrite | None:
-    """Returns how a cache is written before the call reads it; None if the call cannot do that."""
-    if put.target is not aten.index_put.default:
-        return None
-    bound = proofs.arguments(put)
-    cache, indices, new = bound["self"], bound["indices"], bound["values"]
-    B, _, _, _, S, D = attention.sizes
-    if bound["accumulate"] or len(indices) != 3 or indices[0] is not None or indices[1] is not None:
-        return None
-    position, place, value = indices[2], proofs.tensor(indices[2]), proofs.tensor(new)
-    stored, written = proofs.tensor(cache), proofs.fake(put)
-    if place is None or value is None or stored is None or place.device != written.device:
-        return None
-    shapes = (place, (1,)), (value, (B, written.shape[1], 1, D)), (stored, (B, written.shape[1], S, D))
-    if place.dtype != torch.int64 or not all(proofs.same_shape(tuple(one.shape), shape) for one, shape in shapes):
-        return None
-    copies = [user for user in put.users if user.target is aten.copy_.default]
-    if len(copies) != 1 or cache.op != "placeholder" or value.dtype != stored.dtype or stored.stride(-1) != 1:
-        return None
-    (copy,) = copies
-    ours = copy.args[:2] == (cache, put) and not copy.users and set(cache.users) == {put, copy}
-    others = [user for user in put.users if user is not copy and not _leads_to(user, attention.readers)]
-    if not ours or others or set(proofs.writers(cache)) != {copy}:
-        return None
-    return CacheWrite(cache, position, new, copy)
-
-
-def _leads_to(node: fx.Node, readers: tuple[fx.Node, ...]) -> bool:
-    """Returns whether a node is one of the readers, or a view or copy that only they read."""
-    if node in readers:
-        return True
-    return node.target in VIEWS and bool(node.users) and all(_leads_to(user, readers) for user in node.users)
-
-
-def _whole(node: fx.Node) -> fx.Node:
-    """Returns the numbers of which a tensor of one number is a view, or a wider copy."""
-    return chain_to(Atoms(), node)[0].node
+    return more == 1 and _same_places(lengths, position)
 
 
 def _with_rotations(match: Match) -> Match:
@@ -178,8 +157,9 @@ def rewrite(graph: fx.Graph, match: Match, masks: MaskOperands, options: Options
     appends, rotated, sinks = match.written is not None, bool(match.turned), attention.sinks
     more = 0 if appends else choice.more
     task = CachedAttention(
-        attention.scale, choice.mask, appends, rotated, more, sinks is not None, options.strategy
-    )
+        attention.scale, choice.mask, appends, rotated, more, sinks is not None, match.blocks is not None,
+        options.strategy,
+    )  # fmt: skip
     news = [] if match.written is None else [one.new for one in match.written]
     heads_of = [attention.query, *news]
     for index, rotation in enumerate(match.turned):
@@ -188,15 +168,16 @@ def rewrite(graph: fx.Graph, match: Match, masks: MaskOperands, options: Options
     out = rewriting.fake_like(like, (B, heads, D), rewriting.contiguous_strides((B, heads, D)))
     with graph.inserting_before(result):
         q, *new = (rewriting.shaped(graph, node, (B, -1, D)) for node in heads_of)
-        operands: dict[str, fx.Node | None] = {"q": q, "keys": match.keys, "values": match.values}
+        operands: dict[str, fx.Node | None] = {"q": q, **match.caches(graph)}
         if choice.lengths is not None:
             lengths = choice.lengths if match.written is None else match.written[0].position
-            operands["lengths"] = rewriting.shaped(graph, lengths, (proofs.fake(lengths).numel(),))
+            operands["lengths"] = _as_vector(graph, lengths)
         operands |= masks.of(choice, S)
         if sinks is not None:
             operands["sinks"] = sinks
         if match.written is not None:
-            operands |= {"position": match.written[0].position, "key": new[0], "value": new[1]}
+            position = _as_vector(graph, match.written[0].position)
+            operands |= {"position": position, "key": new[0], "value": new[1]}
         if rotated:
             tables = zip(("cos", "sin"), match.turned[0].angles, strict=True)
             operands |= {name: rewriting.shaped(graph, root, (rows, columns)) for name, (root, rows, columns) in tables}
@@ -209,6 +190,10 @@ def rewrite(graph: fx.Graph, match: Match, masks: MaskOperands, options: Options
     for written in match.written or ():
         graph.erase_node(written.copy)
     return made
+
+
+def _as_vector(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    return rewriting.shaped(graph, node, (proofs.fake(node).numel(),))
 
 
 def left_alone(graph: fx.Graph, devices: tuple[str, ...]) -> list[fx.Node]:

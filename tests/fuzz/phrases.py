@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
-from tests.fuzz.maker import ACTIVATIONS, HEADS, SLOTS, Maker, Value
-from tests.fuzz.program import CACHE, Size
+from tests.fuzz import decoding
+from tests.fuzz.maker import ACTIVATIONS, HEADS, Maker, Value
+from tests.fuzz.program import Size
 
 
 def behind_gather(maker: Maker, g: Value) -> None:
@@ -246,57 +247,11 @@ def attend(maker: Maker) -> None:
 
 
 def cached(maker: Maker) -> None:
-    """A decode step behind a reduction: one token of each sequence is put into a cache, and attends to it."""
+    """A decode step, which nobody trains."""
     if maker.trained:
         row(maker)
-        return
-    rng, group = maker.rng, maker.group()
-    if maker.current is not None:
-        maker.output(maker.current.name)
-    B, kv = rng.choice((1, 1, 2, 3, 16)), rng.choice((1, 2, 4))
-    D = rng.choice((16, 16, *HEADS[maker.place.device_type]))
-    heads, S = kv * rng.choice((1, 2, 4)), rng.choice(SLOTS[maker.place.device_type])
-    x = maker.take((Size(B), Size(maker.length())))
-    # A product with one row of a weight is no matmul for Inductor, and work between reductions may be divided.
-    hidden = maker.matmul(x, max(maker.length(), 8), spread=maker.size(group))
-    maker.collectives += 1
-    hidden = maker.assign(f"reduce({hidden.name}, {group})", hidden.shape)
-    maker.depth += 4
-    q, k, v = (
-        maker.assign(f"({hidden.name} @ {maker.weight(hidden.width, n * D)}).unflatten(-1, ({n}, {D}))[:, :, None]",
-                     (Size(B), Size(n), Size(1), Size(D))).name
-        for n in (heads, kv, kv)
-    )  # fmt: skip
-    zero = maker.take((Size(1),), name="p").name
-    position = maker.assign(f"({zero} * 0).to(torch.long) + {rng.choice((0, 1, S // 2, S - 1))}", (Size(1),)).name
-    if maker.chance(0.7):
-        rows, columns = rng.choice((1, B)), rng.choice((D, D // 2))
-        form = "turned" if columns == D else rng.choice(("turned", "turned_by_halves"))
-        tables = ", ".join(maker.take((Size(rows), Size(1), Size(1), Size(columns)), name="c").name for _ in range(2))
-        if columns < D and form == "turned":
-            tables = ", ".join(f"torch.cat([{one}, {one}], -1)" for one in tables.split(", "))
-        q, k = (maker.assign(f"{form}({one}, {tables})", (Size(1),)).name for one in (q, k))
-    first = maker.chance(0.3)
-    shape = (Size(B), Size(S), Size(kv), Size(D)) if first else (Size(B), Size(kv), Size(S), Size(D))
-    caches = [maker.take(shape, name=CACHE).name for _ in range(2)]
-    if first:
-        caches = [maker.assign(f"{one}.transpose(1, 2)", shape).name for one in caches]
-    for cache, new in zip(caches, (k, v), strict=True):
-        maker.line(f"{cache}.index_copy_(2, {position}, {new})")
-    seen = maker.take((Size(rng.choice((1, B))), Size(1), Size(1), Size(S)), name="m").name
-    tokens = f"torch.arange({S}, device={q}.device)"
-    # At least the new token is seen: what attention to none is depends on the op.
-    seen = rng.choice((f"({tokens} <= {position})[None, None, None]", f"({seen} > -0.5) | ({tokens} == {position})",
-                       f"torch.ones(1, 1, 1, {S}, dtype=torch.bool, device={q}.device)"))  # fmt: skip
-    keys, values = caches
-    if maker.chance(0.35):
-        sinks = maker.take((Size(heads),), name="s").name
-        text = f"attention_with_sinks({q}, {keys}, {values}, {seen}, {sinks})"
     else:
-        repeats = maker.chance(0.5)
-        keys, values = (f"repeated({one}, {heads // kv})" if repeats else one for one in caches)
-        text = f"attention({q}, {keys}, {values}, {seen})"
-    maker.current = maker.assign(f"{text}.flatten(1)", (Size(B), Size(heads * D)))
+        decoding.cached(maker)
 
 
 def bare(maker: Maker) -> None:

@@ -27,7 +27,7 @@ from tests.ranks import RankPools
 class Case:
     """A call for B sequences with Hq query heads, in a cache of S tokens. tokens: the lengths of the sequences, as many
     as there are, or one for all. turned: 0, or the part of a head that the angles are for. own_angles: whether
-    each sequence has its own.
+    each sequence has its own. page: the tokens of a block, or 0.
     """
 
     B: int
@@ -43,18 +43,20 @@ class Case:
     own_angles: bool = False
     added: int = 0
     sinks: bool = False
+    page: int = 0
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         flags = "-appends" * self.appends + f"-turned{self.turned}" * bool(self.turned) + "-own" * self.own_angles
-        flags += "-tokens_first" * self.tokens_first + "-sinks" * self.sinks
+        flags += "-tokens_first" * self.tokens_first + "-sinks" * self.sinks + f"-pages{self.page}" * bool(self.page)
         sizes = f"{self.B}x{self.Hq}of{self.Hkv}-{self.S}x{self.D}"
         return f"{sizes}-{self.mask}{'_'.join(map(str, self.tokens))}{flags}-{str(self.dtype)[6:]}"
 
     @property
     def node(self) -> CachedAttention:
         rotated = self.turned > 0
-        return CachedAttention(0.25, self.mask, self.appends, rotated, self.added, self.sinks, strategy="tile")
+        parts = self.appends, rotated, self.added, self.sinks, self.page > 0
+        return CachedAttention(0.25, self.mask, *parts, strategy="tile")
 
 
 CASES = (
@@ -64,12 +66,18 @@ CASES = (
     Case(2, 8, 1, 33, 64, "all", tokens=(32,), appends=True),
     Case(2, 2, 1, 90, 16, tokens=(70, 89), added=1),
     Case(2, 4, 2, 300, 16, "bias", tokens=(131,), sinks=True, appends=True, turned=2),
+    Case(3, 4, 2, 60, 16, tokens=(41, 59, 0), appends=True, turned=2, own_angles=True),
+    Case(3, 4, 2, 60, 16, tokens=(41, 60, 0), page=4, tokens_first=True, turned=1),
+    Case(2, 4, 2, 96, 16, "given", page=32),
     Case(2, 6, 2, 70, 16, "bias", tokens=(0,), sinks=True),
     Case(1, 130, 1, 20, 16, tokens=(0,), appends=True, turned=1),
     Case(2, 4, 2, 48, 16, "given", tokens=(7,), tokens_first=True),
     Case(1, 4, 2, 1, 16, "all", tokens=(0,)),
     Case(2, 4, 2, 200, 16, tokens=(0, 150), sinks=True),
     Case(2, 4, 2, 40, 16, tokens=(39,), appends=True, dtype=torch.float16, turned=2),
+    Case(2, 4, 1, 30, 16, "bias", sinks=True, page=1, tokens_first=True, own_angles=True, turned=2),
+    Case(2, 4, 1, 40, 32, "all", page=10),
+    Case(2, 4, 2, 40, 16, "given", tokens=(39, 3), tokens_first=True, appends=True),
 )
 BF16 = torch.bfloat16
 GPU_CASES = (
@@ -82,6 +90,11 @@ GPU_CASES = (
     Case(128, 4, 1, 300, 128, tokens=(299,), appends=True, turned=2, dtype=BF16),
     Case(3, 32, 4, 4096, 64, "bias", tokens=(3000,), sinks=True, appends=True, turned=2, dtype=BF16),
     Case(3, 32, 4, 130, 64, "bias", tokens=(129,), sinks=True, dtype=BF16),
+    Case(3, 16, 4, 1024, 128, tokens=(1023, 0, 517), appends=True, turned=1, own_angles=True, dtype=BF16),
+    Case(3, 16, 4, 4096, 128, tokens=(4096, 0, 517), page=16, tokens_first=True, turned=2, dtype=BF16),
+    Case(32, 16, 4, 1280, 128, "given", page=256, turned=2, dtype=BF16),
+    Case(4, 32, 4, 4096, 64, "bias", sinks=True, page=64, dtype=BF16),
+    Case(2, 8, 8, 700, 256, tokens=(699,), page=1, tokens_first=True, dtype=torch.float16),
 )
 
 
@@ -120,14 +133,31 @@ def operands(case: Case, device: torch.device, seed: int = 0) -> list[torch.Tens
         hidden = ~given[3][-1] if case.mask == "given" else given[3][-1] < HIDDEN
         for cache, number in zip(given[1:3], ("nan", "inf"), strict=True):
             cache[-1, :, hidden] = float(number)
+    if case.page:
+        given[1:3] = in_blocks(given[1:3], case, generator)
     if case.sinks:
         given.append(drawn(case.Hq))
     if case.appends:
-        given += [lengths[:1].clone(), drawn(case.B, case.Hkv, case.D), drawn(case.B, case.Hkv + 1, case.D)[:, 1:]]
+        given += [lengths.clone(), drawn(case.B, case.Hkv, case.D), drawn(case.B, case.Hkv + 1, case.D)[:, 1:]]
     if case.turned:
         angles = 6.3 * drawn(case.B if case.own_angles else 1, case.D // case.turned)
         given += [angles.cos(), angles.sin()]
     return [x.to(device) if not x.is_floating_point() else x.to(device, case.dtype) for x in given]
+
+
+def in_blocks(caches: list[torch.Tensor], case: Case, generator: torch.Generator) -> list[torch.Tensor]:
+    """Returns caches [B, Hkv, S, D] in blocks in any order, some of them counted from the end, and the block table."""
+    count = case.B * case.S // case.page
+    places = torch.randperm(count + 3, generator=generator)[:count]
+    found = []
+    for cache in caches:
+        blocks = torch.full((count + 3, case.Hkv, case.page, case.D), float("nan"))
+        if case.tokens_first:
+            blocks = blocks.transpose(1, 2).contiguous().transpose(1, 2)
+        blocks[places] = cache.reshape(case.B, case.Hkv, -1, case.page, case.D).transpose(1, 2).flatten(0, 1)
+        found.append(blocks)
+    table = torch.where(places % 3 == 0, places - count - 3, places).view(case.B, -1)
+    return [*found, table if case.own_angles else table.int()]
 
 
 def check(case: Case, given: list[torch.Tensor]) -> None:
@@ -146,7 +176,8 @@ def check(case: Case, given: list[torch.Tensor]) -> None:
             assert not changed.any()
             continue
         there = torch.zeros_like(cache, dtype=torch.bool)
-        there.select(2, case.tokens[0] % case.S).fill_(True)
+        for row, place in zip(there, torch.tensor(case.tokens).expand(case.B), strict=True):
+            row[:, place] = True
         assert not (changed & ~there).any() and changed.any()
         torch.testing.assert_close(cache[there].double(), new[there], rtol=limit, atol=limit)
 
@@ -155,7 +186,7 @@ def _near(ctx: RankContext, case: Case) -> None:
     check(case, operands(case, ctx.device))
 
 
-@pytest.mark.parametrize("case", [*CASES[:7], *rare(*CASES[7:])], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:10], *rare(*CASES[10:])], ids=str)
 def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case) -> None:
     rank_pools.get("cpu", 1).run(_near, case)
 
@@ -208,6 +239,25 @@ def _beyond(ctx: RankContext) -> None:
     (out,) = cached_attention(case.node, given)
     assert out.isnan().all()
     assert all(torch.equal(old.nan_to_num(), new.nan_to_num()) for old, new in zip(before, given[1:3], strict=True))
+
+
+def _no_such_block(ctx: RankContext) -> None:
+    """A block that the caches do not have leaves no number where it is attended to, and does nothing elsewhere."""
+    case = Case(2, 4, 2, 60, 16, tokens=(60, 17), page=4)
+    for number in (18 * 4, -(33 + 1)):
+        given = operands(case, ctx.device)
+        given[3][:, 10] = number
+        (out,) = cached_attention(case.node, given)
+        assert out[0].isnan().all() and not out[1].isnan().any()
+
+
+def test_a_block_that_the_caches_do_not_have(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 1).run(_no_such_block)
+
+
+@pytest.mark.gpu
+def test_a_block_that_the_caches_do_not_have_on_a_gpu(rank_pools: RankPools) -> None:
+    rank_pools.get("cuda", 1).run(_no_such_block, timeout=100)
 
 
 def test_no_place_beyond_the_cache_is_written(rank_pools: RankPools) -> None:
@@ -288,19 +338,20 @@ def test_in_a_graph_it_follows_the_position(rank_pools: RankPools) -> None:
     rank_pools.get("cuda", 1).run(_replayed, timeout=100)
 
 
-def compiled(target: str, kernel: Any, asked: lowering.NodeParts) -> Any:
-    """A kernel for 4 query heads of 128 elements that share a key head."""
+def compiled(target: str, kernel: Any, form: str) -> Any:
+    """A kernel of a form of PARTS for 4 query heads of 128 elements that share a key head."""
+    asked, paged = PARTS[form], form.startswith("paged")
     heads = lowering.deal(1, 16, 4)
-    config = lowering.select_config(head_dim=128, dtype=BF16, paged=False, interpreted=False).for_arch(target)
+    config = lowering.select_config(head_dim=128, dtype=BF16, paged=paged, interpreted=False).for_arch(target)
     how = lowering.How(
         *(heads.rows, heads.block_rows, heads.merged_rows, heads.parts, 128, 1, config.block_n),
-        *(1, 0, 0.125, 0.0, "ieee", False),
+        *(1, PAGED * paged, 0.125, 0.0, "ieee", False),
     )
     x = "*bf16"
-    tensors = lowering.Tensors(x, x, x, "*i64", "*i1", x, "*i32", "*i32", x, "*i64", *(x,) * 5, "*fp32")
+    tensors = lowering.Tensors(x, x, x, "*i32", "*i64", "*i1", x, "*i32", "*i32", x, "*i64", *(x,) * 5, "*fp32")
     pair, triple = ("i32",) * 2, ("i32",) * 3
     strides = lowering.Strides(pair, triple, triple, "i32")
-    structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", strides, pair, pair, *("i32",) * 5)}
+    structures = {"tensors": tensors, "sizes": lowering.Sizes("i32", "i32", strides, pair, pair, *("i32",) * 6)}
     signature: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "splits"), "i32")
     signature = {**structures, **signature, "HOW": "constexpr", "NODE": "constexpr", "AT_ONCE": "constexpr"}
     signature = {parameter.name: signature[parameter.name] for parameter in kernel.params}
@@ -311,17 +362,21 @@ def compiled(target: str, kernel: Any, asked: lowering.NodeParts) -> Any:
     return compile_for(target, source, {"num_warps": config.num_warps, "num_stages": config.num_stages})
 
 
+PAGED = 16
+"""The tokens of a block."""
 PARTS = {
     "appends": lowering.NodeParts(True, False, False, False, 0, True, 128, False),
     "marked": lowering.NodeParts(False, True, False, False, 0, True, 64, True),
     "reads": lowering.NodeParts(True, False, False, False, 1, False, 0, False),
     "sinks": lowering.NodeParts(False, False, True, True, 0, True, 64, False),
+    "paged": lowering.NodeParts(True, False, False, False, 1, False, 128, False),
+    "paged_marked": lowering.NodeParts(False, True, False, False, 0, False, 128, False),
 }
 
 
 @pytest.mark.parametrize("form", list(PARTS))
 def test_it_compiles_for_nvidia(form: str) -> None:
-    found = compiled("sm_90", lowering.cached_attention_kernel, PARTS[form])
+    found = compiled("sm_90", lowering.cached_attention_kernel, form)
     text = found.asm["ptx"]
     # Nobody is waited for, and the cache comes 16 bytes at a time, several blocks ahead.
     assert not re.search(r"\b(atom|red)\b|ld\.acquire|st\.release", text)
@@ -330,16 +385,16 @@ def test_it_compiles_for_nvidia(form: str) -> None:
     needed = resources(text)
     assert needed.spilled_bytes == 0 and needed.registers * 128 * 2 <= 65536 and found.metadata.shared * 2 <= 227 << 10
     stores = [line for line in Listing(text).lines if "st.global" in line]
-    assert (len(stores) > len([line for line in stores if "b32" in line])) or form == "reads"
+    assert (len(stores) > len([line for line in stores if "b32" in line])) or not PARTS[form].APPENDS
 
 
 def test_it_compiles_for_amd() -> None:
-    for form in PARTS.values():
+    for form in PARTS:
         text = compiled("gfx942", lowering.cached_attention_kernel, form).asm["amdgcn"]
         assert "v_mfma_" in text and "global_atomic" not in text
-    text = compiled("gfx942", lowering.merge_kernel, PARTS["appends"]).asm["amdgcn"]
+    text = compiled("gfx942", lowering.merge_kernel, "appends").asm["amdgcn"]
     assert re.search(r"(global|buffer)_store", text)
 
 
 def test_the_merging_kernel_spills_nothing() -> None:
-    assert resources(compiled("sm_90", lowering.merge_kernel, PARTS["appends"]).asm["ptx"]).spilled_bytes == 0
+    assert resources(compiled("sm_90", lowering.merge_kernel, "appends").asm["ptx"]).spilled_bytes == 0

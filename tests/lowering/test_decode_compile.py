@@ -125,12 +125,12 @@ def compiled(kernel: Any, case: Case) -> Any:
             structures = {
                 "tensors": Tensors(*(f"*{case.dtype}",) * 3, "*i32", "*i32", out, "*fp32"),
                 "pointers": POINTERS,
-                "sizes": Sizes("i32", "i32" if kernel is flash_decode_kernel else "constexpr", strides),
+                "sizes": Sizes("i32", "i32", "i32" if kernel is flash_decode_kernel else "constexpr", strides),
             }
             signature[name] = structures[name]
             attributes |= all_aligned(place, signature[name])
             if name == "sizes" and kernel is not flash_decode_kernel:
-                known[place, 1] = None
+                known[place, 2] = None
         else:
             signature[name] = f"*{case.dtype}" if name == OUT else OTHERS.get(name, "i32")
             if not parameter.do_not_specialize:

@@ -146,8 +146,10 @@ def turned_and_rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given:
     return attend(rounded, keys, values, seen(given))
 
 
-def graph_of(form: Step, dtype: torch.dtype = torch.float32, dynamic: bool = False) -> fx.GraphModule:
-    """A decode step behind a fused reduction, as Inductor has it."""
+def graph_of(
+    form: Step, dtype: torch.dtype = torch.float32, dynamic: bool = False, tokens_first: bool = False
+) -> fx.GraphModule:
+    """A decode step behind a fused reduction, as Inductor has it. tokens_first: the caches are [B, S, HKV, D]."""
 
     def layer(x: torch.Tensor, w: torch.Tensor, qkv: torch.Tensor, *others: torch.Tensor) -> Any:
         given = dict(zip(("keys", "values", "cos", "sin", "position", "lengths", "shown"), others, strict=True))
@@ -155,8 +157,10 @@ def graph_of(form: Step, dtype: torch.dtype = torch.float32, dynamic: bool = Fal
         heads = (one.view(-1, 1, one.shape[-1] // D, D).transpose(1, 2) for one in (q, k, v))
         return form(*heads, given)
 
+    sizes = (B, S, HKV, D) if tokens_first else (B, HKV, S, D)
+    given = [one.view(sizes) if one.ndim == len(sizes) else one for one in inputs(dtype)]
     with torch.no_grad():
-        (module,) = compiled_graphs(layer, *inputs(dtype), dynamic=dynamic)
+        (module,) = compiled_graphs(layer, *given, dynamic=dynamic)
     return module
 
 
@@ -184,8 +188,9 @@ def computed(module: fx.GraphModule) -> tuple[list[Any], list[list[torch.Tensor]
         left = list(of_rank)
         for node in module.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]
-            place = next(i for i, one in enumerate(left) if (one.shape, one.dtype) == (value.shape, value.dtype))
-            given.append(left.pop(place))
+            form = value.ndim, value.numel(), value.dtype
+            place = next(i for i, one in enumerate(left) if (one.ndim, one.numel(), one.dtype) == form)
+            given.append(left.pop(place).view(value.shape))
     count = len(given) // WORLD_SIZE
     return run_ranks(module, [given[rank * count :][:count] for rank in range(WORLD_SIZE)]), by_rank
 
@@ -200,9 +205,9 @@ def decoded(module: fx.GraphModule, options: Options | None = None) -> list[Cach
     return local_nodes(module, CachedAttention.kind, lambda *given: attend_within(*given, ("cpu",)), options)
 
 
-def check_form(form: Step, task: CachedAttention) -> None:
+def check_form(form: Step, task: CachedAttention, tokens_first: bool = False) -> None:
     """It fires as this task, and computes and writes what the graph does."""
-    before = graph_of(form)
+    before = graph_of(form, tokens_first=tokens_first)
     after = twin(before)
     assert decoded(after) == [task]
     check(before, after)
