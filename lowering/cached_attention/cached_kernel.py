@@ -118,7 +118,7 @@ class NodeParts(NamedTuple):
 
 
 @triton.jit
-def tokens_of(tensors, batch, sizes, NODE: tl.constexpr):
+def tokens_of(tensors, batch, sizes, HOW: tl.constexpr, NODE: tl.constexpr):
     """Returns (the first token of a sequence that may be attended to; how many of them stand behind each other)."""
     begin = 0
     length = sizes.capacity
@@ -127,8 +127,9 @@ def tokens_of(tensors, batch, sizes, NODE: tl.constexpr):
         length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + NODE.ADDED
         length = tl.minimum(tl.maximum(length, 0), sizes.capacity).to(tl.int32)
     if NODE.MARKED or NODE.BIASED:
-        # From a multiple of 16 on, marks can be loaded together.
-        begin = tl.maximum(tl.load(tensors.begin + batch * sizes.bounds), 0) // 16 * 16
+        # From a multiple of 16 on, marks can be loaded together. A block of tokens may be a part of a page.
+        ALIGNED: tl.constexpr = 16 if HOW.PAGE == 0 else HOW.BLOCK_N
+        begin = tl.maximum(tl.load(tensors.begin + batch * sizes.bounds), 0) // ALIGNED * ALIGNED
         end = tl.minimum(tl.load(tensors.end + batch * sizes.bounds), sizes.capacity)
         length = tl.maximum(end - begin, 0)
     return begin, length
@@ -222,7 +223,7 @@ def cached_attention_kernel(tensors, heads, kv_heads, splits, sizes, HOW: tl.con
     row = (kv_head * HOW.PARTS + part) * HOW.ROWS
     query = turned_query(tensors, batch, row, sizes, HOW, NODE)
     token = new_token(tensors, batch, kv_head, split, part, sizes, HOW, NODE) if NODE.APPENDS else None
-    begin, length = tokens_of(tensors, batch, sizes, NODE)
+    begin, length = tokens_of(tensors, batch, sizes, HOW, NODE)
     used, per_split = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     counts = Counts(heads, kv_heads, splits, sizes.capacity, sizes.pages)
     work = Work(tensors.q, tensors.k, tensors.v, None, tensors.block_table, tensors.partials, None, counts)
@@ -257,7 +258,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     ROWS: tl.constexpr = HOW.ROWS
     head = tl.program_id(0) // ROWS
-    _, length = tokens_of(tensors, head // (kv_heads * HOW.PARTS), sizes, NODE)
+    _, length = tokens_of(tensors, head // (kv_heads * HOW.PARTS), sizes, HOW, NODE)
     used, _ = cut_splits(length, splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     lses = tensors.partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
     dims = tl.arange(0, HEAD_DIM)
@@ -307,7 +308,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         return by_library(node)
     interpreted = device.type == "cpu"
     heads = deal(B, query_heads, kv_heads)
-    config = select_config(head_dim=head_dim, dtype=q.dtype, paged=node.paged, interpreted=interpreted)
+    config = select_config(head_dim=head_dim, dtype=q.dtype, interpreted=interpreted)
     config = replace(config, least_blocks=1).for_arch(facts.arch)
     programs = INTERPRETED_SPLITS if interpreted else config.programs(heads.heads, facts.num_sms)
     splits = count_splits(heads.heads, capacity, programs, config)

@@ -87,18 +87,14 @@ CONFIGS = (*BY_HEAD_DIM.values(), *WIDE.values(), *CROWDED.values(), INTERPRETER
 """All blocks that kernels are launched with. The tests compile every one."""
 
 
-def select_config(
-    *, head_dim: int, dtype: torch.dtype, paged: bool, crowded: bool = False, interpreted: bool
-) -> DecodeConfig:
+def select_config(*, head_dim: int, dtype: torch.dtype, crowded: bool = False, interpreted: bool) -> DecodeConfig:
     """Returns the blocks for heads of `head_dim` elements. crowded: there are more heads than SMs, and long caches."""
     if interpreted:
         return INTERPRETER
     known = WIDE if dtype == torch.float32 else BY_HEAD_DIM
-    if crowded and not paged and known is BY_HEAD_DIM and head_dim in CROWDED:
+    if crowded and known is BY_HEAD_DIM and head_dim in CROWDED:
         return CROWDED[head_dim]
-    config = known[min(most for most in known if most >= head_dim)]
-    # Loads with a block table wait for the table first, so it takes more stages to have as many blocks under way.
-    return replace(config, num_stages=2 * config.num_stages - 1) if paged else config
+    return known[min(most for most in known if most >= head_dim)]
 
 
 @dataclass(frozen=True)

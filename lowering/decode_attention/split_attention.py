@@ -206,6 +206,25 @@ def is_seen(added, sinks):
 
 
 @triton.jit
+def load_pages(pages, first, end, HOW: tl.constexpr):
+    """Loads the pages of a block of tokens from `first` on: one for each, or one for all if the block is in a page."""
+    if HOW.PAGE % HOW.BLOCK_N == 0:
+        token = first
+    else:
+        token = first + tl.arange(0, HOW.BLOCK_N)
+    return tl.load(pages + token // HOW.PAGE, mask=token < end, other=0)
+
+
+@triton.jit
+def found_pages(pages, count):
+    """Returns (where pages are among so many, which are counted from the end if negative; whether they are none)."""
+    pages = pages.to(tl.int64)
+    pages = tl.where(pages < 0, pages + count, pages)
+    lost = (pages < 0) | (pages >= count)
+    return tl.where(lost, 0, pages), lost
+
+
+@triton.jit
 def attend(
     query, work, strides, batch, kv_head, span, HOW: tl.constexpr, token=None, shown=None, bias=None, sinks=None,
     READS_ALL: tl.constexpr = False,
@@ -262,6 +281,10 @@ def attend(
     coming = tokens
     if marks is not None:
         coming = tl.load(marks + span.begin + tokens, mask=tokens < span.end - span.begin, other=0)
+    # So are the pages.
+    coming_pages = tokens
+    if HOW.PAGE > 0:
+        coming_pages = load_pages(pages, span.begin, span.end, HOW)
     # The rare case has to leave registers to the usual one.
     IS_RARE: tl.constexpr = (shown is not None or bias is not None) and not READS_ALL
     for block in tl.range(0, tl.cdiv(span.end - span.begin, span.step), num_stages=1 if IS_RARE else None):
@@ -283,21 +306,23 @@ def attend(
         if not READS_ALL:
             read = there
         loaded = read[:, None] & (dims >= 0)[None, :]
-        if HOW.PAGE > 0:
-            page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=read, other=0).to(tl.int64)
-            # As torch counts: from the end, if negative.
-            page = tl.where(page < 0, page + work.counts.pages, page)
-            lost = (page < 0) | (page >= work.counts.pages)
-            page = tl.where(lost, 0, page)[:, None]
-            inside = ((first + tokens) % HOW.PAGE)[:, None]
-            k_rows = k_at + page * strides.k[0] + inside * strides.k[1]
-            v_rows = v_at + page * strides.v[0] + inside * strides.v[1]
-            keys = tl.load(k_rows + dims[None, :], mask=loaded, other=0.0)
-            values = tl.load(v_rows + dims[None, :], mask=loaded, other=0.0)
+        if HOW.PAGE == 0:
+            k_rows = k_at + first.to(tl.int64) * strides.k[1] + k_inside
+            v_rows = v_at + first.to(tl.int64) * strides.v[1] + v_inside
         else:
-            # What lies behind the last token may be NaN, and must not be multiplied.
-            keys = tl.load(k_at + first.to(tl.int64) * strides.k[1] + k_inside, mask=loaded, other=0.0)
-            values = tl.load(v_at + first.to(tl.int64) * strides.v[1] + v_inside, mask=loaded, other=0.0)
+            page, lost = found_pages(coming_pages, work.counts.pages)
+            coming_pages = load_pages(pages, first + span.step, span.end, HOW)
+            if HOW.PAGE % BLOCK_N == 0:
+                inside = first % HOW.PAGE
+                k_rows = k_at + page * strides.k[0] + inside * strides.k[1] + k_inside
+                v_rows = v_at + page * strides.v[0] + inside * strides.v[1] + v_inside
+            else:
+                inside = (first + tokens) % HOW.PAGE
+                k_rows = k_at + (page * strides.k[0] + inside * strides.k[1])[:, None] + dims[None, :]
+                v_rows = v_at + (page * strides.v[0] + inside * strides.v[1])[:, None] + dims[None, :]
+        # What lies behind the last token may be NaN, and must not be multiplied.
+        keys = tl.load(k_rows, mask=loaded, other=0.0)
+        values = tl.load(v_rows, mask=loaded, other=0.0)
         if HOW.UPCAST:
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
@@ -305,7 +330,7 @@ def attend(
         scores = scaled(scores, HOW)
         if HOW.PAGE > 0:
             # A page that the caches do not have leaves no number.
-            scores = tl.where(lost[None, :], float("nan"), scores)
+            scores = tl.where(lost if HOW.PAGE % BLOCK_N == 0 else lost[None, :], float("nan"), scores)
         if bias is not None:
             scores += to_base_2(added)[None, :]
         scores = tl.where(there[None, :], scores, float("-inf"))

@@ -120,8 +120,7 @@ class Shape:
         return select_config(
             head_dim=self.head_dim,
             dtype=self.dtype,
-            paged=self.page > 0,
-            crowded=heads > self.num_sms and heads * self.capacity > CROWDED_TOKENS * self.num_sms,
+            crowded=self.page == 0 and heads > self.num_sms and heads * self.capacity > CROWDED_TOKENS * self.num_sms,
             interpreted=interpreted,
         )
 

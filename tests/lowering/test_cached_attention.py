@@ -340,12 +340,12 @@ def test_in_a_graph_it_follows_the_position(rank_pools: RankPools) -> None:
 
 def compiled(target: str, kernel: Any, form: str) -> Any:
     """A kernel of a form of PARTS for 4 query heads of 128 elements that share a key head."""
-    asked, paged = PARTS[form], form.startswith("paged")
+    asked = PARTS[form]
     heads = lowering.deal(1, 16, 4)
-    config = lowering.select_config(head_dim=128, dtype=BF16, paged=paged, interpreted=False).for_arch(target)
+    config = lowering.select_config(head_dim=128, dtype=BF16, interpreted=False).for_arch(target)
     how = lowering.How(
         *(heads.rows, heads.block_rows, heads.merged_rows, heads.parts, 128, 1, config.block_n),
-        *(1, PAGED * paged, 0.125, 0.0, "ieee", False),
+        *(1, PAGES.get(form, 0), 0.125, 0.0, "ieee", False),
     )
     x = "*bf16"
     tensors = lowering.Tensors(x, x, x, "*i32", "*i64", "*i1", x, "*i32", "*i32", x, "*i64", *(x,) * 5, "*fp32")
@@ -362,8 +362,8 @@ def compiled(target: str, kernel: Any, form: str) -> Any:
     return compile_for(target, source, {"num_warps": config.num_warps, "num_stages": config.num_stages})
 
 
-PAGED = 16
-"""The tokens of a block."""
+PAGES = {"paged": 16, "paged_marked": 16, "large_pages": 64}
+"""The tokens of a block in the forms that have some."""
 PARTS = {
     "appends": lowering.NodeParts(True, False, False, False, 0, True, 128, False),
     "marked": lowering.NodeParts(False, True, False, False, 0, True, 64, True),
@@ -371,6 +371,7 @@ PARTS = {
     "sinks": lowering.NodeParts(False, False, True, True, 0, True, 64, False),
     "paged": lowering.NodeParts(True, False, False, False, 1, False, 128, False),
     "paged_marked": lowering.NodeParts(False, True, False, False, 0, False, 128, False),
+    "large_pages": lowering.NodeParts(True, False, False, False, 1, False, 128, False),
 }
 
 

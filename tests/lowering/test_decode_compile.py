@@ -62,7 +62,7 @@ class Case:
     def config(self) -> DecodeConfig:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
         config = select_config(
-            head_dim=self.head_dim, dtype=dtype, paged=self.page > 0, crowded=self.crowded, interpreted=False
+            head_dim=self.head_dim, dtype=dtype, crowded=self.crowded, interpreted=False
         )
         return config.for_arch(self.target)
 
