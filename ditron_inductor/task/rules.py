@@ -324,7 +324,8 @@ def _cached(node: nodes.CachedAttention, given: Given) -> Rules:
     tokens = keys.shape[2]
     if node.paged:
         table = given["block_table"]
-        yield table.dtype in (torch.int32, torch.int64) and table.ndim == 2, "has a block table that is no integer matrix"
+        right = table.dtype in (torch.int32, torch.int64) and table.ndim == 2
+        yield right, "has a block table that is no integer matrix"
         yield (table.shape[0] == 1, table.shape[0] == q.shape[0]), "has a block table of another number of sequences"
         tokens = tokens * table.shape[1]
     else:

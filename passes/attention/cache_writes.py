@@ -114,7 +114,7 @@ def _position(indices: list[fx.Node | None], order: tuple[int, ...], attention: 
 def _counts(node: fx.Node, count: int) -> bool:
     """Returns whether a tensor is 0, 1, .., count - 1."""
     root = whole(node)
-    return root is not None and counts_up(root.node) and root.node.args[0] == count
+    return root is not None and counts_up(root.node) and root.node.args[0] in (count,)
 
 
 def _leads_to(node: fx.Node, readers: tuple[fx.Node, ...]) -> bool:

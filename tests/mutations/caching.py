@@ -10,8 +10,11 @@ NEAR = "tests/lowering/test_cached_attention.py::test_near_the_reference_in_the_
 APPENDED = f"{NEAR}[1x4of2-64x16-lengths37-appends-turned1-float32]"
 MARKED = f"{NEAR}[2x4of4-300x16-given299-appends-turned2-own-float32]"
 PASS = "passes/attention/cached_attention.py"
+WRITES = "passes/attention/cache_writes.py"
 ROTARY = "passes/attention/rotary.py"
 TESTS = "tests/passes/test_cached_attention.py"
+CACHES = "tests/passes/test_cache_forms.py"
+BLOCKS = "passes/attention/cache_blocks.py"
 BY_GRAPH = f"{TESTS}::test_what_others_need_is_written_by_the_graph"
 
 CACHING: tuple[Mutation, ...] = (
@@ -33,14 +36,14 @@ CACHING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a cache that is read before is written by the call",
-        PASS,
+        WRITES,
         " and set(cache.users) == {put, copy}",
         "",
         f"{BY_GRAPH}[_read_before]",
     ),
     Mutation(
         "a written cache that others read is written by the call",
-        PASS,
+        WRITES,
         "if not ours or others or set",
         "if not ours or set",
         f"{TESTS}::test_every_form[caches_that_are_read_elsewhere]",
@@ -48,14 +51,14 @@ CACHING: tuple[Mutation, ...] = (
     Mutation(
         "the mask need not be that of the position",
         PASS,
-        "not _follows(choice.lengths, choice.more, at)",
+        "not _follows(choice.lengths, choice.more, keys.position)",
         "False",
         f"{TESTS}::test_every_form[another_mask_than_that_of_the_position]",
     ),
     Mutation(
         "key and value may be written at two places",
         PASS,
-        "if _whole(at) is not _whole(values.position):",
+        "if not _same_places(keys.position, values.position):",
         "if False:",
         f"{BY_GRAPH}[_at_two_places]",
     ),
@@ -79,5 +82,61 @@ CACHING: tuple[Mutation, ...] = (
         "return read_mask(self.added, HIDING.get(self.node.target, (-math.inf,)))",
         "return read_mask(self.added, (-math.inf, -65536.0))",
         f"{TESTS}::test_the_number_that_hides_scores_from_cudnn[efficient--65536.0]",
+    ),
+    Mutation(
+        "negative blocks are not counted from the end",
+        ATTEND,
+        "pages = tl.where(pages < 0, pages + count, pages)",
+        "pages = pages + 0",
+        f"{NEAR}[3x4of2-60x16-lengths41_60_0-turned1-tokens_first-pages4-float32]",
+    ),
+    Mutation(
+        "a block that the caches do not have is another one",
+        ATTEND,
+        'scores = tl.where(lost if HOW.PAGE % BLOCK_N == 0 else lost[None, :], float("nan"), scores)',
+        "pass",
+        "tests/lowering/test_cached_attention.py::test_a_block_that_the_caches_do_not_have",
+    ),
+    Mutation(
+        "all sequences have the position of the first",
+        KERNEL,
+        "tl.load(tensors.position + batch * sizes.position)",
+        "tl.load(tensors.position)",
+        f"{NEAR}[3x4of2-60x16-lengths41_59_0-appends-turned2-own-float32]",
+    ),
+    Mutation(
+        "the rows of a block table may be any sequences",
+        BLOCKS,
+        "if batch + columns != found or view is None or",
+        "if view is None or",
+        f"{CACHES}::test_what_is_no_cache_in_blocks_is_gathered_by_the_graph[across]",
+    ),
+    Mutation(
+        "keys and values may be in other blocks",
+        PASS,
+        "if same_value(keys.table, values.table) else match",
+        "if keys is not None else match",
+        f"{CACHES}::test_values_in_another_order_are_gathered_by_the_graph[of_other_blocks]",
+    ),
+    Mutation(
+        "blocks may be copied",
+        BLOCKS,
+        "return in_rows and not joins and (cache.is_contiguous() or not divides)",
+        "return in_rows or joins or divides",
+        f"{CACHES}::test_what_is_no_cache_in_blocks_is_gathered_by_the_graph[copied]",
+    ),
+    Mutation(
+        "tokens may be written to the cache of another sequence",
+        WRITES,
+        " and _counts(sequences, B)",
+        "",
+        f"{CACHES}::test_what_is_written_elsewhere_is_written_by_the_graph[other_sequences]",
+    ),
+    Mutation(
+        "the lengths may be those of other sequences",
+        PASS,
+        "return more == 1 and _same_places(lengths, position)",
+        "return more == 1",
+        f"{CACHES}::test_positions_and_lengths_of_other_sequences",
     ),
 )
