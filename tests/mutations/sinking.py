@@ -22,7 +22,7 @@ SINKING: tuple[Mutation, ...] = (
     Mutation(
         "tokens in front of all that are shown are read",
         KERNEL,
-        "tl.maximum(tl.load(tensors.begin + batch * sizes.bounds), 0) // 16 * 16",
+        "tl.maximum(tl.load(tensors.begin + batch * sizes.bounds), 0) // ALIGNED * ALIGNED",
         "batch * 0",
         OUTSIDE,
     ),
