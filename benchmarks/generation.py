@@ -1,4 +1,4 @@
-"""`python -m benchmarks.generation`: tokens per second of a whole model that generates with a static KV cache.
+"""`python -m benchmarks.generation`: tokens per second of a whole model that generates with a static or paged KV cache.
 
 The embedding, all layers and the head of a model of the zoo, with random weights, cut by DTensor's plan with
 all-reduces. A step maps the last tokens to the next ones, greedily. The contestants run one after the other, each
@@ -57,18 +57,47 @@ class StaticCache(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.keys.index_copy_(2, self.position, k)
         self.values.index_copy_(2, self.position, v)
-        seen = torch.arange(self.keys.shape[2], device=q.device) <= self.position
+        return self.attended(q, self.keys, self.values)
+
+    def attended(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(keys.shape[2], device=q.device) <= self.position
         mask = seen[None, None, None, :]
-        return F.scaled_dot_product_attention(q, self.keys, self.values, mask, scale=self.scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale, enable_gqa=True)
+
+
+class PagedCache(StaticCache):
+    """The same with a cache in blocks of `page` tokens. Each sequence has those that a table names, which stand in an
+    order by chance, as after other sequences have come and gone.
+    """
+
+    def __init__(self, arch: Architecture, batch: int, length: int, world_size: int, page: int) -> None:
+        super().__init__(arch, batch, 1, world_size)
+        columns = -(-length // page)
+        shape = (batch * columns, page, arch.kv_heads // world_size, arch.head_dim)
+        self.page = page
+        self.register_buffer("keys", torch.zeros(shape))
+        self.register_buffer("values", torch.zeros(shape))
+        self.register_buffer("table", torch.randperm(batch * columns, dtype=torch.int32).view(batch, columns))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        columns = (self.position // self.page).expand(len(q), 1)
+        blocks = self.table.gather(1, columns)[:, 0]
+        for cache, new in ((self.keys, k), (self.values, v)):
+            cache[blocks, self.position % self.page] = new[:, :, 0]
+        keys, values = (cache[self.table].flatten(1, 2).transpose(1, 2) for cache in (self.keys, self.values))
+        return self.attended(q, keys, values)
 
 
 class Model(nn.Module):
-    """Tokens to the next tokens. The position is one buffer, which all caches share."""
+    """Tokens to the next tokens. The position is one buffer, which all caches share. page: 0 for static caches."""
 
-    def __init__(self, arch: Architecture, layers: int, batch: int, length: int, vocabulary: int, ranks: int) -> None:
+    def __init__(
+        self, arch: Architecture, layers: int, batch: int, length: int, vocabulary: int, ranks: int, page: int = 0
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, arch.hidden)
-        self.decoder = Decoder(arch, layers, lambda: StaticCache(arch, batch, length, ranks))
+        sizes = arch, batch, length, ranks
+        self.decoder = Decoder(arch, layers, lambda: PagedCache(*sizes, page) if page else StaticCache(*sizes))
         self.head = nn.Linear(arch.hidden, vocabulary, bias=False)
         cos, sin = rotary_table(length, arch.head_dim, arch.theta)
         self.register_buffer("cos", cos, persistent=False)
@@ -128,7 +157,7 @@ def measure(session: Session, options: argparse.Namespace) -> None:
         torch.manual_seed(1)
         with device:
             sizes = (options.layers or arch.depth, batch, options.tokens, VOCABULARY[device.type], ranks)
-            model = Model(arch, *sizes).to(dtype).requires_grad_(False)
+            model = Model(arch, *sizes, options.page).to(dtype).requires_grad_(False)
         cut(model.decoder, "ar", mesh)
         parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         first = torch.arange(1, batch + 1, device=device).view(batch, 1) % VOCABULARY[device.type]
@@ -144,6 +173,7 @@ def measure(session: Session, options: argparse.Namespace) -> None:
                 times[name] = rounds_of(session, step, first, options.tokens, options.rounds)
                 session.say(f"batch {batch}: {name}: {times[name].p50_us:.0f} us a step, {session.seconds():.0f} s")
         shape = f"model={options.model};layers={sizes[0]};batch={batch};tokens={options.tokens}"
+        shape += f";page={options.page}" * (options.page > 0)
         record(session, options, "generate", shape, times)
         rates = [f"{batch * 1e6 / times[name].p50_us:.0f}" if name in times else "-" for name in CONTESTANTS]
         lines.append([options.model, batch, sizes[0], *rates])
@@ -205,7 +235,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     models = [name for name, one in MODELS.items() if one.theta and not one.experts]
     tokens = "of each sequence, which is the size of the cache"
-    return start(MODULE, parser(MODULE, __doc__, models, CONTESTANTS, tokens).parse_args(arguments))
+    given = parser(MODULE, __doc__, models, CONTESTANTS, tokens)
+    given.add_argument("--page", type=int, default=0, help="tokens of a block of paged caches; static ones by default")
+    return start(MODULE, given.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ needs_transformers = pytest.mark.skipif(
     ("module", "more", "names"),
     [
         pytest.param(generation, ["--tokens", "2"], list(generation.CONTESTANTS), id="generation"),
+        pytest.param(generation, ["--tokens", "5", "--page", "2"], list(generation.CONTESTANTS), id="paged"),
         pytest.param(
             transformers_generation,
             ["--tokens", "4", "--cache", "32"],
