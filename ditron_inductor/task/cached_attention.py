@@ -39,7 +39,7 @@ def cached_attention(node: CachedAttention, *operands: Any) -> torch.Tensor:
         sequences, places = torch.arange(len(q), device=q.device), position.expand(len(q))
         keys[sequences, :, places], values[sequences, :, places] = key, value
     if table is not None:
-        keys, values = (_in_order(cache, table.expand(len(q), -1)) for cache in (keys, values))
+        keys, values = (_in_order(cache, table) for cache in (keys, values))
     if lengths is not None:
         places = torch.arange(keys.shape[2], device=q.device)
         shown = places < (lengths + (1 if node.appends else node.added))[:, None]

@@ -85,13 +85,13 @@ class CachedAttention(Node):
 
     q and out are [B, Hq, D]; the caches keys and values are [B, Hkv, S, D], in any strides. If they are `paged`, they
     are blocks [blocks, Hkv, P, D], and token t of sequence b is token t % P of the block that block_table, an int32 or
-    int64 [B, N] or [1, N], has at [b, t // P]; then S is N P. Blocks are counted from the end if negative, and one that
-    the caches do not have leaves no number. Head h of q attends to head h // (Hq / Hkv). Scores are q . k * scale. With
-    the mask `lengths`, an integer [B] or [1], the first lengths + added tokens of the cache are attended to. With the
-    mask `given`, those for which shown, a bool [B, S] or [1, S], is true. With the mask `bias`, a float [B, S] or [1,
-    S] is added to the scores. Without any token out is 0. For `given` and `bias`, begin and end, int32 [B] or [1], are
-    the bounds of what a sequence sees: tokens in front of begin and from end on are not read (see `bounds` in
-    cached_attention.py).
+    int64 [B, N], has at [b, t // P]; then S is N P. Blocks are counted from the end if negative. One that the caches do
+    not have leaves no number, and by the library it is an error. Head h of q attends to head h // (Hq / Hkv). Scores
+    are q . k * scale. With the mask `lengths`, an integer [B] or [1], the first lengths + added tokens of the cache are
+    attended to. With the mask `given`, those for which shown, a bool [B, S] or [1, S], is true. With the mask `bias`, a
+    float [B, S] or [1, S] is added to the scores. Without any token out is 0. For `given` and `bias`, begin and end,
+    int32 [B] or [1], are the bounds of what a sequence sees: tokens in front of begin and from end on are not read (see
+    `bounds` in cached_attention.py).
 
     With sinks, a float [Hq], each head has one more score, which belongs to no token: what a softmax gives to it is
     left out of the sum. A `bias` comes with sinks only: without them a row that sees nothing would be the mean of all.

@@ -326,7 +326,7 @@ def _cached(node: nodes.CachedAttention, given: Given) -> Rules:
         table = given["block_table"]
         right = table.dtype in (torch.int32, torch.int64) and table.ndim == 2
         yield right, "has a block table that is no integer matrix"
-        yield (table.shape[0] == 1, table.shape[0] == q.shape[0]), "has a block table of another number of sequences"
+        yield table.shape[0] == q.shape[0], "has a block table of another number of sequences"
         tokens = tokens * table.shape[1]
     else:
         yield keys.shape[0] == q.shape[0], "has a cache of another number of sequences"

@@ -52,6 +52,8 @@ from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 BLOCKS_OF_ONE_SPLIT = 4
 """A cache of so few blocks is not split: on an H200 256 tokens take 6.2 us in one split, and 6.8 in two."""
 MERGE_WARPS = 4
+MOST_APART = (1 << 31) - 1
+"""The most elements between the first and the last token that are loaded together, in 32 bits."""
 MERGED_AT_ONCE, INTERPRETED_AT_ONCE = 32, 2
 """The most splits that are loaded together."""
 Runner = Callable[..., list[torch.Tensor]]
@@ -127,8 +129,8 @@ def tokens_of(tensors, batch, sizes, HOW: tl.constexpr, NODE: tl.constexpr):
         length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + NODE.ADDED
         length = tl.minimum(tl.maximum(length, 0), sizes.capacity).to(tl.int32)
     if NODE.MARKED or NODE.BIASED:
-        # From a multiple of 16 on, marks can be loaded together. A block of tokens may be a part of a page.
-        ALIGNED: tl.constexpr = 16 if HOW.PAGE == 0 else HOW.BLOCK_N
+        # From a multiple of 16 on, marks can be loaded together. A block of tokens that lies in a page stays in it.
+        ALIGNED: tl.constexpr = HOW.BLOCK_N if HOW.PAGE > 0 and HOW.PAGE % HOW.BLOCK_N == 0 else 16
         begin = tl.maximum(tl.load(tensors.begin + batch * sizes.bounds), 0) // ALIGNED * ALIGNED
         end = tl.minimum(tl.load(tensors.end + batch * sizes.bounds), sizes.capacity)
         length = tl.maximum(end - begin, 0)
@@ -300,7 +302,9 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     pages, kv_heads, page = keys.shape[:3]
     capacity = page if table is None else page * table.shape[1]
     right = head_dim in HEAD_DIMS and q.dtype in ACTIVATION_DTYPES and capacity > 0 and pages > 0 and B > 0
-    in_rows = all(x is None or x.shape[-1] == 1 or x.stride(-1) == 1 for x in given)
+    # Of lengths and positions each is loaded by itself.
+    rows = [x for x in given if x is not None and x is not lengths and x is not position]
+    in_rows = all(x.shape[-1] == 1 or x.stride(-1) == 1 for x in rows)
     if strategy == "library" or (device.type == "cpu" and strategy != "tile") or not right or not in_rows:
         return by_library(node)
     facts = facts_of(device)
@@ -310,6 +314,8 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     heads = deal(B, query_heads, kv_heads)
     config = select_config(head_dim=head_dim, dtype=q.dtype, interpreted=interpreted)
     config = replace(config, least_blocks=1).for_arch(facts.arch)
+    if config.block_n * max(keys.stride(2), values.stride(2)) > MOST_APART:
+        return by_library(node)
     programs = INTERPRETED_SPLITS if interpreted else config.programs(heads.heads, facts.num_sms)
     splits = count_splits(heads.heads, capacity, programs, config)
     if capacity <= config.block_n * (1 if interpreted else BLOCKS_OF_ONE_SPLIT):

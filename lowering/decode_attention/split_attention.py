@@ -305,6 +305,9 @@ def attend(
                 there &= here != 0
         if not READS_ALL:
             read = there
+        if HOW.PAGE > 0:
+            # Of no pages at all there is no first one.
+            read &= work.counts.pages > 0
         loaded = read[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE == 0:
             k_rows = k_at + first.to(tl.int64) * strides.k[1] + k_inside
@@ -313,11 +316,11 @@ def attend(
             page, lost = found_pages(coming_pages, work.counts.pages)
             coming_pages = load_pages(pages, first + span.step, span.end, HOW)
             if HOW.PAGE % BLOCK_N == 0:
-                inside = first % HOW.PAGE
+                inside = (first % HOW.PAGE).to(tl.int64)
                 k_rows = k_at + page * strides.k[0] + inside * strides.k[1] + k_inside
                 v_rows = v_at + page * strides.v[0] + inside * strides.v[1] + v_inside
             else:
-                inside = (first + tokens) % HOW.PAGE
+                inside = ((first + tokens) % HOW.PAGE).to(tl.int64)
                 k_rows = k_at + (page * strides.k[0] + inside * strides.k[1])[:, None] + dims[None, :]
                 v_rows = v_at + (page * strides.v[0] + inside * strides.v[1])[:, None] + dims[None, :]
         # What lies behind the last token may be NaN, and must not be multiplied.

@@ -19,12 +19,13 @@ from itertools import takewhile
 import torch
 from torch import fx
 
-from ditron_inductor.passes.attention.roots import Moved, chain_to, moved
+from ditron_inductor.passes.attention.roots import VIEWS, Moved, chain_to, moved
 from ditron_inductor.passes.attention.softmax_algebra import Atoms, Unknown, static_shape
 from ditron_inductor.passes.graph import proofs
 
 aten = torch.ops.aten
 
+PARTS = (VIEWS - {aten.clone.default}) | {aten.slice.Tensor, aten.select.int}
 WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 
@@ -66,19 +67,23 @@ def read_blocks(keys: fx.Node) -> Blocks | None:
 
 def _taken(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Returns (a tensor, a table) if a node is the tensor indexed by the table in its first dimension."""
-    if node.target is aten.index.Tensor:
-        cache, indices = node.args
-        assert isinstance(indices, (list, tuple))
-        table = indices[0] if all(index is None for index in indices[1:]) else None
-    elif node.target is aten.index_select.default and node.args[1] == 0:
-        cache, _, table = node.args
-    else:
+    if node.target is not aten.index.Tensor:
         return None
-    if not isinstance(cache, fx.Node) or not isinstance(table, fx.Node):
-        return None
+    cache, indices = node.args
+    assert isinstance(cache, fx.Node) and isinstance(indices, (list, tuple))
+    table = indices[0] if all(index is None for index in indices[1:]) else None
     value = proofs.tensor(table)
     right = value is not None and value.dtype in WHOLE_NUMBERS and value.device == proofs.fake(cache).device
-    return (cache, table) if right else None
+    return (cache, table) if isinstance(table, fx.Node) and right and _is_in_memory(cache) else None
+
+
+def _is_in_memory(node: fx.Node) -> bool:
+    """Returns whether a tensor is an input of the graph, written or not, or a part of one. The compiler would compute
+    only those blocks of any other tensor that are gathered.
+    """
+    while node.target in PARTS or node.target is aten.index_put.default:
+        node = proofs.operand(node)
+    return node.op in ("placeholder", "get_attr")
 
 
 def _is_view(view: Moved, cache: torch.Tensor) -> bool:

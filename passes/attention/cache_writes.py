@@ -12,7 +12,10 @@ No two sequences write to one place, because each writes to its own part of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
+from typing import Any
 
 import torch
 from torch import fx
@@ -81,8 +84,10 @@ def read_write(keys: fx.Node, attention: StepAttention) -> CacheWrite | None:
     # Indices that stand apart come first in what is put.
     apart = [*proofs.fake(position).shape] if bound["indices"][0] is not None else None
     wanted = [1 if dim == 2 else (B, heads, S, D)[dim] for dim in order] if apart is None else [*apart, heads, D]
-    shapes = (value, wanted), (stored, sizes)
-    if not all(proofs.same_shape(tuple(one.shape), tuple(shape)) for one, shape in shapes):
+    if not proofs.same_shape(tuple(stored.shape), tuple(sizes)):
+        return None
+    # What is put may lack the first dimensions if they have one element.
+    if not proofs.same_shape(_behind_ones(value.shape), _behind_ones(wanted)):
         return None
     copies = [user for user in put.users if user.target is aten.copy_.default]
     if len(copies) != 1 or cache.op != "placeholder" or value.dtype != stored.dtype or stored.stride(-1) != 1:
@@ -93,6 +98,11 @@ def read_write(keys: fx.Node, attention: StepAttention) -> CacheWrite | None:
     if not ours or others or set(proofs.writers(cache)) != {copy}:
         return None
     return CacheWrite(cache, position, new, copy, order)
+
+
+def _behind_ones(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the sizes of dimensions without the first ones that have one element."""
+    return tuple(dropwhile(lambda size: proofs.known_equal(size, 1), shape))
 
 
 def _position(indices: list[fx.Node | None], order: tuple[int, ...], attention: StepAttention) -> fx.Node | None:

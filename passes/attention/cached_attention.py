@@ -80,7 +80,9 @@ class Match:
         if self.blocks is not None:
             for name, one in zip(found, self.blocks, strict=True):
                 found[name] = one.view.insert(graph, one.cache)
-            found["block_table"] = rewriting.shaped(graph, self.blocks[0].table, self.blocks[0].shape)
+            table = rewriting.shaped(graph, self.blocks[0].table, self.blocks[0].shape)
+            rows = proofs.row_major(proofs.fake(table))
+            found["block_table"] = table if rows else rewriting.row_major_copy(graph, table, table)
         return found
 
 

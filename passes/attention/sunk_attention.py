@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import fx
 
 from ditron_inductor.passes.attention.attention_parts import PartAlgebra, Scores
 from ditron_inductor.passes.attention.roots import Root, chain_to
-from ditron_inductor.passes.attention.softmax_algebra import Symbol, Unknown, Value, static_shape
+from ditron_inductor.passes.attention.softmax_algebra import Axes, Symbol, Unknown, Value, static_shape
 from ditron_inductor.passes.attention.step_attention import StepAttention, TokenChoice
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
@@ -57,6 +58,24 @@ class Kept:
 
 class SunkAlgebra(PartAlgebra):
     """The seeds of scores with a bias and with sinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._views: dict[Root, tuple[Root, ...]] = {}
+
+    def _root(self, node: fx.Node) -> tuple[Root, Axes]:
+        chain = chain_to(self.atoms, node)
+        # What is in front of [B, heads, S, D] may divide the tokens, as the blocks of a paged cache do.
+        whole = next((one.node for one in chain if len(one.axes) == 4), chain[0].node)
+        if whole is not chain[0].node:
+            chain = chain_to(self.atoms, node, (whole,))
+        self._views[chain[0]] = chain
+        return chain[0], chain[-1].axes
+
+    def view(self, root: Root, axes: Axes) -> fx.Node | None:
+        """Returns the first tensor with these axes on the way from a root to a product; None if there is none."""
+        views = self._views[root]
+        return next((one.node for one in views if self.atoms.of(one.axes) == self.atoms.of(axes)), None)
 
     def _seed(self, node: fx.Node) -> Value | None:
         if node.target is aten.add.Tensor and proofs.arguments(node)["alpha"] == 1:
@@ -170,32 +189,28 @@ def _with_roles(
 ) -> StepAttention | None:
     """Returns the attention if the dimensions of its tensors have their roles."""
     atoms, scores = attention.atoms, found.scores
-    query, keys = scores.query, scores.keys
-    if [len(root.axes) for root in (query, keys, values)] != [4, 4, 4]:
+    both, rows, wide = atoms.of(value.axes)
+    heads, tokens, dim = (atoms.flat(part) for part in (found.heads, (scores.atom,), scores.dim))
+    batch = both[: len(both) - len(heads)]
+    # The heads of queries that are in keys too, which come first.
+    of_keys = set(sum(atoms.of(scores.keys.axes), ()))
+    shared = tuple(takewhile(lambda atom: atom in of_keys, heads))
+    query = attention.view(scores.query, (batch, heads, (), dim))
+    keys = attention.view(scores.keys, (batch, shared, tokens, dim))
+    elements = attention.view(values, (batch, shared, tokens, wide))
+    if query is None or keys is None or elements is None:
         return None
-    batch, heads, rows, dim = atoms.of(query.axes)
-    tokens = atoms.flat((scores.atom,))
-    _, shared, *_ = atoms.of(keys.axes)
-    *_, wide = atoms.of(values.axes)
-    right = (
-        atoms.of(keys.axes) == (batch, shared, tokens, dim)
-        and atoms.of(values.axes) == (batch, shared, tokens, wide)
-        and heads[: len(shared)] == shared
-        and dim == atoms.flat(scores.dim)
-        and rows == ()
-        and atoms.of(value.axes) == (batch + heads, (), wide)
-        and atoms.flat(found.sequences) in ((), batch)
-        and atoms.flat(found.heads) == heads
-    )
-    like = proofs.fake(query.node)
-    if not right or proofs.fake(node).dtype != like.dtype or not 0.0 < found.factor < math.inf:
+    like = proofs.fake(query)
+    if both != batch + heads or rows != () or atoms.flat(found.sequences) not in ((), batch):
         return None
-    (B, Hq, L, D), (_, Hkv, S, _) = static_shape(query.node), static_shape(keys.node)
-    if S == 1 or static_shape(values.node)[3] != D:
+    if proofs.fake(node).dtype != like.dtype or not 0.0 < found.factor < math.inf:
+        return None
+    (B, Hq, L, D), (_, Hkv, S, _) = static_shape(query), static_shape(keys)
+    if S == 1 or static_shape(elements)[3] != D:
         return None
     given = [one for one in (found.bias, found.sinks) if one is not None]
     if any(proofs.fake(one).device != like.device for one in given):
         return None
     choice, sizes = TokenChoice(bias=found.bias), (B, Hkv, Hq // Hkv, L, S, D)
     readers = (scores.node, node)
-    return StepAttention(node, readers, query.node, keys.node, values.node, choice, found.factor, sizes, found.sinks)
+    return StepAttention(node, readers, query, keys, elements, choice, found.factor, sizes, found.sinks)

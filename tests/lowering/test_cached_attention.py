@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -297,6 +298,27 @@ def test_nothing_outside_of_the_bounds_is_read(rank_pools: RankPools) -> None:
 @pytest.mark.gpu
 def test_nothing_outside_of_the_bounds_is_read_on_a_gpu(rank_pools: RankPools) -> None:
     rank_pools.get("cuda", 1).run(_outside_of_the_bounds, timeout=100)
+
+
+def _views(ctx: RankContext) -> None:
+    """Lengths and positions may be repeated, or stand apart; tokens may be too far apart for 32 bits."""
+    case, alone = Case(3, 4, 2, 60, 16, tokens=(41, 41, 41), appends=True), Case(1, 1, 1, 4, 16, "all")
+    with mock.patch.object(lowering, "by_library") as library:
+        for seed in (0, 1):
+            given = operands(case, ctx.device, seed)
+            for place in (3, 4):
+                x = given[place]
+                given[place] = x[:, None].expand(3, 2).contiguous()[:, 0] if seed else x[:1].expand(3)
+            check(case, given)
+        assert not library.called
+        q, *_ = operands(alone, ctx.device)
+        far = torch.empty_strided((1, 1, 4, 16), (1, 1, 16, 1)).as_strided((1, 1, 1, 16), (1, 1, 1 << 28, 1))
+        lowering.prepare(alone.node, *alone.node.split([q, far, far]), "tile")
+        assert library.called
+
+
+def test_views_of_lengths_and_positions(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 1).run(_views)
 
 
 def _by_the_library(ctx: RankContext) -> None:

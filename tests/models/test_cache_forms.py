@@ -18,7 +18,7 @@ from ditron_inductor.tools.demo_model import rotate
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
-B, HQ, HKV, S, P, HIDDEN = 3, 4, 2, 32, 8, 64
+HQ, HKV, S, P, HIDDEN = 4, 2, 32, 8, 64
 Tensor = torch.Tensor
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Puts new keys, or values, [B, HKV, D] at positions [B] into a cache, perhaps with a block table, and returns it as
@@ -28,13 +28,13 @@ Write = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def heads_first(cache: Tensor, new: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """[B, HKV, S, D]."""
-    cache[torch.arange(B, device=cache.device), :, positions] = new
+    cache[torch.arange(len(new), device=cache.device), :, positions] = new
     return cache
 
 
 def tokens_first(cache: Tensor, new: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """[B, S, HKV, D]."""
-    cache[torch.arange(B, device=cache.device), positions] = new
+    cache[torch.arange(len(new), device=cache.device), positions] = new
     return cache.transpose(1, 2)
 
 
@@ -51,19 +51,20 @@ def paged_by_slots(cache: Tensor, new: Tensor, positions: Tensor, table: Tensor)
     return cache[slots].transpose(1, 2)
 
 
-FORMS: dict[Write, tuple[int, ...]] = {
-    heads_first: (B, HKV, S),
-    tokens_first: (B, S, HKV),
-    paged: (B * S // P + 1, P, HKV),
-    paged_by_slots: (B * S + P, HKV),
+FORMS: dict[Write, Callable[[int], tuple[int, ...]]] = {
+    heads_first: lambda B: (B, HKV, S),
+    tokens_first: lambda B: (B, S, HKV),
+    paged: lambda B: (B * S // P + 1, P, HKV),
+    paged_by_slots: lambda B: (B * S + P, HKV),
 }
+"""The sizes of a cache for B sequences, without the elements of a head."""
 
 PAGED = ("paged", "paged_by_slots")
 MADE = {write.__name__: [(write.__name__ not in PAGED, write.__name__ in PAGED)] for write in FORMS}
 
 
-def steps(write: Write, device: torch.device, compiled: bool) -> list[Tensor]:
-    """What a layer computes in some steps, and what it leaves behind in its caches."""
+def steps(write: Write, B: int, device: torch.device, compiled: bool) -> list[Tensor]:
+    """What a layer computes in some steps of B sequences, and what it leaves behind in its caches."""
     D = 64 if device.type == "cuda" else 16
     generator = torch.Generator().manual_seed(0)
 
@@ -71,7 +72,7 @@ def steps(write: Write, device: torch.device, compiled: bool) -> list[Tensor]:
         return torch.randn(shape, generator=generator).to(device, torch.bfloat16 if device.type == "cuda" else None)
 
     w, qkv = drawn(HIDDEN, HIDDEN) / 8, drawn(HIDDEN, (HQ + 2 * HKV) * D) / 8
-    caches = [drawn(*FORMS[write], D) for _ in range(2)]
+    caches = [drawn(*FORMS[write](B), D) for _ in range(2)]
     table = (torch.randperm(B * S // P, generator=generator) + 1).view(B, -1).to(device)
 
     def layer(x: Tensor, keys: Tensor, values: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -87,20 +88,20 @@ def steps(write: Write, device: torch.device, compiled: bool) -> list[Tensor]:
     run = torch.compile(layer, backend="ditron", options={"ditron.strategy": "tile"}) if compiled else layer
     found = []
     for step in range(2):
-        positions = torch.tensor([step, 17 + step, S - 2 + step], device=device)
+        positions = torch.tensor([step, 17 + step, S - 2 + step][:B], device=device)
         angles = 6.3 * drawn(B, 1, 1, D // 2)
         found.append(run(drawn(B, HIDDEN), *caches, positions, angles.cos(), angles.sin()))
     return [*found, *caches]
 
 
-def _same(ctx: RankContext, form: str) -> list[tuple[bool, bool]]:
+def _same(ctx: RankContext, form: str, B: int) -> list[tuple[bool, bool]]:
     """Returns (whether a call writes the new token, whether its caches are paged), for every call in the graph."""
     torch._dynamo.reset()
     write = next(write for write in FORMS if write.__name__ == form)
     here = mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda"))
     nodes = mock.patch.object(cached_attention, "CachedAttention", wraps=CachedAttention)
     with torch.no_grad(), here, nodes as made:
-        wanted, found = (steps(write, ctx.device, compiled) for compiled in (False, True))
+        wanted, found = (steps(write, B, ctx.device, compiled) for compiled in (False, True))
     for one, other in zip(found, wanted, strict=True):
         assert relative_error(one, other) < (MODEL_TOLERANCES[one.dtype] if one.is_cuda else 1e-4)
     dist.barrier()
@@ -108,12 +109,15 @@ def _same(ctx: RankContext, form: str) -> list[tuple[bool, bool]]:
     return [(task.appends, task.paged) for task in tasks]
 
 
-@pytest.mark.parametrize("form", [write.__name__ for write in FORMS])
-def test_steps_are_those_of_eager_mode(rank_pools: RankPools, form: str) -> None:
-    assert rank_pools.get("cpu", 2).run(_same, form, timeout=200.0) == [MADE[form]] * 2
+CASES = [(write.__name__, B) for write in FORMS for B in (1, 3)]
+
+
+@pytest.mark.parametrize("form, B", CASES)
+def test_steps_are_those_of_eager_mode(rank_pools: RankPools, form: str, B: int) -> None:
+    assert rank_pools.get("cpu", 2).run(_same, form, B, timeout=200.0) == [MADE[form]] * 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [write.__name__ for write in FORMS])
-def test_steps_are_those_of_eager_mode_on_gpus(rank_pools: RankPools, form: str) -> None:
-    assert rank_pools.get("cuda", 2).run(_same, form, timeout=100) == [MADE[form]] * 2
+@pytest.mark.parametrize("form, B", CASES)
+def test_steps_are_those_of_eager_mode_on_gpus(rank_pools: RankPools, form: str, B: int) -> None:
+    assert rank_pools.get("cuda", 2).run(_same, form, B, timeout=100) == [MADE[form]] * 2

@@ -135,6 +135,19 @@ def test_blocks_are_written_by_the_graph() -> None:
     check_form(written_in_blocks, CachedAttention(SCALE, "lengths", rotated=True, added=1, paged=True))
 
 
+def test_a_table_is_in_rows() -> None:
+    """The kernel loads it so."""
+
+    def across(cache: Tensor, table: Tensor) -> Tensor:
+        return gathered(cache, table.view(COLUMNS, B).t())
+
+    module = graph_of(reading(across))
+    assert decoded(module)[0].paged
+    (call,) = module.graph.find_nodes(op="call_function", target=schema.overload(CachedAttention.kind))
+    assert schema.operands_of(call)[3].meta["val"].is_contiguous()
+    check_form(reading(across), CachedAttention(SCALE, "lengths", rotated=True, added=1, paged=True))
+
+
 def interleaved(cache: Tensor, table: Tensor) -> Tensor:
     """The tokens of a block do not follow each other."""
     return blocks(cache)[table].transpose(1, 2).reshape(B, S, HKV, D).transpose(1, 2)
@@ -155,6 +168,11 @@ def copied(cache: Tensor, table: Tensor) -> Tensor:
     return rows.view(BLOCKS, P, HKV * D)[table].reshape(B, S, HKV, D).transpose(1, 2)
 
 
+def computed(cache: Tensor, table: Tensor) -> Tensor:
+    """Nobody needs other blocks than those that are gathered."""
+    return gathered(cache * 0.5, table)
+
+
 def rounded(cache: Tensor, table: Tensor) -> Tensor:
     return gathered(cache.bfloat16(), table).float()
 
@@ -166,7 +184,7 @@ def test_values_in_another_order_are_gathered_by_the_graph(other: Gather) -> Non
     check_form(reading(gathered, other), CachedAttention(SCALE, "lengths", rotated=True, added=1))
 
 
-@pytest.mark.parametrize("gather", [interleaved, across, copied, rounded], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("gather", [interleaved, across, copied, computed, rounded], ids=lambda form: form.__name__)
 def test_what_is_no_cache_in_blocks_is_gathered_by_the_graph(gather: Gather) -> None:
     check_form(reading(gather), CachedAttention(SCALE, "lengths", rotated=True, added=1))
 

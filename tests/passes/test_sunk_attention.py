@@ -93,6 +93,34 @@ def test_every_form(form: str) -> None:
     check_form(*FORMS[form])
 
 
+def _to(caches: Callable[[torch.Tensor, torch.Tensor, Tensors], list[torch.Tensor]]) -> Step:
+    """A decode step with sinks to keys and values [B, HKV, S, D], which are made of new ones."""
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> torch.Tensor:
+        keys, values = map(repeated, caches(k, v, given))
+        scores = q @ keys.transpose(2, 3) * SCALE + lowered(given)
+        return with_maximum(scores, sinks_of(given)) @ values
+
+    return step
+
+
+def _tokens_first(k: torch.Tensor, v: torch.Tensor, given: Tensors) -> list[torch.Tensor]:
+    for name, new in (("keys", k), ("values", v)):
+        given[name].index_copy_(1, given["position"], new.transpose(1, 2))
+    return [given[name].transpose(1, 2) for name in ("keys", "values")]
+
+
+def _in_blocks(k: torch.Tensor, v: torch.Tensor, given: Tensors) -> list[torch.Tensor]:
+    table = ((torch.arange(6) * 5 + given["position"]) % 6).view(B, 3)
+    blocks = (given[name].view(6, 4, HKV, D) for name in ("keys", "values"))
+    return [one[table].flatten(1, 2).transpose(1, 2) for one in blocks]
+
+
+def test_where_keys_and_values_stand() -> None:
+    check_form(_to(_tokens_first), CachedAttention(SCALE, "bias", appends=True, sinks=True), tokens_first=True)
+    check_form(_to(_in_blocks), CachedAttention(SCALE, "bias", sinks=True, paged=True))
+
+
 def _first_column(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     both = torch.cat([scores, sinks.view(1, HQ, 1, 1).expand(B, HQ, 1, 1)], -1)
     return both.softmax(-1)[..., 1:]
