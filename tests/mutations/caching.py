@@ -139,4 +139,18 @@ CACHING: tuple[Mutation, ...] = (
         "return more == 1",
         f"{CACHES}::test_positions_and_lengths_of_other_sequences",
     ),
+    Mutation(
+        "blocks that would be computed are read in memory",
+        BLOCKS,
+        " and _is_in_memory(cache) else None",
+        " else None",
+        f"{CACHES}::test_what_is_no_cache_in_blocks_is_gathered_by_the_graph[computed]",
+    ),
+    Mutation(
+        "the token of one sequence is written by the graph",
+        WRITES,
+        "proofs.same_shape(_behind_ones(value.shape), _behind_ones(wanted))",
+        "proofs.same_shape(tuple(value.shape), tuple(wanted))",
+        "tests/models/test_cache_forms.py::test_steps_are_those_of_eager_mode[heads_first-1]",
+    ),
 )
