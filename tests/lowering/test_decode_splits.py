@@ -53,7 +53,8 @@ def test_parts_are_merged_in_few_rounds(heads: int, kv_heads: int, head_dim: int
 
 
 def shape_of(batch: int, capacity: int) -> Shape:
-    return Shape(batch, 32, 8, 128, capacity, batch, 0, torch.bfloat16, (1, 1), (1, 1, 1), (1, 1, 1), 0, 1.0, 0.0, 132, "")
+    sizes = batch, 32, 8, 128, capacity, batch, 0
+    return Shape(*sizes, torch.bfloat16, (1, 1), (1, 1, 1), (1, 1, 1), 0, 1.0, 0.0, 132, "")
 
 
 @pytest.mark.parametrize(
