@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from benchmarks import paged
 from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.models.architecture import Architecture, Decoder
 from benchmarks.models.forms import cut
@@ -66,7 +67,7 @@ class StaticCache(nn.Module):
 
 
 class PagedCache(StaticCache):
-    """The same with a cache in blocks of `page` tokens. Each sequence has those that a table names, which stand in an
+    """Attention to a cache in blocks of `page` tokens. Each sequence has those that a table names, which stand in an
     order by chance, as after other sequences have come and gone.
     """
 
@@ -74,18 +75,14 @@ class PagedCache(StaticCache):
         super().__init__(arch, batch, 1, world_size)
         columns = -(-length // page)
         shape = (batch * columns, page, arch.kv_heads // world_size, arch.head_dim)
-        self.page = page
         self.register_buffer("keys", torch.zeros(shape))
         self.register_buffer("values", torch.zeros(shape))
         self.register_buffer("table", torch.randperm(batch * columns, dtype=torch.int32).view(batch, columns))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        columns = (self.position // self.page).expand(len(q), 1)
-        blocks = self.table.gather(1, columns)[:, 0]
         for cache, new in ((self.keys, k), (self.values, v)):
-            cache[blocks, self.position % self.page] = new[:, :, 0]
-        keys, values = (cache[self.table].flatten(1, 2).transpose(1, 2) for cache in (self.keys, self.values))
-        return self.attended(q, keys, values)
+            paged.append(cache, new[:, :, 0], self.table, self.position)
+        return self.attended(q, *(paged.gathered(cache, self.table) for cache in (self.keys, self.values)))
 
 
 class Model(nn.Module):

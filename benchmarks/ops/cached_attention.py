@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from benchmarks import paged
 from benchmarks.ops import command
 from benchmarks.ops.expert_cells import BUDGET_S, LIMIT_S, bytes_per_s, end_cell
 from benchmarks.records import RESULTS, Row
@@ -167,27 +168,26 @@ def attend_in_torch(shape: Shape, form: str) -> Attend:
 
 
 def attend_in_blocks(shape: Shape, form: str, strategy: str) -> Attend:
-    """The same with caches in blocks, as a contestant writes it. strategy: of our call."""
+    """The decode step of a layer with caches in blocks, as a contestant writes it. strategy: of our call."""
     scale, page = shape.D**-0.5, shape.page
     node = CachedAttention(scale, "lengths", rotated=True, added=1, paged=True, strategy=strategy)
     call, text = schema.overload(node.kind), node.text()
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-        cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, shown: torch.Tensor, bias: torch.Tensor,
-        sinks: torch.Tensor, table: torch.Tensor, columns: torch.Tensor,
+        cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, *rest: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
+        table, columns = rest[-2:]
         q, k, v = (one.unflatten(-1, (-1, shape.D))[:, :, None] for one in (q, k, v))
-        blocks = table.gather(1, (position // page).expand(shape.B, 1))[:, 0]
         for cache, new in ((keys, rotate(k, cos, sin)), (values, v)):
-            cache[blocks, position % page] = new[:, :, 0]
+            paged.append(cache, new[:, :, 0], table, position)
         if form == "ditron":
             given = [q[:, :, 0], keys.transpose(1, 2), values.transpose(1, 2), table, position, cos, sin]
             out: torch.Tensor = call(given, text, None)[0]
             return out[:, :, None]
         q = rotate(q, cos, sin)
         if form == "inductor":
-            gathered = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (keys, values))
+            gathered = (paged.gathered(cache, table) for cache in (keys, values))
             mask = (torch.arange(shape.S, device=q.device) <= position)[None, None, None]
             return F.scaled_dot_product_attention(q, *gathered, mask, scale=scale, enable_gqa=True)
 
@@ -243,7 +243,7 @@ def exact(shape: Shape, given: Sequence[torch.Tensor]) -> torch.Tensor:
     q, keys, values, cos, sin, sinks = (given[index].float() for index in (0, 3, 4, 5, 6, 10))
     last = shape.position + 1
     if shape.page:
-        keys, values = (cache[given[11]].flatten(1, 2).transpose(1, 2) for cache in (keys, values))
+        keys, values = (paged.gathered(cache, given[11]) for cache in (keys, values))
     caches = keys[:, :, :last], values[:, :, :last]
     operands = [q.unflatten(-1, (-1, shape.D)), *caches, *[sinks] * shape.sinks, cos, sin]
     node = CachedAttention(shape.D**-0.5, "all", rotated=True, sinks=shape.sinks)

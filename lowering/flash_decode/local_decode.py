@@ -120,6 +120,7 @@ class Shape:
         return select_config(
             head_dim=self.head_dim,
             dtype=self.dtype,
+            # Larger blocks have not been measured with pages.
             crowded=self.page == 0 and heads > self.num_sms and heads * self.capacity > CROWDED_TOKENS * self.num_sms,
             interpreted=interpreted,
         )

@@ -21,12 +21,12 @@ from torch import fx
 
 from ditron_inductor.passes.attention.roots import VIEWS, Moved, chain_to, moved
 from ditron_inductor.passes.attention.softmax_algebra import Atoms, Unknown, static_shape
+from ditron_inductor.passes.attention.step_attention import WHOLE_NUMBERS
 from ditron_inductor.passes.graph import proofs
 
 aten = torch.ops.aten
 
 PARTS = (VIEWS - {aten.clone.default}) | {aten.slice.Tensor, aten.select.int}
-WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)

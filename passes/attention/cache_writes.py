@@ -81,9 +81,10 @@ def read_write(keys: fx.Node, attention: StepAttention) -> CacheWrite | None:
         return None
     B, heads, *_, S, D = attention.sizes
     sizes = [(B, heads, S, D)[dim] for dim in order]
-    # Indices that stand apart come first in what is put.
-    apart = [*proofs.fake(position).shape] if bound["indices"][0] is not None else None
-    wanted = [1 if dim == 2 else (B, heads, S, D)[dim] for dim in order] if apart is None else [*apart, heads, D]
+    wanted = [1 if dim == 2 else size for dim, size in zip(order, sizes, strict=True)]
+    if bound["indices"][0] is not None:
+        # Indices that stand apart come first in what is put.
+        wanted = [*proofs.fake(position).shape, heads, D]
     if not proofs.same_shape(tuple(stored.shape), tuple(sizes)):
         return None
     # What is put may lack the first dimensions if they have one element.

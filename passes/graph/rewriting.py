@@ -386,7 +386,7 @@ def can_hoist(node: fx.Node, before: fx.Node) -> bool:
 
 def pinned(node: fx.Node, before: fx.Node) -> fx.Node | None:
     """Returns the first op that `node` needs and that has to stay behind `before`; None if there is none."""
-    return next((late for late in _late(node, before) if _pinned(late)), None)
+    return next((late for late in _late(node, before) if is_pinned(late)), None)
 
 
 def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
@@ -397,7 +397,7 @@ def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
     return sorted((each for each in needed if order[each] >= limit), key=lambda each: order[each])
 
 
-def _pinned(node: fx.Node) -> bool:
+def is_pinned(node: fx.Node) -> bool:
     """Returns whether a node has to stay where it is: side effects, randomness, or communication."""
     target = node.target
     if node.op != "call_function" or node.is_impure():

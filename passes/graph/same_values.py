@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph import rewriting
 
 DEEPEST = 8
 """The most steps up to where two computations meet. Positions and block tables need four."""
@@ -17,10 +17,7 @@ def same_value(left: object, right: object, deepest: int = DEEPEST) -> bool:
         return True
     if isinstance(left, fx.Node) and isinstance(right, fx.Node):
         alike = left.target is right.target and _is_pure(left) and deepest > 0
-        return alike and all(
-            same_value(mine, other, deepest - 1)
-            for mine, other in ((left.args, right.args), (left.kwargs, right.kwargs))
-        )
+        return alike and same_value((left.args, left.kwargs), (right.args, right.kwargs), deepest - 1)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same_value(left[key], right[key], deepest) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
@@ -34,5 +31,4 @@ def _is_pure(node: fx.Node) -> bool:
     """Returns whether a node computes the same again from the same operands. What `empty` holds is anything."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False
-    random = torch.Tag.nondeterministic_seeded in node.target.tags or "empty" in node.target.name()
-    return not proofs.writes(node) and not random
+    return not rewriting.is_pinned(node) and "empty" not in node.target.name()
