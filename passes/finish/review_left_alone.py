@@ -7,13 +7,14 @@
     all_reduce(amax(x), "max")              reduce_op                  -> no_matmul
     fused product -> relu -> all_reduce     pointwise_between          -> already_fused
     keys -> all_to_all -> part -> attention unequal_splits, no_matmul  -> attention_parts
+    rows -> all_to_all -> _grouped_mm       unequal_splits             -> tokens_exchanged
 
 A fusion looks only for the matmuls that it takes. If a chain ends in a matmul of another kind, the reason that the
 fusion gives is not the real one. So the chain is followed here: from a reduction upwards through casts, views and
 scales, and from a gather downwards through ops that make or read quantised numbers. A gather that is scaled more than
 once on the way down (a norm) does not count as next to the matmul. A grouped matmul, as that of routed experts, counts
-also behind the ops that bring the slots of a token together, or the rows of an expert: they are a part of it. For such
-a matmul an all-to-all of unequal parts keeps its own reason.
+also behind the ops that bring the slots of a token together, or the rows of an expert: they are a part of it. An
+all-to-all of unequal parts beside it is that of expert parallelism.
 
 A reason of the collective itself, such as its reduce op, counts only if a matmul is next to it. Otherwise there is
 nothing to fuse, whatever the collective.
@@ -214,7 +215,10 @@ def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
 def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
     code = ReasonCode(given.code)
     if code in OWN:
-        return None if is_beside_matmul(node) or _routed_matmul(node) is not None else ReasonCode.NO_MATMUL
+        routed = _routed_matmul(node)
+        if code is ReasonCode.UNEQUAL_SPLITS and routed is not None:
+            return ReasonCode.TOKENS_EXCHANGED.at(routed)
+        return None if is_beside_matmul(node) or routed is not None else ReasonCode.NO_MATMUL
     if code not in VAGUE:
         return None
     return find_other_matmul(node) or (_fused_product(node) if _reduces(node) else None)

@@ -74,33 +74,44 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     tokens = proofs.fake(sums.index).shape[0] // sums.top_k
     whole, N = proofs.fake(operand).shape, proofs.fake(sums.terms.grouped).shape[1]
     static = all(isinstance(size, int) for size in (tokens, *proofs.fake(collective.wait).shape))
+    if not static:
+        return ReasonCode.DYNAMIC_TOKENS.at(source)
+    if tokens < LEAST_TOKENS:
+        return ReasonCode.FEW_TOKENS.at(source)
     # Rows of another length would be those of another site to a rank that reduces them without experts.
-    if not static or tokens < LEAST_TOKENS or not whole or not proofs.known_equal(whole[-1], N):
+    if not whole or not proofs.known_equal(whole[-1], N):
         return ReasonCode.GROUPED_MATMUL.at(source)
-    if not _takes(sums.terms, sums.steps[0]):
-        return ReasonCode.GROUPED_MATMUL.at(sums.terms.grouped)
+    refusal = _refusal(sums.terms, sums.steps[0])
+    if refusal is not None:
+        return refusal
     behind = (*views, *between)
     other = proofs.other_user((source, *behind), {*behind, collective.node})
     return Match(collective, sums, behind) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
 
 
-def _takes(terms: combine_experts.ScaledProducts, reader: fx.Node) -> bool:
-    """Returns whether the node can compute the products of a grouped matmul, which `reader` sums, with their biases.
-    The graph may return them too, in row-major order.
+def _refusal(terms: combine_experts.ScaledProducts, reader: fx.Node) -> Refused | None:
+    """Returns why the node cannot compute the products of a grouped matmul, which `reader` sums, with their biases; None
+    if it can. The graph may return them too, in row-major order.
     """
     grouped, summed = terms.grouped, terms.summed
     bound = proofs.arguments(grouped)
     x, weight, ends = (bound[name] for name in OPERANDS)
     if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
-        return False
+        return ReasonCode.GROUPED_MATMUL.at(grouped)
     rows, matrices, made = proofs.fake(x), proofs.fake(weight), proofs.fake(summed)
     dims = rows.ndim == 2 and matrices.ndim == 3 and proofs.fake(ends).dtype == torch.int32
     lies = dims and rows.stride(1) == 1 and 1 in matrices.stride()[1:] and rows.dtype in OPERAND_DTYPES
+    if not lies or written([x, weight, ends]) is not None:
+        return ReasonCode.GROUPED_MATMUL.at(grouped)
     row_major = proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
-    kept = all(user is reader or (user.op == "output" and row_major) for user in summed.users)
-    if terms.bias is not None:
-        kept = kept and proofs.sole_user(grouped) is summed and _are_biases(terms.bias, ends, matrices.shape[0])
-    return lies and kept and written([x, weight, ends]) is None
+    other = next((user for user in summed.users if user is not reader and not (user.op == "output" and row_major)), None)
+    if other is None and terms.bias is not None and proofs.sole_user(grouped) is not summed:
+        other = next(user for user in grouped.users if user is not summed)
+    if other is not None:
+        return ReasonCode.INTERMEDIATE_USED.at(other)
+    if terms.bias is not None and not _are_biases(terms.bias, ends, matrices.shape[0]):
+        return ReasonCode.EXPERT_BIAS.at(terms.bias.rows)
+    return None
 
 
 def _are_biases(bias: combine_experts.SlotBias, ends: fx.Node, num_experts: Any) -> bool:

@@ -49,6 +49,9 @@ class ReasonCode(enum.StrEnum):
     CHUNKS_PERMUTED = "chunks_permuted"
     DISABLED = "disabled"
     DTYPE = "dtype"
+    DYNAMIC_TOKENS = "dynamic_tokens"
+    EXPERT_BIAS = "expert_bias"
+    FEW_TOKENS = "few_tokens"
     FLEX_BLOCK_MASK = "flex_block_mask"
     FLEX_GRADIENT = "flex_gradient"
     FLEX_SCORE_MOD = "flex_score_mod"
@@ -76,6 +79,7 @@ class ReasonCode(enum.StrEnum):
     ROWS_EXCHANGED = "rows_exchanged"
     SHAPE_UNPROVEN = "shape_unproven"
     SUM_OF_MATMULS = "sum_of_matmuls"
+    TOKENS_EXCHANGED = "tokens_exchanged"
     UNEQUAL_SPLITS = "unequal_splits"
     UNEVEN_SHARDS = "uneven_shards"
     UNSUPPORTED_COLLECTIVE = "unsupported_collective"
@@ -97,6 +101,7 @@ _NOTHING_TO_CHANGE = frozenset(
         ReasonCode.ALREADY_FUSED,
         ReasonCode.ATTENTION_HEAD_DIM,
         ReasonCode.DISABLED,
+        ReasonCode.FEW_TOKENS,
         ReasonCode.GROUPED_MATMUL,
         ReasonCode.NO_GAIN,
         ReasonCode.NO_MATMUL,
@@ -204,6 +209,18 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
+    ReasonCode.DYNAMIC_TOKENS: (
+        "it reduces what routed experts return for a dynamic number of tokens; mark that number static, or compile with "
+        "dynamic=False"
+    ),
+    ReasonCode.EXPERT_BIAS: (
+        "it reduces what routed experts return, with biases that are not proved to be those of the experts of the rows; "
+        "index a table with as many biases as experts by the ids that sort the rows, as transformers does"
+    ),
+    ReasonCode.FEW_TOKENS: (
+        "it reduces what routed experts return for few tokens, where the matmul has nothing to hide it behind; nothing "
+        "to change: a norm behind it takes the sum with it"
+    ),
     ReasonCode.FLEX_BLOCK_MASK: (
         "FlexAttention beside it has a block mask that is not proved to be causal, or a causal window: call "
         "create_block_mask inside the compiled function, with a mask_mod that compares q_idx and kv_idx, and lengths "
@@ -219,7 +236,10 @@ _TEXTS: dict[ReasonCode, str] = {
         "in the place of the score or without, are fused"
     ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
-    ReasonCode.GROUPED_MATMUL: "the grouped matmuls of routed experts are not fused with it yet; nothing to change",
+    ReasonCode.GROUPED_MATMUL: (
+        "it stands beside the grouped matmuls of routed experts, and not behind the sum that they return for each token "
+        "in a form that a fusion takes; nothing to change"
+    ),
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
     ReasonCode.INTERMEDIATE_USED: (
         "a tensor between it and the matmul is used elsewhere too; use the collective's result there instead"
@@ -288,6 +308,10 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.SUM_OF_MATMULS: (
         "it reduces a sum of more than eight matmuls, or of matmuls that differ in shape; concatenate their operands "
         "along the contracted dimension"
+    ),
+    ReasonCode.TOKENS_EXCHANGED: (
+        "it sends tokens to the ranks of their experts, or back, by sizes that only the data tell; gather the tokens "
+        "instead, in static shapes, by ditron_inductor.ops.experts or one of its ways into transformers and TorchTitan"
     ),
     ReasonCode.UNEQUAL_SPLITS: (
         "its splits are not proved to be equal; send as much to every rank, and leave the split sizes out"

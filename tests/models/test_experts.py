@@ -18,6 +18,7 @@ from ditron_inductor.report.explain import without_caches
 from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, run_model, step_of
+from tests.models.settled import settle
 from tests.models.test_hugging_face import OLDER, UNSHOWN
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
@@ -65,13 +66,14 @@ def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
     torch._dynamo.reset()
     counters.clear()
     architecture = ARCHITECTURES[setup.name]
-    model = architecture.cut(architecture.make(setup.num_layers, setup.sizes, ctx.device), ctx, setup.form)
+    whole, part = (architecture.make(setup.num_layers, setup.sizes, ctx.device) for _ in range(2))
+    model = architecture.cut(part, ctx, setup.form)
     model.set_experts_implementation(experts)
     # The tiny models take fewer experts for each token, whose sums Inductor would unroll.
     with without_caches(), torch.no_grad(), inductor_config.patch(unroll_reductions_threshold=2):
         call = compiled_model(setup, model)
         for index in range(1 if experts == GROUPED else 2):
-            given = inputs_of(ctx, setup, index)
+            given = settle(whole.float(), inputs_of(ctx, setup, index), setup.sizes.vocabulary)
             wanted, got = (step_of(setup, model, fn, given)["logits"] for fn in (model, call))
             error = float((got - wanted).float().norm() / wanted.float().norm())
             assert error <= MODEL_TOLERANCES[setup.sizes.dtype], f"{setup}: {error:.1e}"
@@ -134,7 +136,6 @@ def test_sorted_slots_of_a_few_tokens_are_two_calls_a_layer(rank_pools: RankPool
 @pytest.mark.all_cases
 @pytest.mark.parametrize(("name", "form"), [("mixtral", "hf"), ("deepseek_v3", "hf"), ("gpt_oss", "ep")])
 def test_rows_of_a_prompt_are_not_copied(rank_pools: RankPools, name: str, form: str) -> None:
-    # With 15 tokens rounding chooses between two experts of one token of GPT-OSS, by Inductor alone too.
     setup = Setup(name, form, sizes=NARROW, batch=5, seq_len=16)
     found = rank_pools.get("cpu", 2).run(_read, setup, timeout=200)
     assert [taken for _, taken in found] == [setup.num_layers] * 2
@@ -159,7 +160,6 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
     ],
 )
 def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, name: str, form: str, strategy: str) -> None:
-    # With 14 or 15 tokens in each sequence two experts of one token are so near that rounding chooses between them.
     setup = Setup(name, form, sizes=NARROW, strategy=strategy, batch=5, seq_len=16)
     assert rank_pools.get("cpu", 2).run(_reduced, setup, timeout=200) == [setup.num_layers] * 2
 

@@ -22,7 +22,7 @@ from ditron_inductor.passes.normalize.keep_roundings import KEPT_BY_TORCH
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.verify import local_calls
 from tests.passes import test_grouped_matmul_all_reduce as plain
-from tests.passes.graphs import all_reduce, compiled_graphs, fuse, only_task, reduce_scatter, text, traced, twin
+from tests.passes.graphs import all_reduce, compiled_graphs, fuse, only_task, reasons, reduce_scatter, text, traced, twin
 from tests.passes.test_grouped_matmul_all_reduce import D, E, F, K, side_by_side
 
 pytestmark = pytest.mark.usefixtures("group", "few_tokens")
@@ -197,6 +197,14 @@ REFUSED = {
 }
 
 
+REASONS = {
+    "scaled biases": "no_matmul",
+    "products without biases are returned": "intermediate_used",
+    "products with biases are used": "intermediate_used",
+}
+"""Those of what is not refused for its biases."""
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_must_not_fire(name: str) -> None:
     if name == "rounded ids" and not KEPT_BY_TORCH:
@@ -204,7 +212,7 @@ def test_it_must_not_fire(name: str) -> None:
     (after,) = compiled_graphs(REFUSED[name], *OPERANDS)
     # What it computes is not compared: some of these ends leave rows behind, in which anything may lie.
     fuse(after)
-    assert plain.made(after) == 0
+    assert plain.made(after) == 0 and reasons(after) == [REASONS.get(name, "expert_bias")]
 
 
 def test_one_expert_is_left_alone() -> None:

@@ -67,6 +67,16 @@ def with_another(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce((operands[1].sin().view(2, -1, D) + total).view(-1, 2, D))
 
 
+def added_rows(*operands: torch.Tensor) -> torch.Tensor:
+    products, order = sorted_slots(*operands)
+    return all_reduce(torch.zeros_like(operands[1]).index_add(0, order // K, products.bfloat16()))
+
+
+def put_rows(*operands: torch.Tensor) -> torch.Tensor:
+    products, order = sorted_slots(*operands)
+    return all_reduce(operands[1].cos().index_put((order // K,), products.bfloat16(), accumulate=True))
+
+
 def scattered(*operands: torch.Tensor) -> torch.Tensor:
     """As TorchTitan writes it."""
     products, order = sorted_slots(*operands)
@@ -156,7 +166,10 @@ return (getitem_4,)
     )
 
 
-@pytest.mark.parametrize(("fn", "added"), [(experts, False), (with_another, True), (scattered, False)])
+ADDED = [(experts, False), (with_another, True), (scattered, False), (added_rows, False), (put_rows, True)]
+
+
+@pytest.mark.parametrize(("fn", "added"), ADDED)
 def test_sums_in_any_form_are_reduced_by_one_node(fn: Callable[..., Any], added: bool) -> None:
     task, operands = only_task(fused(fn), KIND)
     assert (task.top_k, task.has_added, task.reduce_op) == (K, added, "sum")
@@ -226,21 +239,22 @@ def of_no_rows(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(routed(*operands).sum(1).bfloat16().view(-1))
 
 
-REFUSED = (
-    of_other_rows,
-    of_no_rows,
-    used_elsewhere,
-    products_read_elsewhere,
-    viewed_elsewhere,
-    sums_over_tokens,
-    summed_in_fp32,
-    scaled_behind,
-)
+REFUSED = {
+    of_other_rows: "grouped_matmul",
+    of_no_rows: "grouped_matmul",
+    used_elsewhere: "intermediate_used",
+    products_read_elsewhere: "intermediate_used",
+    viewed_elsewhere: "intermediate_used",
+    sums_over_tokens: "no_matmul",
+    summed_in_fp32: "no_matmul",
+    scaled_behind: "no_matmul",
+}
 
 
-@pytest.mark.parametrize("fn", REFUSED)
-def test_it_must_not_fire(fn: Callable[..., Any]) -> None:
-    assert made(fused(fn)) == 0
+@pytest.mark.parametrize(("fn", "reason"), REFUSED.items())
+def test_it_must_not_fire(fn: Callable[..., Any], reason: str) -> None:
+    after = fused(fn)
+    assert made(after) == 0 and reasons(after) == [reason]
 
 
 @pytest.mark.parametrize("options", [DEFAULT, Options()])
@@ -257,10 +271,10 @@ def test_other_additions_are_no_sums_of_experts(options: Options) -> None:
 def test_few_tokens_are_left_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_TOKENS", T + 1)
     after = fused(experts)
-    assert made(after) == 0 and reasons(after) == ["grouped_matmul"]
+    assert made(after) == 0 and reasons(after) == ["few_tokens"]
 
 
 def test_a_dynamic_number_of_tokens_is_left_alone() -> None:
     (after,) = compiled_graphs(experts, *OPERANDS, dynamic=True)
     fuse(after, DEFAULT)
-    assert made(after) == 0
+    assert made(after) == 0 and reasons(after) == ["dynamic_tokens"]

@@ -153,8 +153,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] 
         "grouped_matmul",
         "_grouped_mm",
     ),
-    "to experts": (lambda a, w: routed(to_experts(a), w), (A, W), "unequal_splits", ""),
-    "from experts": (lambda a, w: to_experts(routed(a, w)), (A, W), "unequal_splits", ""),
+    "to experts": (lambda a, w: routed(to_experts(a), w), (A, W), "tokens_exchanged", "_grouped_mm"),
+    "from experts": (lambda a, w: to_experts(routed(a, w)), (A, W), "tokens_exchanged", "_grouped_mm"),
     "to others": (lambda a: to_experts(a).sin(), (A,), "no_matmul", ""),
     "a sum of fp8": (
         lambda a, w: all_reduce(fp8(a.to(FP8), column_major(w)).float().sum(1)),
