@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor import ops
+from ditron_inductor.backend import ditron
 from ditron_inductor.errors import InvalidOperands
 from ditron_inductor.expert_parallel import register_with_transformers
 from ditron_inductor.task.site_records import collect_sites
@@ -105,7 +106,7 @@ def test_operands_that_do_not_fit_are_named(change: dict[str, torch.Tensor], nam
         ops.experts(one_by_one(x), num_local=LOCAL, **given)
 
 
-def of_transformers(ctx: RankContext) -> list[int]:
+def of_transformers(ctx: RankContext, backend: Callable[..., Any] | None = None) -> list[int]:
     """A layer of Mixtral's experts with a batch of its own on each rank, through the registry of `transformers`, in
     training, against the whole layer.
     """
@@ -118,16 +119,17 @@ def of_transformers(ctx: RankContext) -> list[int]:
         hidden_size=D, intermediate_size=32, num_local_experts=LOCAL * ctx.world_size, num_experts_per_tok=K
     )
     config._experts_implementation = "grouped_mm"
-    whole, part = (MixtralExperts(config) for _ in range(2))
+    whole, part = (MixtralExperts(config).to(ctx.device) for _ in range(2))
     for one in (whole, part):
         torch.manual_seed(0)
         for parameter in one.parameters():
             torch.nn.init.normal_(parameter, std=D**-0.5)
     register_with_transformers()
-    mesh = init_device_mesh("cpu", (ctx.world_size, 1), mesh_dim_names=("ep", "tp"))
+    mesh = init_device_mesh(ctx.device.type, (ctx.world_size, 1), mesh_dim_names=("ep", "tp"))
     plan = {"gate_up_proj": "grouped_gemm", "down_proj": "grouped_gemm", "": "ep_dispatch_experts"}
     apply_expert_parallelism(part, mesh["ep"], mesh["tp"], plan, "ditron")
-    x, ids, weights = (one.float() if one.is_floating_point() else one for one in operands(ctx.rank, ctx.world_size))
+    given = (one.to(ctx.device) for one in operands(ctx.rank, ctx.world_size))
+    x, ids, weights = (one.float() if one.is_floating_point() else one for one in given)
 
     def wanted_of(module: Any, call: Any) -> list[torch.Tensor]:
         found = gradients(call, x, ids, weights)
@@ -142,7 +144,7 @@ def of_transformers(ctx: RankContext) -> list[int]:
         dist.all_reduce(wanted[index])
         wanted[index] = wanted[index].chunk(ctx.world_size)[ctx.rank]
     with collect_sites() as sink:
-        compiled = torch.compile(part, backend=interpreted({}), fullgraph=True)
+        compiled = torch.compile(part, backend=backend or interpreted({}), fullgraph=True)
         for call in (part, compiled):
             torch.testing.assert_close(wanted_of(part, call), wanted, rtol=1e-4, atol=1e-5)
     return [len(graph.sites) for graph in sink.graphs]
@@ -151,4 +153,11 @@ def of_transformers(ctx: RankContext) -> list[int]:
 @pytest.mark.skipif(not TRANSFORMERS, reason="needs transformers: pip install 'ditron-inductor[models]'")
 def test_transformers_trains_in_one_graph(rank_pools: RankPools) -> None:
     one, other = rank_pools.get("cpu", 2).run(of_transformers)
+    assert one == other and len(one) == 2 and all(one), "collectives in the forward and in the backward"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not TRANSFORMERS, reason="needs transformers: pip install 'ditron-inductor[models]'")
+def test_transformers_trains_on_gpus(rank_pools: RankPools) -> None:
+    one, other = rank_pools.get("cuda", 2).run(of_transformers, ditron)
     assert one == other and len(one) == 2 and all(one), "collectives in the forward and in the backward"

@@ -207,3 +207,43 @@ def test_four_ranks_reduce_a_prompt_in_a_call(rank_pools: RankPools, name: str, 
 def test_four_ranks_train(rank_pools: RankPools) -> None:
     setup = Setup("mixtral", "hf", train=True, sizes=FOUR, strategy="library", batch=5, seq_len=16)
     assert rank_pools.get("cpu", 4).run(_trained, setup, timeout=200) == [(1, 1)] * 4
+
+
+WIDE = Sizes(1024, heads=16, kv_heads=8, inner=2048, vocabulary=2048, longest=512, experts=8, dtype=torch.bfloat16)
+"""A width at which kernels have several tiles in every direction."""
+ON_GPUS = [
+    Setup("mixtral", "hf", sizes=WIDE, inductor=True),
+    Setup("qwen3_moe", "ep", sizes=WIDE, inductor=True),
+    # Its config says how many heads of keys there are.
+    Setup("deepseek_v3", "hf", sizes=replace(WIDE, heads=4), inductor=True),
+    Setup("gpt_oss", "ep", sizes=WIDE, inductor=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [COPIES, GROUPED])
+@pytest.mark.parametrize("setup", ON_GPUS, ids=str)
+def test_a_step_on_gpus(rank_pools: RankPools, setup: Setup, experts: str) -> None:
+    run = _decoded if experts == COPIES else _unsorted
+    for projected, normed, summed in rank_pools.get("cuda", 2).run(
+        run, replace(setup, batch=3, seq_len=1), timeout=200
+    ):
+        assert projected == 2 * setup.num_layers and normed >= setup.num_layers
+        assert summed == (0 if setup.name == "deepseek_v3" else setup.num_layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setup", ON_GPUS, ids=str)
+def test_a_prompt_on_gpus(rank_pools: RankPools, setup: Setup) -> None:
+    found = rank_pools.get("cuda", 2).run(_reduced, replace(setup, seq_len=256), timeout=200)
+    assert found == [setup.num_layers] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setup", [setup for setup in ON_GPUS if setup.name != "deepseek_v3"], ids=str)
+def test_training_on_gpus(rank_pools: RankPools, setup: Setup) -> None:
+    if OLDER and setup.form == "hf":
+        pytest.skip(f"torch {torch.__version__}: {UNSHOWN}")
+    # With whole experts on each rank the forward keeps masked products.
+    wanted = int(setup.form == "hf"), 1
+    assert rank_pools.get("cuda", 2).run(_trained, replace(setup, train=True, seq_len=256), timeout=200) == [wanted] * 2
