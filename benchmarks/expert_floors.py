@@ -2,7 +2,7 @@
 
 The newest rows of every mixture on two H200s and on two H100s, inside CUDA graphs. A step reads the weights of
 attention and of the router, and of those experts that some token takes. Experts are drawn with the same probability, so
-their number is the one to be expected.
+their number is the one to be expected; models with skewed routing have no line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def reading_us(one: Contest) -> float:
 
 def is_judged(one: Contest) -> bool:
     """Whether it is a cell that floors were set for."""
-    known = one.routed and not ARCHITECTURES[one.model].engine
+    arch = ARCHITECTURES[one.model]
+    known = one.routed and not arch.engine and not arch.skew
     here = one.phase == "decode" and was_measured(one) and one.sizes["form"] == "ar"
     return bool(known and here and int(one.sizes["batch"]) in LEAST and one.best_gain)
 

@@ -12,9 +12,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks.models import charts, pages
 from benchmarks.models.__main__ import listing, main, parser, request_of
+from benchmarks.models.experts import Experts
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
 from benchmarks.models.request import Barred, Request
 from benchmarks.models.run import tried_text
@@ -39,6 +41,19 @@ def test_cells_of_a_model() -> None:
     assert min(tokens) == 512 and max(tokens) == 32768
     assert {1, 128} <= {cell.batch for cell in found if cell.phase == "decode"}
     assert [cell.batch for cell in Selection(models=("llama3-70b",), phases=("decode",), batches=(8,)).cells()] == [8]
+
+
+def test_skewed_routing_has_popular_experts() -> None:
+    def largest(model: str) -> float:
+        arch = MODELS[model]
+        torch.manual_seed(0)
+        scores = Experts(16, 8, arch.experts, arch.top_k, skew=arch.skew).scores
+        assert scores is not None
+        counts = scores[:4096].topk(arch.top_k).indices.flatten().bincount(minlength=arch.experts)
+        return float(counts.max() / counts.sum() * arch.experts)
+
+    for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
+        assert largest(name) < 1.2 and largest(f"{name}-skewed") > 2.0
 
 
 def test_every_kind_of_cell_comes_before_further_sizes() -> None:

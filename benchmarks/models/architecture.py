@@ -31,14 +31,15 @@ NORMS = ("rms", "gemma", "layer")
 class Architecture:
     """Sizes and forms of a decoder's layers; depth: of the whole model, of which the benchmark builds some.
 
-    gated: down(activation(gate(x)) * up(x)), else down(activation(up(x))). norm: `rms`, `gemma` (which scales by
-    1 + weight), or `layer`. bias: of every linear layer. qk_norm: a norm of each head's query and key. sandwich: norms
-    behind attention and feed-forward too. theta: of rotary positions, 0 without. scale: of the scores, by default
-    1 / sqrt(head_dim). experts: how many a feed-forward has, each of width `inner`, of which a token takes `top_k`; 0
-    for a dense one; with biases they are those of GPT-OSS, see `Experts`. shared: the width of one more expert, which
-    all tokens take; 0 without. query_latent, key_latent, rotary_dim: the sizes of latent attention (see latent.py); 0
-    without. engine: layers as vLLM writes them, see `EngineDecoder`, with one projection of queries, keys and values,
-    and one of gate and up. note: how it differs from the model that it is named after.
+    gated: down(activation(gate(x)) * up(x)), else down(activation(up(x))). norm: `rms`, `gemma` (which scales by 1 +
+    weight), or `layer`. bias: of every linear layer. qk_norm: a norm of each head's query and key. sandwich: norms
+    behind attention and feed-forward too. theta: of rotary positions, 0 without. scale: of the scores, by default 1 /
+    sqrt(head_dim). experts: how many a feed-forward has, each of width `inner`, of which a token takes `top_k`; 0 for a
+    dense one; with biases they are those of GPT-OSS, see `Experts`. skew: how unequally popular they are. shared: the
+    width of one more expert, which all tokens take; 0 without. query_latent, key_latent, rotary_dim: the sizes of
+    latent attention (see latent.py); 0 without. engine: layers as vLLM writes them, see `EngineDecoder`, with one
+    projection of queries, keys and values, and one of gate and up. note: how it differs from the model that it is named
+    after.
     Raises ValueError for sizes that do not fit each other.
     """
 
@@ -59,6 +60,7 @@ class Architecture:
     eps: float = 1e-5
     experts: int = 0
     top_k: int = 0
+    skew: float = 0.0
     shared: int = 0
     query_latent: int = 0
     key_latent: int = 0
@@ -272,7 +274,7 @@ class Layer(nn.Module):
         self.self_attn = LatentAttention(arch, core) if arch.query_latent else Attention(arch, core)
         self.attention_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
         self.feedforward_innorm = arch.make_norm(arch.hidden)
-        routed = arch.hidden, arch.inner, arch.experts, arch.top_k, arch.shared, arch.bias
+        routed = arch.hidden, arch.inner, arch.experts, arch.top_k, arch.shared, arch.bias, arch.skew
         self.mlp = Experts(*routed) if arch.experts else FeedForward(arch)
         self.feedforward_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
 

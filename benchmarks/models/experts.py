@@ -20,6 +20,8 @@ FEW_TOKENS = 64
 """Up to so many tokens the weights are copied, as `generate` does where it decodes."""
 DRAWN = 1 << 20
 """The drawn scores, which are used again for further tokens."""
+SKEW = 3.0
+"""The spread of the experts' popularity in skewed routing, against noise of 1."""
 NEGLIGIBLE = 1e-6
 LIMIT, ALPHA = 7.0, 1.702
 """Of the clamped activation."""
@@ -38,20 +40,28 @@ class Experts(nn.Module):
     """The experts of all tokens, on the part of each expert's width that this rank holds.
 
     scores: drawn scores that choose the experts, to which the router's own are added, made negligible. So a model in a
-    wider dtype chooses the same experts. The router is multiplied all the same. None: the router chooses. mesh: the
-    ranks over which results are added up, None if there are no others. layout: of the results, which are whole, or of
-    which a rank gets its own part of the sequence. plain: every expert in a plain matmul, as in the model that all
-    results are compared with. few: the most tokens that copies of weights are made for. fused: by the kernel of
-    `fused_experts`, for any number of tokens, without gradients. biased: experts as GPT-OSS has them, see the module;
-    each rank adds its part of the biases of down, as DTensor divides them. shared: the width of an expert that all
-    tokens take; 0 without. The gradient of the router's weight is that of this rank's part of the results.
+    wider dtype chooses the same experts. The router is multiplied all the same. None: the router chooses. skew: the
+    spread of the experts' popularity in these scores, against noise of 1; 0 where all are as popular. mesh: the ranks
+    over which results are added up, None if there are no others. layout: of the results, which are whole, or of which a
+    rank gets its own part of the sequence. plain: every expert in a plain matmul, as in the model that all results are
+    compared with. few: the most tokens that copies of weights are made for. fused: by the kernel of `fused_experts`,
+    for any number of tokens, without gradients. biased: experts as GPT-OSS has them, see the module; each rank adds its
+    part of the biases of down, as DTensor divides them. shared: the width of an expert that all tokens take; 0 without.
+    The gradient of the router's weight is that of this rank's part of the results.
     """
 
     scores: torch.Tensor | None
     fused = False
 
     def __init__(
-        self, hidden: int, inner: int, experts: int, top_k: int, shared: int = 0, biased: bool = False
+        self,
+        hidden: int,
+        inner: int,
+        experts: int,
+        top_k: int,
+        shared: int = 0,
+        biased: bool = False,
+        skew: float = 0.0,
     ) -> None:
         super().__init__()
         self.top_k, self.biased = top_k, biased
@@ -67,6 +77,8 @@ class Experts(nn.Module):
         self.shared_gate_up_proj = nn.Linear(hidden, 2 * shared, bias=False) if shared else None
         self.shared_down_proj = nn.Linear(shared, hidden, bias=False) if shared else None
         scores = torch.empty(DRAWN // experts, experts, dtype=torch.float32).normal_()
+        if skew:
+            scores += skew * torch.empty(experts, dtype=torch.float32).normal_()
         self.register_buffer("scores", scores, persistent=False)
         self.mesh: DeviceMesh | None = None
         self.layout: Placement = Replicate()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.models import by_hand, dispatched
 from benchmarks.models.architecture import Architecture
+from benchmarks.models.experts import SKEW
 from benchmarks.rivals.registered import IN_GRAPHS
 
 PHASES = ("prefill", "decode", "training")
@@ -147,6 +148,13 @@ AS_VLLM = (
 MODELS |= {
     f"{name}-vllm": replace(MODELS[name], engine=True, note="; ".join(filter(None, (AS_VLLM, MODELS[name].note))))
     for name in OF_ENGINES
+}
+OF_SKEWED = ("mixtral-8x7b", "qwen3-30b-a3b")
+MODELS |= {
+    f"{name}-skewed": replace(
+        MODELS[name], skew=SKEW, note="experts are chosen by drawn scores, of which a few experts have the highest ones"
+    )
+    for name in OF_SKEWED
 }
 
 

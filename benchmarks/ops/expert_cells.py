@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.models.experts import activated
+from benchmarks.models.experts import SKEW, activated
 from benchmarks.records import Row, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import Times
@@ -18,8 +18,6 @@ from benchmarks.timing import Times
 BUDGET_S, LIMIT_S = 240.0, 480.0
 TOLERANCE = 2e-2
 """Of the norm of the difference from fp64, over the norm: products and terms are rounded to bfloat16."""
-SKEW = 3.0
-"""The spread of the experts' popularity in skewed routing, against noise of 1."""
 
 
 @dataclass(frozen=True)

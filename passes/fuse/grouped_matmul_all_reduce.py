@@ -90,8 +90,8 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
 
 
 def _refusal(terms: combine_experts.ScaledProducts, reader: fx.Node) -> Refused | None:
-    """Returns why the node cannot compute the products of a grouped matmul, which `reader` sums, with their biases; None
-    if it can. The graph may return them too, in row-major order.
+    """Returns why the node cannot compute the products of a grouped matmul, which `reader` sums, with their biases. The
+    graph may return them too, in row-major order. None: it can compute them.
     """
     grouped, summed = terms.grouped, terms.summed
     bound = proofs.arguments(grouped)
@@ -104,11 +104,11 @@ def _refusal(terms: combine_experts.ScaledProducts, reader: fx.Node) -> Refused 
     if not lies or written([x, weight, ends]) is not None:
         return ReasonCode.GROUPED_MATMUL.at(grouped)
     row_major = proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
-    other = next((user for user in summed.users if user is not reader and not (user.op == "output" and row_major)), None)
-    if other is None and terms.bias is not None and proofs.sole_user(grouped) is not summed:
-        other = next(user for user in grouped.users if user is not summed)
-    if other is not None:
-        return ReasonCode.INTERMEDIATE_USED.at(other)
+    others = [user for user in summed.users if user is not reader and not (user.op == "output" and row_major)]
+    if terms.bias is not None:
+        others += [user for user in grouped.users if user is not summed]
+    if others:
+        return ReasonCode.INTERMEDIATE_USED.at(others[0])
     if terms.bias is not None and not _are_biases(terms.bias, ends, matrices.shape[0]):
         return ReasonCode.EXPERT_BIAS.at(terms.bias.rows)
     return None

@@ -210,11 +210,11 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
     ReasonCode.DYNAMIC_TOKENS: (
-        "it reduces what routed experts return for a dynamic number of tokens; mark that number static, or compile with "
-        "dynamic=False"
+        "it reduces what routed experts return for a dynamic number of tokens; mark that number static, or compile "
+        "with dynamic=False"
     ),
     ReasonCode.EXPERT_BIAS: (
-        "it reduces what routed experts return, with biases that are not proved to be those of the experts of the rows; "
+        "it reduces what routed experts return, with biases that are not proved to be those of the rows' experts; "
         "index a table with as many biases as experts by the ids that sort the rows, as transformers does"
     ),
     ReasonCode.FEW_TOKENS: (
@@ -237,8 +237,8 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GROUPED_MATMUL: (
-        "it stands beside the grouped matmuls of routed experts, and not behind the sum that they return for each token "
-        "in a form that a fusion takes; nothing to change"
+        "it stands beside the grouped matmuls of routed experts, and not behind a sum of each token's slots that a "
+        "fusion takes; nothing to change"
     ),
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
     ReasonCode.INTERMEDIATE_USED: (

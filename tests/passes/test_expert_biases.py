@@ -22,7 +22,17 @@ from ditron_inductor.passes.normalize.keep_roundings import KEPT_BY_TORCH
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.verify import local_calls
 from tests.passes import test_grouped_matmul_all_reduce as plain
-from tests.passes.graphs import all_reduce, compiled_graphs, fuse, only_task, reasons, reduce_scatter, text, traced, twin
+from tests.passes.graphs import (
+    all_reduce,
+    compiled_graphs,
+    fuse,
+    only_task,
+    reasons,
+    reduce_scatter,
+    text,
+    traced,
+    twin,
+)
 from tests.passes.test_grouped_matmul_all_reduce import D, E, F, K, side_by_side
 
 pytestmark = pytest.mark.usefixtures("group", "few_tokens")
