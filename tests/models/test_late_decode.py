@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.generation import Model
+from benchmarks.models.forms import cut
+from benchmarks.models.zoo import MODELS, TINY
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
+from ditron_inductor import serving
+from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.report.timing import captured
 from ditron_inductor.task import trial
 from ditron_inductor.tools.demo_model import LlamaConfig
+from tests.cases import rare
 from tests.lowering.stress import Mismatches, delay
 from tests.models.interpreted import code_generated
 from tests.models.llama import Setup, assert_matches, build, compiled, inputs
@@ -69,3 +80,78 @@ def test_a_decode_step(rank_pools: RankPools) -> None:
 def test_ten_thousand_replays(gpu_pool: RankPool, batch: int) -> None:
     setup = Setup(LAYERS, sequence_parallel=False, batch=batch, seq_len=1, dtype=torch.bfloat16, options={})
     gpu_pool.run(_replayed, setup, timeout=280)
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A whole model with a cache for as many tokens as it makes. page: the tokens of a block, 0 for static caches."""
+
+    name: str
+    batch: int
+    page: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.batch}" + f"-page{self.page}" * (self.page > 0)
+
+
+def _generated(ctx: RankContext, one: Cached) -> None:
+    """Steps go through the positions of the caches again and again, with the same token at each. What a step returns
+    has the bits of the first time, which is right and the same on all ranks.
+    """
+    on_gpu = ctx.device.type == "cuda"
+    torch._dynamo.reset()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    arch = MODELS[one.name] if on_gpu else replace(MODELS[one.name].like(TINY), head_dim=16)
+    vocabulary, length = (2048, 48) if on_gpu else (96, 3)
+    torch.manual_seed(1)
+    with ctx.device:
+        model = Model(arch, 1, one.batch, length, vocabulary, ctx.world_size, one.page).to(dtype).requires_grad_(False)
+    cut(model.decoder, "ar", init_device_mesh(ctx.device.type, (ctx.world_size,)))
+    given = torch.randint(0, vocabulary, (length, one.batch, 1), generator=torch.Generator().manual_seed(2))
+    given = given.to(ctx.device)
+    tokens, position = given[0].clone(), torch.zeros(1, dtype=torch.long, device=ctx.device)
+    chance = random.Random(ctx.rank)
+    with torch.no_grad(), mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda")):
+        wanted = [model(given[at], position + at)[1].clone() for at in range(length)]
+        counters.clear()
+        call = torch.compile(
+            serving.local_parameters(model), backend="ditron", options=serving.options(cudagraphs=False)
+        )
+        for _ in range(trial.ALL_CALLS if on_gpu else 1):
+            call(tokens, position)
+        assert counters["ditron"]["cached_attention"] == 1
+        step = captured(lambda _: call(tokens, position)[1], calls=1) if on_gpu else lambda _: call(tokens, position)[1]
+
+        def made(at: int) -> torch.Tensor:
+            tokens.copy_(given[at])
+            position.fill_(at)
+            return step(0)
+
+        first = [made(at).clone() for at in range(length)]
+        everyone = [torch.empty_like(first[0]) for _ in range(ctx.world_size)]
+        for found, right in zip(first, wanted, strict=True):
+            assert relative_error(found, right) < MODEL_TOLERANCES[dtype]
+            dist.all_gather(everyone, found)
+            assert all(torch.equal(everyone[0], other) for other in everyone), "ranks have different bits"
+        mismatches = Mismatches(ctx)
+        for index in range(STEPS[ctx.device.type]):
+            if chance.random() < LATE:
+                delay(ctx, chance.random() * MOST_LATE_MS)
+            mismatches.add([made(index % length)], [first[index % length]])
+            if on_gpu and index % AHEAD == AHEAD - 1:
+                torch.cuda.synchronize()
+        mismatches.assert_none(STEPS[ctx.device.type])
+
+
+@pytest.mark.parametrize("one", [Cached("llama3-8b", 2), *rare(Cached("qwen3-30b-a3b", 2, page=2))], ids=str)
+def test_steps_with_a_cache(rank_pools: RankPools, one: Cached) -> None:
+    rank_pools.get("cpu", 2).run(_generated, one, timeout=200)
+
+
+CACHED = (Cached("llama3-8b", 1), Cached("llama3-8b", 32, page=16), Cached("qwen3-30b-a3b", 8))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("one", CACHED, ids=str)
+def test_ten_thousand_replays_with_a_cache(gpu_pool: RankPool, one: Cached) -> None:
+    gpu_pool.run(_generated, one, timeout=280)
