@@ -181,10 +181,14 @@ def _own_plan(model: Any, ctx: RankContext, form: str) -> Any:
 
     mesh_of = f"transformers mesh of {form}"
     if mesh_of not in ctx.shared:
-        ep_size = ctx.world_size if form == "ep" else None
-        # Otherwise training exchanges tokens, whose numbers it asks the device for.
-        reduced = {"ep_implementation": "all_reduce"} if form == "ep" else {}
-        wanted = DistributedConfig(tp_size=ctx.world_size, ep_size=ep_size, **reduced)
+        experts: dict[str, Any] = {}
+        if form == "ep":
+            # Otherwise training exchanges tokens, whose numbers it asks the device for.
+            experts = {"ep_size": ctx.world_size, "ep_implementation": "all_reduce"}
+            if "ep_size" not in DistributedConfig.__dataclass_fields__:
+                # transformers before 5.23.
+                experts = {"enable_expert_parallel": True}
+        wanted = DistributedConfig(tp_size=ctx.world_size, **experts)
         ctx.shared[mesh_of] = model.prepare_distribute_model(wanted)
     config, _, mesh = ctx.shared[mesh_of]
     # The plan names both ends of a tied weight; they are tied again once both are cut.
