@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,3 +16,10 @@ def rare(*values: Any) -> list[Any]:
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.all_cases)
         for value in values
     ]
+
+
+def sampled(values: Iterable[Any], step: int = 2) -> list[Any]:
+    """Every step-th value as a parameter of tests, from the first one on, and the others by `--all-cases`: for long
+    lists of cases, each of which takes seconds.
+    """
+    return [value if index % step == 0 else rare(value)[0] for index, value in enumerate(values)]

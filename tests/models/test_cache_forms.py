@@ -15,6 +15,7 @@ from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.task.nodes import CachedAttention
 from ditron_inductor.tools.demo_model import rotate
+from tests.cases import sampled
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -112,7 +113,7 @@ def _same(ctx: RankContext, form: str, B: int) -> list[tuple[bool, bool]]:
 CASES = [(write.__name__, B) for write in FORMS for B in (1, 3)]
 
 
-@pytest.mark.parametrize("form, B", CASES)
+@pytest.mark.parametrize("form, B", sampled(CASES, 3))
 def test_steps_are_those_of_eager_mode(rank_pools: RankPools, form: str, B: int) -> None:
     assert rank_pools.get("cpu", 2).run(_same, form, B, timeout=200.0) == [MADE[form]] * 2
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.device import meetings
-from tests.cases import rare
+from tests.cases import rare, sampled
 from tests.models import divergent
 from tests.ranks import RankContext, RankPool, RankPools, RanksFailed
 
@@ -51,18 +51,18 @@ def options(name: str, **more: Any) -> dict[str, Any]:
     return {**more, **({"ditron.meeting_s": 1.0} if name in SLOW else {})}
 
 
-@pytest.mark.parametrize("name", list(divergent.PROGRAMS))
+@pytest.mark.parametrize("name", sampled(divergent.PROGRAMS))
 def test_ranks_that_differ_are_right_by_default(pair: RankPool, name: str) -> None:
     pair.run(divergent.check, name, options(name))
 
 
-@pytest.mark.parametrize("name", list(WITH_TILES))
+@pytest.mark.parametrize("name", sampled(WITH_TILES))
 def test_local_facts_keep_the_fusion_and_others_give_it_up(pair: RankPool, name: str) -> None:
     found = pair.run(divergent.check, name, options(name, **{"ditron.strategy": "tile"}))
     assert tuple(found) == WITH_TILES[name]
 
 
-@pytest.mark.parametrize("name", list(divergent.LATE))
+@pytest.mark.parametrize("name", sampled(divergent.LATE))
 def test_a_rank_that_differs_later_runs_what_was_agreed(pair: RankPool, name: str) -> None:
     """The other rank's kernel waits for tiles, and gets them."""
     found = pair.run(divergent.check, name, {"ditron.strategy": "tile", "ditron.meeting_s": 2.0})

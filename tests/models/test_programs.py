@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task.site_records import collect_sites
+from tests.cases import sampled
 from tests.models.interpreted import code_generated, without_generated_code
 from tests.ranks import RankContext, RankPools
 
@@ -291,7 +292,7 @@ def run_case(ctx: RankContext, case: Case) -> None:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_program(rank_pools: RankPools, case: Case) -> None:
     rank_pools.get("cpu", 2).run(run_case, case, timeout=90)
 

@@ -169,6 +169,7 @@ def test_compiled() -> None:
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.all_cases
 def test_compiled_forward_and_backward() -> None:
     """What is saved for the backward lies as the forward graph has left it."""
     counted: list[int] = []
