@@ -24,6 +24,7 @@ import triton.language as tl
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.decode_attention.decode_config import (
     INTERPRETED_SPLITS,
+    are_far,
     count_splits,
     deal,
     select_config,
@@ -330,6 +331,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
         BLOCK_N=config.block_n,
         LEAST_BLOCKS=config.least_blocks,
         PAGE=page if node.paged else 0,
+        FAR=node.paged and are_far(pages, page, head_dim, keys.stride()[::2], values.stride()[::2]),
         SCALE=node.scale,
         SOFTCAP=0.0,
         PRECISION=dot_precision(q.dtype),

@@ -90,7 +90,8 @@ class Strides(NamedTuple):
 
 class How(NamedTuple):
     """Values that are known at compile time; see decode_config.py. PAGE: the tokens of a page, 0 for a dense cache.
-    SOFTCAP: 0 for none. UPCAST: see core/matmul.py.
+    FAR: whether an element of the pages may be 2^31 elements or more behind the first one. SOFTCAP: 0 for none. UPCAST:
+    see core/matmul.py.
     """
 
     ROWS: Any
@@ -102,6 +103,7 @@ class How(NamedTuple):
     BLOCK_N: Any
     LEAST_BLOCKS: Any
     PAGE: Any
+    FAR: Any
     SCALE: Any
     SOFTCAP: Any
     PRECISION: Any
@@ -206,22 +208,28 @@ def is_seen(added, sinks):
 
 
 @triton.jit
-def load_pages(pages, first, end, HOW: tl.constexpr):
-    """Loads the pages of a block of tokens from `first` on: one for each, or one for all if the block is in a page."""
+def load_pages(pages, columns, span, block, HOW: tl.constexpr):
+    """Loads the pages of the tokens of a block of a TokenSpan: one for each, or one for all if the block is in a page.
+    columns: of the tokens of the first block, in the table.
+    """
+    token = span.begin + block * span.step
     if HOW.PAGE % HOW.BLOCK_N == 0:
-        token = first
+        columns = token // HOW.PAGE
     else:
-        token = first + tl.arange(0, HOW.BLOCK_N)
-    return tl.load(pages + token // HOW.PAGE, mask=token < end, other=0)
+        token += tl.arange(0, HOW.BLOCK_N)
+        if HOW.BLOCK_N % HOW.PAGE == 0:
+            # All blocks begin at the same place in a page.
+            columns += block * span.step // HOW.PAGE
+        else:
+            columns = token // HOW.PAGE
+    return tl.load(pages + columns, mask=token < span.end, other=0)
 
 
 @triton.jit
-def found_pages(pages, count):
+def found_pages(pages, count, HOW: tl.constexpr):
     """Returns (where pages are among so many, which are counted from the end if negative; whether they are none)."""
-    pages = pages.to(tl.int64)
     pages = tl.where(pages < 0, pages + count, pages)
-    lost = (pages < 0) | (pages >= count)
-    return tl.where(lost, 0, pages), lost
+    return pages.to(tl.int64 if HOW.FAR else tl.int32), (pages < 0) | (pages >= count)
 
 
 @triton.jit
@@ -249,8 +257,11 @@ def attend(
         v_at += batch.to(tl.int64) * strides.v[0]
     else:
         pages = work.block_table + batch.to(tl.int64) * strides.pages
-    k_inside = tokens[:, None] * strides.k[1] + dims[None, :]
-    v_inside = tokens[:, None] * strides.v[1] + dims[None, :]
+    inside = tokens
+    if HOW.PAGE > 0 and BLOCK_N % HOW.PAGE == 0:
+        inside = (span.begin + tokens) % HOW.PAGE
+    k_inside = inside[:, None] * strides.k[1] + dims[None, :]
+    v_inside = inside[:, None] * strides.v[1] + dims[None, :]
     most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     # If the warps share the rows, they add up the weights of a row once, behind the loop, and not for each block.
     APART: tl.constexpr = BLOCK_ROWS <= MOST_SHARED_ROWS
@@ -283,8 +294,11 @@ def attend(
         coming = tl.load(marks + span.begin + tokens, mask=tokens < span.end - span.begin, other=0)
     # So are the pages.
     coming_pages = tokens
+    columns = tokens
+    gone = tokens < 0
     if HOW.PAGE > 0:
-        coming_pages = load_pages(pages, span.begin, span.end, HOW)
+        columns = (span.begin + tokens) // HOW.PAGE
+        coming_pages = load_pages(pages, columns, span, 0, HOW)
     # The rare case has to leave registers to the usual one.
     IS_RARE: tl.constexpr = (shown is not None or bias is not None) and not READS_ALL
     for block in tl.range(0, tl.cdiv(span.end - span.begin, span.step), num_stages=1 if IS_RARE else None):
@@ -305,24 +319,27 @@ def attend(
                 there &= here != 0
         if not READS_ALL:
             read = there
-        if HOW.PAGE > 0:
-            # Of no pages at all there is no first one.
-            read &= work.counts.pages > 0
-        loaded = read[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE == 0:
             k_rows = k_at + first.to(tl.int64) * strides.k[1] + k_inside
             v_rows = v_at + first.to(tl.int64) * strides.v[1] + v_inside
         else:
-            page, lost = found_pages(coming_pages, work.counts.pages)
-            coming_pages = load_pages(pages, first + span.step, span.end, HOW)
+            page, lost = found_pages(coming_pages, work.counts.pages, HOW)
+            coming_pages = load_pages(pages, columns, span, block + 1, HOW)
+            gone |= lost & read
+            read &= lost == 0
+            k_page, v_page = page * strides.k[0], page * strides.v[0]
             if HOW.PAGE % BLOCK_N == 0:
-                inside = (first % HOW.PAGE).to(tl.int64)
-                k_rows = k_at + page * strides.k[0] + inside * strides.k[1] + k_inside
-                v_rows = v_at + page * strides.v[0] + inside * strides.v[1] + v_inside
+                within = (first % HOW.PAGE).to(tl.int64)
+                k_rows = k_at + (k_page + within * strides.k[1]) + k_inside
+                v_rows = v_at + (v_page + within * strides.v[1]) + v_inside
+            elif BLOCK_N % HOW.PAGE == 0:
+                k_rows = k_at + (k_page[:, None] + k_inside)
+                v_rows = v_at + (v_page[:, None] + v_inside)
             else:
-                inside = ((first + tokens) % HOW.PAGE).to(tl.int64)
-                k_rows = k_at + (page * strides.k[0] + inside * strides.k[1])[:, None] + dims[None, :]
-                v_rows = v_at + (page * strides.v[0] + inside * strides.v[1])[:, None] + dims[None, :]
+                within = ((first + tokens) % HOW.PAGE).to(tl.int64)
+                k_rows = k_at + (k_page + within * strides.k[1])[:, None] + dims[None, :]
+                v_rows = v_at + (v_page + within * strides.v[1])[:, None] + dims[None, :]
+        loaded = read[:, None] & (dims >= 0)[None, :]
         # What lies behind the last token may be NaN, and must not be multiplied.
         keys = tl.load(k_rows, mask=loaded, other=0.0)
         values = tl.load(v_rows, mask=loaded, other=0.0)
@@ -331,9 +348,6 @@ def attend(
             values = values.to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision=HOW.PRECISION)
         scores = scaled(scores, HOW)
-        if HOW.PAGE > 0:
-            # A page that the caches do not have leaves no number.
-            scores = tl.where(lost if HOW.PAGE % BLOCK_N == 0 else lost[None, :], float("nan"), scores)
         if bias is not None:
             scores += to_base_2(added)[None, :]
         scores = tl.where(there[None, :], scores, float("-inf"))
@@ -350,7 +364,11 @@ def attend(
             total = total * kept[:, None] + tl.sum(weights, axis=1, keep_dims=True)
         acc = tl.dot(weights.to(values.dtype), values, acc * kept[:, None], input_precision=HOW.PRECISION)
         most = largest
-    return normalised(acc, most, tl.sum(total, axis=1))
+    total = tl.sum(total, axis=1)
+    if HOW.PAGE > 0:
+        # A page that the caches do not have leaves no number.
+        total = tl.where(tl.max(gone.to(tl.int32), 0) != 0, float("nan"), total)
+    return normalised(acc, most, total)
 
 
 @triton.jit

@@ -261,6 +261,32 @@ def test_a_block_that_the_caches_do_not_have_on_a_gpu(rank_pools: RankPools) -> 
     rank_pools.get("cuda", 1).run(_no_such_block, timeout=100)
 
 
+def _far(ctx: RankContext) -> None:
+    with mock.patch.object(lowering, "are_far", lambda *_: True):
+        for page in (4, 10, 32):
+            case = Case(2, 4, 2, 320, 16, tokens=(310, 17), page=page, tokens_first=page == 4)
+            check(case, operands(case, ctx.device))
+
+
+def test_pages_that_lie_far_apart(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 1).run(_far)
+
+
+@pytest.mark.gpu
+def test_pages_that_lie_far_apart_on_a_gpu(rank_pools: RankPools) -> None:
+    rank_pools.get("cuda", 1).run(_far, timeout=100)
+
+
+def test_how_far_pages_may_lie_apart() -> None:
+    """The last element has to be reached by 32 bits, whatever the strides of tokens and pages are."""
+    most = (1 << 31) - 128
+    assert not lowering.are_far(17, 16, 128, (most // 16, 0))
+    assert lowering.are_far(17, 16, 128, (most // 16 + 8, 0))
+    assert lowering.are_far(17, 16, 128, (128, 128), (most // 16 - 128, 256))
+    assert not lowering.are_far(17, 16, 128, (128, 128), (most // 16 - 256, 256))
+    assert lowering.are_far(1, 1 << 12, 128, (0, 1 << 20))
+
+
 def test_no_place_beyond_the_cache_is_written(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 1).run(_beyond)
 
@@ -367,7 +393,7 @@ def compiled(target: str, kernel: Any, form: str) -> Any:
     config = lowering.select_config(head_dim=128, dtype=BF16, interpreted=False).for_arch(target)
     how = lowering.How(
         *(heads.rows, heads.block_rows, heads.merged_rows, heads.parts, 128, 1, config.block_n),
-        *(1, PAGES.get(form, 0), 0.125, 0.0, "ieee", False),
+        *(1, PAGES.get(form, 0), form == "far_pages", 0.125, 0.0, "ieee", False),
     )
     x = "*bf16"
     tensors = lowering.Tensors(x, x, x, "*i32", "*i64", "*i1", x, "*i32", "*i32", x, "*i64", *(x,) * 5, "*fp32")
@@ -384,7 +410,7 @@ def compiled(target: str, kernel: Any, form: str) -> Any:
     return compile_for(target, source, {"num_warps": config.num_warps, "num_stages": config.num_stages})
 
 
-PAGES = {"paged": 16, "paged_marked": 16, "large_pages": 64}
+PAGES = {"paged": 16, "far_pages": 16, "paged_marked": 16, "large_pages": 64}
 """The tokens of a block in the forms that have some."""
 PARTS = {
     "appends": lowering.NodeParts(True, False, False, False, 0, True, 128, False),
@@ -392,6 +418,7 @@ PARTS = {
     "reads": lowering.NodeParts(True, False, False, False, 1, False, 0, False),
     "sinks": lowering.NodeParts(False, False, True, True, 0, True, 64, False),
     "paged": lowering.NodeParts(True, False, False, False, 1, False, 128, False),
+    "far_pages": lowering.NodeParts(True, False, False, False, 1, False, 128, False),
     "paged_marked": lowering.NodeParts(False, True, False, False, 0, False, 128, False),
     "large_pages": lowering.NodeParts(True, False, False, False, 1, False, 128, False),
 }

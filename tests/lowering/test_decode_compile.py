@@ -104,6 +104,7 @@ def compiled(kernel: Any, case: Case) -> Any:
             BLOCK_N=config.block_n,
             LEAST_BLOCKS=config.least_blocks,
             PAGE=case.page,
+            FAR=False,
             SCALE=0.125,
             SOFTCAP=0.0,
             PRECISION="tf32" if case.dtype == "fp32" else "ieee",

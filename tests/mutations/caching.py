@@ -93,9 +93,30 @@ CACHING: tuple[Mutation, ...] = (
     Mutation(
         "a block that the caches do not have is another one",
         ATTEND,
-        'scores = tl.where(lost if HOW.PAGE % BLOCK_N == 0 else lost[None, :], float("nan"), scores)',
+        "gone |= lost & read",
         "pass",
         "tests/lowering/test_cached_attention.py::test_a_block_that_the_caches_do_not_have",
+    ),
+    Mutation(
+        "blocks of pages begin at the first place of one",
+        ATTEND,
+        "inside = (span.begin + tokens) % HOW.PAGE",
+        "inside = tokens",
+        "tests/lowering/test_cached_attention.py::test_near_the_reference_in_the_interpreter",
+    ),
+    Mutation(
+        "all blocks have the pages of the first",
+        ATTEND,
+        "columns += block * span.step // HOW.PAGE",
+        "columns += 0",
+        "tests/lowering/test_cached_attention.py::test_pages_that_lie_far_apart",
+    ),
+    Mutation(
+        "tokens of a page may lie anywhere",
+        "lowering/decode_attention/decode_config.py",
+        "(page - 1) * token + head_dim",
+        "head_dim",
+        "tests/lowering/test_cached_attention.py::test_how_far_pages_may_lie_apart",
     ),
     Mutation(
         "all sequences have the position of the first",
