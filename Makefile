@@ -4,6 +4,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 OLDEST := $(VENV)/oldest
+EXTRA := $(VENV)/extra
 # The tests start several processes each; without this every one of them takes all cores.
 export OMP_NUM_THREADS ?= 1
 # For the same reason Python keeps what it has compiled, also where the environment tells it not to.
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo      two ranks run a small Llama through Ditron and compare it with eager"
 	@echo "make test      the tests that need no GPU, without the mutations"
-	@echo "make test-all  every case of them: about half an hour on two cores"
+	@echo "make test-all  every case of them, pictures and TorchTitan: about 45 minutes on two cores"
 	@echo "make test-oldest  whether kernels compile with the oldest Triton that is supported, without a GPU"
 	@echo "make test-gpu  the suite that needs two or more GPUs"
 	@echo "make lint      ruff, mypy, file lengths"
@@ -32,8 +33,14 @@ demo: $(READY)
 test: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 4
 
-test-all: $(READY)
+test-all: $(READY) $(EXTRA)
 	$(RUN) -m pytest -q -m "not gpu" -n 3 --all-cases
+	PYTHONPATH=$(EXTRA) $(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases \
+	    tests/test_torchtitan.py tests/test_results.py tests/test_model_benchmarks.py
+
+$(EXTRA): $(READY) .ci/extra.txt
+	$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps --target $@ --requirement .ci/extra.txt
+	@touch $@
 
 test-oldest: $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -q -n 2 tests/lowering/test_*_compile.py

@@ -379,7 +379,9 @@ def test_options_follow_the_name() -> None:
 def trained(folder: Path, arguments: list[str]) -> tuple[list[float], Counter[str]]:
     """The losses of ten steps of TorchTitan's trainer on two CPU ranks, and what Ditron counted on rank 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "OMP_NUM_THREADS": "1"}
+    # TorchTitan itself may be on the path only.
+    path = os.pathsep.join([str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "-m", "tests.stacks.titan_on_cpu", *arguments],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
