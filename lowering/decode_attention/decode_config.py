@@ -150,7 +150,8 @@ def count_splits(heads: int, capacity: int, programs: int, config: DecodeConfig)
 
 
 def are_far(pages: int, page: int, head_dim: int, *strides: tuple[int, ...]) -> bool:
-    """Returns whether an element of such caches is 2^31 elements or more behind the first one of its head. strides: of
-    each cache, those of its pages and of its tokens.
+    """Returns whether an element of such caches is 2^31 elements or more behind the first one of its head. page: the
+    tokens of a page, or, of one dense cache, those that are loaded together. strides: of each cache, those of its pages
+    and of its tokens.
     """
     return any((pages - 1) * apart + (page - 1) * token + head_dim > 1 << 31 for apart, token in strides)

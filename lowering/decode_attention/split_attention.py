@@ -90,8 +90,8 @@ class Strides(NamedTuple):
 
 class How(NamedTuple):
     """Values that are known at compile time; see decode_config.py. PAGE: the tokens of a page, 0 for a dense cache.
-    FAR: whether an element of the pages may be 2^31 elements or more behind the first one. SOFTCAP: 0 for none. UPCAST:
-    see core/matmul.py.
+    FAR: whether an element of the pages, or of a block of tokens, may be 2^31 elements or more behind the first one.
+    SOFTCAP: 0 for none. UPCAST: see core/matmul.py.
     """
 
     ROWS: Any
@@ -260,6 +260,8 @@ def attend(
     inside = tokens
     if HOW.PAGE > 0 and BLOCK_N % HOW.PAGE == 0:
         inside = (span.begin + tokens) % HOW.PAGE
+    if HOW.FAR:
+        inside = inside.to(tl.int64)
     k_inside = inside[:, None] * strides.k[1] + dims[None, :]
     v_inside = inside[:, None] * strides.v[1] + dims[None, :]
     most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)

@@ -132,6 +132,7 @@ class Shape:
     def how(self, config: DecodeConfig, splits: int, interpreted: bool) -> How:
         """Returns the compile-time values that the kernels have in common."""
         heads = self.heads
+        pages, page = (self.pages, self.page) if self.page else (1, config.block_n)
         return How(
             ROWS=heads.rows,
             BLOCK_ROWS=heads.block_rows,
@@ -142,7 +143,7 @@ class Shape:
             BLOCK_N=config.block_n,
             LEAST_BLOCKS=config.least_blocks,
             PAGE=self.page,
-            FAR=self.page > 0 and are_far(self.pages, self.page, self.head_dim, self.strides_k[:2], self.strides_v[:2]),
+            FAR=are_far(pages, page, self.head_dim, self.strides_k[:2], self.strides_v[:2]),
             SCALE=self.scale,
             SOFTCAP=self.softcap,
             PRECISION=dot_precision(self.dtype),

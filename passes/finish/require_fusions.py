@@ -12,14 +12,23 @@ from torch import fx
 from ditron_inductor.errors import DitronNotFused
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph.culprits import describe
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode
 from ditron_inductor.task.nodes import FUSIONS
 from ditron_inductor.task.site_records import stopped_text
 
+OF_EXPERTS = frozenset({ReasonCode.DYNAMIC_TOKENS, ReasonCode.EXPERT_BIAS})
+
 
 def find_not_fused(graph: fx.Graph, options: Options) -> list[fx.Node]:
     """The collectives that were left alone for a reason that a user could change."""
-    return [node for node in graph.nodes if LEFT_ALONE in node.meta and _counts(node.meta[LEFT_ALONE], options)]
+    left = [node for node in graph.nodes if LEFT_ALONE in node.meta and not _has_its_norm(node)]
+    return [node for node in left if _counts(node.meta[LEFT_ALONE], options)]
+
+
+def _has_its_norm(node: fx.Node) -> bool:
+    """Returns whether a reduction of what experts return went into a node with its norm, as with few tokens it does."""
+    return is_task(node) and ReasonCode(node.meta[LEFT_ALONE].code) in OF_EXPERTS
 
 
 def _counts(reason: Reason, options: Options) -> bool:

@@ -74,9 +74,7 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     tokens = proofs.fake(sums.index).shape[0] // sums.top_k
     whole, N = proofs.fake(operand).shape, proofs.fake(sums.terms.grouped).shape[1]
     static = all(isinstance(size, int) for size in (tokens, *proofs.fake(collective.wait).shape))
-    if not static:
-        return ReasonCode.DYNAMIC_TOKENS.at(source)
-    if tokens < LEAST_TOKENS:
+    if static and tokens < LEAST_TOKENS:
         return ReasonCode.FEW_TOKENS.at(source)
     # Rows of another length would be those of another site to a rank that reduces them without experts.
     if not whole or not proofs.known_equal(whole[-1], N):
@@ -86,6 +84,8 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
         return refusal
     behind = (*views, *between)
     other = proofs.other_user((source, *behind), {*behind, collective.node})
+    if other is None and not static:
+        return ReasonCode.DYNAMIC_TOKENS.at(source)
     return Match(collective, sums, behind) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
 
 

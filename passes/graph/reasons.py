@@ -218,8 +218,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "index a table with as many biases as experts by the ids that sort the rows, as transformers does"
     ),
     ReasonCode.FEW_TOKENS: (
-        "it reduces what routed experts return for few tokens, where the matmul has nothing to hide it behind; nothing "
-        "to change: a norm behind it takes the sum with it"
+        "it reduces what routed experts return for few tokens, whose matmul is too short to hide it; nothing to "
+        "change: a norm behind an all-reduce, if there is one, takes the sum with it"
     ),
     ReasonCode.FLEX_BLOCK_MASK: (
         "FlexAttention beside it has a block mask that is not proved to be causal, or a causal window: call "
@@ -310,8 +310,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "along the contracted dimension"
     ),
     ReasonCode.TOKENS_EXCHANGED: (
-        "it sends tokens to the ranks of their experts, or back, by sizes that only the data tell; gather the tokens "
-        "instead, in static shapes, by ditron_inductor.ops.experts or one of its ways into transformers and TorchTitan"
+        "it sends tokens to the ranks of their experts, or back, by sizes that are not proved to be equal; gather the "
+        "tokens instead, by ditron_inductor.ops.experts or one of its ways into transformers and TorchTitan"
     ),
     ReasonCode.UNEQUAL_SPLITS: (
         "its splits are not proved to be equal; send as much to every rank, and leave the split sizes out"

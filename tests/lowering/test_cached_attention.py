@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -244,12 +245,14 @@ def _beyond(ctx: RankContext) -> None:
 
 def _no_such_block(ctx: RankContext) -> None:
     """A block that the caches do not have leaves no number where it is attended to, and does nothing elsewhere."""
-    case = Case(2, 4, 2, 60, 16, tokens=(60, 17), page=4)
-    for number in (18 * 4, -(33 + 1)):
-        given = operands(case, ctx.device)
-        given[3][:, 10] = number
-        (out,) = cached_attention(case.node, given)
-        assert out[0].isnan().all() and not out[1].isnan().any()
+    for page, own in ((4, False), (10, True), (32, False), (64, True), (1, True)):
+        case = Case(2, 4, 2, 60 if page < 32 else 64, 16, tokens=(60, 17), page=page, own_angles=own)
+        for number in (2 * 60 // page + 4, -(1 << 20), 1 << (40 if own else 20)):
+            given = operands(case, ctx.device)
+            # The second sequence is too short for this place, unless all of its tokens are in one block.
+            given[3][: 2 if page < 64 else 1, 40 // page] = number
+            (out,) = cached_attention(case.node, given)
+            assert out[0].isnan().all() and not out[1].isnan().any(), (page, number)
 
 
 def test_a_block_that_the_caches_do_not_have(rank_pools: RankPools) -> None:
@@ -262,10 +265,25 @@ def test_a_block_that_the_caches_do_not_have_on_a_gpu(rank_pools: RankPools) -> 
 
 
 def _far(ctx: RankContext) -> None:
-    with mock.patch.object(lowering, "are_far", lambda *_: True):
-        for page in (4, 10, 32):
-            case = Case(2, 4, 2, 320, 16, tokens=(310, 17), page=page, tokens_first=page == 4)
-            check(case, operands(case, ctx.device))
+    """Of memory that is never touched, a host gives as much as one asks for."""
+    for page in (4, 10, 32):
+        case = Case(2, 4, 2, 320, 16, tokens=(310, 17), page=page, dtype=torch.float16)
+        given = operands(case, ctx.device)
+        for place in (1, 2):
+            blocks = given[place]
+            apart = (1 << 31) // (len(blocks) - 1) + 1
+            room: Any = torch.empty(0)
+            if ctx.device.type == "cpu":
+                private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+                room = torch.frombuffer(mmap.mmap(-1, 2 * apart * len(blocks), flags=private), dtype=torch.float16)
+            else:
+                room = torch.empty(apart * len(blocks), dtype=torch.float16, device=ctx.device)
+            given[place] = room.as_strided(blocks.shape, (apart, *blocks.stride()[1:]))
+            given[place].copy_(blocks)
+        # A comparison of the whole pools would touch all of them.
+        exact = [x.double().nan_to_num() if x.is_floating_point() else x.clone() for x in given]
+        (out,) = cached_attention(case.node, given)
+        torch.testing.assert_close(out.double(), reference(case.node, *case.node.split(exact)), rtol=0.05, atol=0.05)
 
 
 def test_pages_that_lie_far_apart(rank_pools: RankPools) -> None:

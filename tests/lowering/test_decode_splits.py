@@ -75,6 +75,23 @@ def test_many_programs_with_long_caches_read_larger_blocks(batch: int, capacity:
     assert shape_of(batch, capacity).config(interpreted=False).block_n == expected
 
 
+@pytest.mark.parametrize(
+    ("page", "strides", "far"),
+    [
+        (0, (1 << 40, 128, 1), False),
+        (0, (1, 1 << 26, 1), True),
+        (8, (128, 1 << 27, 1), False),
+        (8, (128, 306783440, 1), True),
+        (16, (1 << 20, 128, 1), True),
+        (16, (1 << 18, 128, 1), False),
+    ],
+)
+def test_what_lies_far_apart_is_reached_by_64_bits(page: int, strides: tuple[int, int, int], far: bool) -> None:
+    """A block of tokens of a dense cache, or all pages."""
+    shape = replace(shape_of(32, 4096), page=page, pages=4096, strides_v=strides)
+    assert shape.how(shape.config(interpreted=False), 1, False).FAR == far
+
+
 def test_benchmark_shapes() -> None:
     cells = [cell for cell in SETS["decode"](4) if cell.local_bytes(4) <= MOST_BYTES]
     assert {cell.B for cell in cells} == {1, 8, 32, 64}

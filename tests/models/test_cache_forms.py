@@ -113,7 +113,7 @@ def _same(ctx: RankContext, form: str, B: int) -> list[tuple[bool, bool]]:
 CASES = [(write.__name__, B) for write in FORMS for B in (1, 3)]
 
 
-@pytest.mark.parametrize("form, B", sampled(CASES, 3))
+@pytest.mark.parametrize("form, B", sampled(CASES))
 def test_steps_are_those_of_eager_mode(rank_pools: RankPools, form: str, B: int) -> None:
     assert rank_pools.get("cpu", 2).run(_same, form, B, timeout=200.0) == [MADE[form]] * 2
 

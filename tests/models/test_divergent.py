@@ -56,7 +56,7 @@ def test_ranks_that_differ_are_right_by_default(pair: RankPool, name: str) -> No
     pair.run(divergent.check, name, options(name))
 
 
-@pytest.mark.parametrize("name", sampled(WITH_TILES))
+@pytest.mark.parametrize("name", list(WITH_TILES))
 def test_local_facts_keep_the_fusion_and_others_give_it_up(pair: RankPool, name: str) -> None:
     found = pair.run(divergent.check, name, options(name, **{"ditron.strategy": "tile"}))
     assert tuple(found) == WITH_TILES[name]

@@ -94,9 +94,13 @@ class Cached:
         return f"{self.name}-{self.batch}" + f"-page{self.page}" * (self.page > 0)
 
 
+ROUNDS = 2
+
+
 def _generated(ctx: RankContext, one: Cached) -> None:
-    """Steps go through the positions of the caches again and again, with the same token at each. What a step returns
-    has the bits of the first time, which is right and the same on all ranks.
+    """Steps go through the positions of the caches again and again. In each of ROUNDS rounds other tokens stand there,
+    so what a step has not stored, or not yet, is seen by the next ones. What a step returns has the bits of the first
+    time, which is right and the same on all ranks.
     """
     on_gpu = ctx.device.type == "cuda"
     torch._dynamo.reset()
@@ -107,12 +111,13 @@ def _generated(ctx: RankContext, one: Cached) -> None:
     with ctx.device:
         model = Model(arch, 1, one.batch, length, vocabulary, ctx.world_size, one.page).to(dtype).requires_grad_(False)
     cut(model.decoder, "ar", init_device_mesh(ctx.device.type, (ctx.world_size,)))
-    given = torch.randint(0, vocabulary, (length, one.batch, 1), generator=torch.Generator().manual_seed(2))
+    places = [(part, at) for part in range(ROUNDS) for at in range(length)]
+    given = torch.randint(0, vocabulary, (ROUNDS, length, one.batch, 1), generator=torch.Generator().manual_seed(2))
     given = given.to(ctx.device)
-    tokens, position = given[0].clone(), torch.zeros(1, dtype=torch.long, device=ctx.device)
+    tokens, position = given[0, 0].clone(), torch.zeros(1, dtype=torch.long, device=ctx.device)
     chance = random.Random(ctx.rank)
     with torch.no_grad(), mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda")):
-        wanted = [model(given[at], position + at)[1].clone() for at in range(length)]
+        wanted = [model(given[place], position + place[1])[1].clone() for place in places]
         counters.clear()
         call = torch.compile(
             serving.local_parameters(model), backend="ditron", options=serving.options(cudagraphs=False)
@@ -121,13 +126,16 @@ def _generated(ctx: RankContext, one: Cached) -> None:
             call(tokens, position)
         assert counters["ditron"]["cached_attention"] == 1
         step = captured(lambda _: call(tokens, position)[1], calls=1) if on_gpu else lambda _: call(tokens, position)[1]
+        core = model.decoder.layers[0].self_attn.core
+        for cache in (core.keys, core.values):
+            cache.zero_()
 
-        def made(at: int) -> torch.Tensor:
-            tokens.copy_(given[at])
-            position.fill_(at)
+        def made(place: tuple[int, int]) -> torch.Tensor:
+            tokens.copy_(given[place])
+            position.fill_(place[1])
             return step(0)
 
-        first = [made(at).clone() for at in range(length)]
+        first = [made(place).clone() for place in places]
         everyone = [torch.empty_like(first[0]) for _ in range(ctx.world_size)]
         for found, right in zip(first, wanted, strict=True):
             assert relative_error(found, right) < MODEL_TOLERANCES[dtype]
@@ -137,7 +145,7 @@ def _generated(ctx: RankContext, one: Cached) -> None:
         for index in range(STEPS[ctx.device.type]):
             if chance.random() < LATE:
                 delay(ctx, chance.random() * MOST_LATE_MS)
-            mismatches.add([made(index % length)], [first[index % length]])
+            mismatches.add([made(places[index % len(places)])], [first[index % len(places)]])
             if on_gpu and index % AHEAD == AHEAD - 1:
                 torch.cuda.synchronize()
         mismatches.assert_none(STEPS[ctx.device.type])

@@ -112,6 +112,13 @@ CACHING: tuple[Mutation, ...] = (
         "tests/lowering/test_cached_attention.py::test_pages_that_lie_far_apart",
     ),
     Mutation(
+        "all pages are reached by 32 bits",
+        ATTEND,
+        "pages.to(tl.int64 if HOW.FAR else tl.int32)",
+        "pages.to(tl.int32)",
+        "tests/lowering/test_cached_attention.py::test_pages_that_lie_far_apart",
+    ),
+    Mutation(
         "tokens of a page may lie anywhere",
         "lowering/decode_attention/decode_config.py",
         "(page - 1) * token + head_dim",

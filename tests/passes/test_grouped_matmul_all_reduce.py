@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from benchmarks.tolerances import relative_error
+from ditron_inductor import pipeline
+from ditron_inductor.errors import DitronNotFused
 from ditron_inductor.options import Options
 from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, fuse, only_task, reasons, run_ranks, text, twin
 
@@ -278,3 +280,18 @@ def test_a_dynamic_number_of_tokens_is_left_alone() -> None:
     (after,) = compiled_graphs(experts, *OPERANDS, dynamic=True)
     fuse(after, DEFAULT)
     assert made(after) == 0 and reasons(after) == ["dynamic_tokens"]
+
+
+def test_a_reduction_that_goes_with_its_norm_is_enough_for_strict() -> None:
+    def normed(*operands: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(experts(*operands), (D,), eps=1e-5)
+
+    (after,) = compiled_graphs(normed, *OPERANDS, dynamic=True)
+    pipeline.run(after.graph, Options(strict=True))
+    assert sum(node.name.startswith("all_reduce_rms_norm") for node in after.graph.nodes) == 1
+
+
+def test_a_dynamic_number_of_tokens_is_not_enough_for_strict() -> None:
+    (after,) = compiled_graphs(experts, *OPERANDS, dynamic=True)
+    with pytest.raises(DitronNotFused, match="dynamic_tokens"):
+        pipeline.run(after.graph, Options(strict=True))
