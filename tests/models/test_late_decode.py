@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -37,6 +38,24 @@ AHEAD = 500
 """After so many steps the host waits for the GPU."""
 
 
+def _again(ctx: RankContext, made: Callable[[int], torch.Tensor], first: list[torch.Tensor]) -> None:
+    """Makes the steps that returned `first`, one for each index, many times by ranks that come late now and then. They
+    have the same bits on all ranks, each time.
+    """
+    everyone = [torch.empty_like(first[0]) for _ in range(ctx.world_size)]
+    for one in first:
+        dist.all_gather(everyone, one)
+        assert all(torch.equal(one, other) for other in everyone), "ranks have different bits"
+    chance, mismatches, steps = random.Random(ctx.rank), Mismatches(ctx), STEPS[ctx.device.type]
+    for index in range(steps):
+        if chance.random() < LATE:
+            delay(ctx, chance.random() * MOST_LATE_MS)
+        mismatches.add([made(index % len(first))], [first[index % len(first)]])
+        if ctx.device.type == "cuda" and index % AHEAD == AHEAD - 1:
+            torch.cuda.synchronize()
+    mismatches.assert_none(steps)
+
+
 def _replayed(ctx: RankContext, setup: Setup) -> None:
     """Every step has the bits of the first one with the same input, which is right and the same on all ranks."""
     on_gpu = ctx.device.type == "cuda"
@@ -44,30 +63,20 @@ def _replayed(ctx: RankContext, setup: Setup) -> None:
     model = build(ctx, setup)
     given = [inputs(ctx, setup, seed=2 + index) for index in range(DRAWN)]
     x = given[0].clone()
-    chance = random.Random(ctx.rank)
     with torch.no_grad(), code_generated(on_gpu):
         call = compiled(setup, model)
         for _ in range(trial.ALL_CALLS if on_gpu else 1):
             call(x, setup.seq_len)
         step = captured(lambda _: call(x, setup.seq_len), calls=1) if on_gpu else lambda _: call(x, setup.seq_len)
-        first = []
-        for one in given:
-            x.copy_(one)
-            first.append(step(0).clone())
-            assert_matches({"output": first[-1]}, {"output": model(one, setup.seq_len)}, setup.dtype)
-        everyone = [torch.empty_like(first[0]) for _ in range(ctx.world_size)]
-        for one in first:
-            dist.all_gather(everyone, one)
-            assert all(torch.equal(one, other) for other in everyone), "ranks have different bits"
-        mismatches = Mismatches(ctx)
-        for index in range(STEPS[ctx.device.type]):
-            if chance.random() < LATE:
-                delay(ctx, chance.random() * MOST_LATE_MS)
-            x.copy_(given[index % DRAWN])
-            mismatches.add([step(0)], [first[index % DRAWN]])
-            if on_gpu and index % AHEAD == AHEAD - 1:
-                torch.cuda.synchronize()
-        mismatches.assert_none(STEPS[ctx.device.type])
+
+        def made(index: int) -> torch.Tensor:
+            x.copy_(given[index])
+            return step(0)
+
+        first = [made(index).clone() for index in range(DRAWN)]
+        for found, one in zip(first, given, strict=True):
+            assert_matches({"output": found}, {"output": model(one, setup.seq_len)}, setup.dtype)
+        _again(ctx, made, first)
 
 
 def test_a_decode_step(rank_pools: RankPools) -> None:
@@ -115,7 +124,6 @@ def _generated(ctx: RankContext, one: Cached) -> None:
     given = torch.randint(0, vocabulary, (ROUNDS, length, one.batch, 1), generator=torch.Generator().manual_seed(2))
     given = given.to(ctx.device)
     tokens, position = given[0, 0].clone(), torch.zeros(1, dtype=torch.long, device=ctx.device)
-    chance = random.Random(ctx.rank)
     with torch.no_grad(), mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda")):
         wanted = [model(given[place], position + place[1])[1].clone() for place in places]
         counters.clear()
@@ -130,25 +138,15 @@ def _generated(ctx: RankContext, one: Cached) -> None:
         for cache in (core.keys, core.values):
             cache.zero_()
 
-        def made(place: tuple[int, int]) -> torch.Tensor:
-            tokens.copy_(given[place])
-            position.fill_(place[1])
+        def made(index: int) -> torch.Tensor:
+            tokens.copy_(given[places[index]])
+            position.fill_(places[index][1])
             return step(0)
 
-        first = [made(place).clone() for place in places]
-        everyone = [torch.empty_like(first[0]) for _ in range(ctx.world_size)]
+        first = [made(index).clone() for index in range(len(places))]
         for found, right in zip(first, wanted, strict=True):
             assert relative_error(found, right) < MODEL_TOLERANCES[dtype]
-            dist.all_gather(everyone, found)
-            assert all(torch.equal(everyone[0], other) for other in everyone), "ranks have different bits"
-        mismatches = Mismatches(ctx)
-        for index in range(STEPS[ctx.device.type]):
-            if chance.random() < LATE:
-                delay(ctx, chance.random() * MOST_LATE_MS)
-            mismatches.add([made(places[index % len(places)])], [first[index % len(places)]])
-            if on_gpu and index % AHEAD == AHEAD - 1:
-                torch.cuda.synchronize()
-        mismatches.assert_none(STEPS[ctx.device.type])
+        _again(ctx, made, first)
 
 
 @pytest.mark.parametrize("one", [Cached("llama3-8b", 2), *rare(Cached("qwen3-30b-a3b", 2, page=2))], ids=str)
