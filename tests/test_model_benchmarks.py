@@ -311,6 +311,19 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     assert "left alone" not in "".join(of_parts)
 
 
+def test_the_table_is_taken_away_from_one_contestant_alone() -> None:
+    from benchmarks.models.run import trying
+    from ditron_inductor.task.plan import choose
+
+    problem = Problem("all_gather_matmul", 8192, 3072, 4096, PRECISIONS[0], 2)
+    on_gpu = PlanRequest(problem, "site", "auto", 1 << 30, "cuda", "NVIDIA H200")
+    sources = [choose(on_gpu).source]
+    for name in ("ditron:untabled", "ditron"):
+        with trying(name):
+            sources.append(choose(on_gpu).source)
+    assert sources == ["table", "model", "table"]
+
+
 def test_the_times_of_a_trial_are_told() -> None:
     problem = Problem("all_gather_matmul", 4342, 3072, 4096, PRECISIONS[0], 2, slices=13)
     request = PlanRequest(problem, "site", "auto", 1 << 30, "cuda", "a GPU")

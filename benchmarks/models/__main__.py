@@ -73,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=int, default=1, help="runs of each cell, whose median is recorded")
     result.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
     result.add_argument("--merge", nargs="+", type=Path, default=[], help="only merge these files, and their facts")
+    result.add_argument(
+        "--turns",
+        default="",
+        metavar="FOLDER",
+        help="take turns with other runs on these GPUs that name this folder: each times alone; no times of compiling",
+    )
     result.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
     return result
 
@@ -106,6 +112,7 @@ def request_of(options: argparse.Namespace) -> Request:
         missing=options.missing,
         graph=options.graph,
         limit=options.limit,
+        turns=options.turns,
     )
 
 

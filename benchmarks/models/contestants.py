@@ -17,7 +17,7 @@ from benchmarks.models.by_hand import ByHand
 from benchmarks.models.dispatched import dispatched
 from benchmarks.models.experts import Experts
 from benchmarks.models.forms import ContextAttention, ShardedCache
-from benchmarks.models.request import OURS
+from benchmarks.models.request import OURS, UNTABLED
 from benchmarks.rivals import registered, symmetric
 from ditron_inductor.backend import ditron
 
@@ -107,6 +107,11 @@ def _ditron_planned(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, backend=ditron, fullgraph=True, dynamic=False, options={"ditron.trials": False})
 
 
+def _ditron_untabled(model: nn.Module) -> Callable[..., Any]:
+    # The run takes the tables away. With an option, though it is the default, torch compiles anew.
+    return torch.compile(model, backend=ditron, fullgraph=True, dynamic=False, options={"ditron.trials": True})
+
+
 COMPILERS: Mapping[str, Compiler] = {
     "eager": lambda model: model,
     "inductor": _inductor,
@@ -123,6 +128,7 @@ COMPILERS: Mapping[str, Compiler] = {
     "dispatched": _dispatched,
     "async_tp": _async_tp,
     "ditron": _ditron,
+    UNTABLED: _ditron_untabled,
     "ditron:planned": _ditron_planned,
 }
 

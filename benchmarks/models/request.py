@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from benchmarks.models.architecture import Architecture
 from benchmarks.models.zoo import Cell
 
-OURS: tuple[str, ...] = ("ditron", "ditron:planned")
-"""Ditron by default, and without the option `ditron.trials`."""
+UNTABLED = "ditron:untabled"
+OURS: tuple[str, ...] = ("ditron", UNTABLED, "ditron:planned")
+"""Ditron by default, without the tables that ship with it, and without the option `ditron.trials`."""
+TRYING = ("ditron", UNTABLED)
+"""Those that begin with trials."""
 CONTESTANTS: tuple[str, ...] = (
     "eager",
     "inductor",
@@ -54,6 +57,7 @@ TITLES = {
     "dispatched": "Inductor, tokens sent to experts",
     "async_tp": "Inductor + async TP",
     "ditron": "Ditron",
+    UNTABLED: "Ditron, no table",
     "ditron:planned": "Ditron, no trials",
     LIMIT: "limit",
 }
@@ -74,7 +78,7 @@ class Request:
     rounds: most samples of a contestant in one run of a cell; repeats: runs of a cell, whose median is recorded. out:
     the CSV that rows are merged into. first: the number of the cell to begin with; journal: the file that says what
     the ranks are at. architectures: of all the cells' models. graph: prefill inside CUDA graphs too.
-    limit: each cell's limit too.
+    limit: each cell's limit too. turns: the folder by which runs on the same GPUs take turns, see `benchmarks.turns`.
     """
 
     cells: tuple[Cell, ...]
@@ -90,6 +94,7 @@ class Request:
     graph: bool = False
     limit: bool = False
     missing: bool = False
+    turns: str = ""
     first: int = 0
     barred: tuple[Barred, ...] = ()
     journal: str = ""

@@ -13,10 +13,12 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,19 +30,20 @@ from benchmarks.models.contestants import COMPILERS, Compiler, Step, in_form, st
 from benchmarks.models.estimate import cell_s
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of
 from benchmarks.models.gate import WIDER, Gate, Parts, collected, copied, parts_step
-from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, Request
+from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TRYING, UNTABLED, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, read_csv
 from benchmarks.rivals.registered import IN_GRAPHS
 from benchmarks.session import Session
-from benchmarks.timing import interleaved, median_of_runs
+from benchmarks.timing import interleaved, median_of_runs, synchronize
+from benchmarks.turns import Turns
 from ditron_inductor.device.registry import workspaces
 from ditron_inductor.lowering.host import trials
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import Call, captured
-from ditron_inductor.task import trial
-from ditron_inductor.task.plan import PlanRequest
+from ditron_inductor.task import table, trial
+from ditron_inductor.task.plan import PlanRequest, choose
 from ditron_inductor.task.site_records import SiteSink, collect_sites
 from ditron_inductor.task.trial import Times
 
@@ -50,8 +53,9 @@ STEPS = 4
 """Of a sample outside CUDA graphs, at least, one after the other as where a model trains or serves: the host may be
 ahead by more than a kernel.
 """
-TRYING = "ditron"
 TIMING = "timing"
+TUNED = ("max_autotune", "max_autotune_select")
+"""Those that time kernels while they compile."""
 TIMING_SHARE = 0.5
 """Of a cell's limit, at most, for its rounds."""
 MIB = float(1 << 20)
@@ -71,6 +75,7 @@ class Run(Session):
         self.facts: list[Fact] = []
         self.mesh = init_device_mesh(device.type, (self.world_size,))
         self._built: tuple[tuple[Any, ...], Decoder] | None = None
+        self._turns = Turns(request.turns) if request.turns else None
 
     def run(self) -> None:
         """All cells; results are written after each, so a run that is cut short keeps what it has."""
@@ -90,12 +95,28 @@ class Run(Session):
                 progress.finish(number, None)
                 continue
             self.note_journal(number, "")
+            self.take_turn(alone=False)
             self.limit(request.cell_limit_s)
             self.run_cell(number, cell)
             self.limit(None)
+            self.take_turn(alone=None)
             self.write()
             progress.finish(number, self.seconds() - before)
         self.note_journal(len(cells), "")
+
+    def take_turn(self, *, alone: bool | None) -> None:
+        """Waits until the machine is this run's alone, or is shared by runs that do not time; None: leaves it. Without
+        `Request.turns` there is nothing to wait for. Collective.
+        """
+        if self._turns is None:
+            return
+        synchronize(self.clock)
+        self.agree(None)
+        if self.rank == 0 and alone is None:
+            self._turns.leave()
+        elif self.rank == 0:
+            self._turns.take(alone=bool(alone))
+        self.agree(None)
 
     def too_late(self, expected_s: float, spent_s: float) -> str:
         """Why a cell is not begun, equal on all ranks; empty where there is time for it."""
@@ -232,6 +253,7 @@ class Run(Session):
         ready: dict[str, Call] = {}
         failed: list[str] = []
         for name in self.order(number):
+            self.take_turn(alone=name in TUNED)
             barred = self.barred(number, name)
             why = cell.left_out(name, self.architecture(cell)) or barred
             if why:
@@ -255,6 +277,7 @@ class Run(Session):
                 del ready[name]
                 self.fail(cell, name, problem, failed)
         self.note_journal(number, TIMING)
+        self.take_turn(alone=True)
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
         self.time(cell, gate, ready, failed, self.captures(cell), most_s)
         if len(self.modes(cell)) > 1:
@@ -384,21 +407,22 @@ class Run(Session):
         if problem or step is None:
             self.facts.append(self.fact(cell, name, why=problem))
             return problem
-        with without_caches(), collect_sites() as sink:
-            got, problem = self.attempt(f"first call: {name}", step)
-        (seconds,) = self.clock.largest([time.monotonic() - begun])
-        text = sites_text(sink) if name in OURS else ""
-        if text:
-            self.say(f"    fused: {text}")
+        with trying(name):
+            with without_caches(), collect_sites() as sink:
+                got, problem = self.attempt(f"first call: {name}", step)
+            (seconds,) = self.clock.largest([time.monotonic() - begun])
+            text = sites_text(sink) if name in OURS else ""
+            if text:
+                self.say(f"    fused: {text}")
+            if not problem and name in TRYING:
+                # A capture takes what was decided before it, and no trial is to be timed.
+                self.take_turn(alone=True)
+                _, problem = self.attempt("trials", lambda: make_steps(step, trial.ALL_CALLS))
+                for request, times in trials.ended():
+                    self.say(f"    {tried_text(request, times)}")
+        self.take_turn(alone=False)
         call: Call = lambda index: step()  # noqa: E731
         peak: float | None = None
-        if not problem and name == TRYING:
-            # A capture takes what was decided before it, and no trial is to be timed.
-            known = trials.ended()
-            _, problem = self.attempt("trials", lambda: make_steps(step, trial.ALL_CALLS))
-            for request, times in trials.ended():
-                if (request, times) not in known:
-                    self.say(f"    {tried_text(request, times)}")
         if not problem:
             peak, problem = self.peak_mib(step)
         if self.captures(cell) and not problem:
@@ -412,7 +436,7 @@ class Run(Session):
         if not problem:
             ready[name] = call
         workspace = self.workspace_mib() if name in OURS else None
-        compile_s = seconds if name != "eager" else None
+        compile_s = seconds if name != "eager" and self._turns is None else None
         facts = {"compile_s": compile_s, "peak_mib": peak, "workspace_mib": workspace}
         self.facts.append(self.fact(cell, name, **facts, fused=text, why=problem))
         return problem
@@ -488,6 +512,22 @@ class Run(Session):
         """Returns the inputs of this rank; see `forms.inputs`."""
         arch, device = self.architecture(cell), self.clock.device
         return forms.inputs(arch, cell, self.rank, self.world_size, device, self.dtype)
+
+
+@contextmanager
+def trying(name: str) -> Iterator[None]:
+    """Inside the block a contestant of ours tries what another has tried before, if it tries at all. `UNTABLED` plans
+    without the tables that ship with the package.
+    """
+    if name in TRYING:
+        trials.begin_again()
+    if name != UNTABLED:
+        yield
+        return
+    choose.cache_clear()
+    with mock.patch.object(table, "shipped", lambda: table.Table(())):
+        yield
+    choose.cache_clear()
 
 
 def make_steps(step: Step, times: int) -> None:

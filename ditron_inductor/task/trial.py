@@ -40,7 +40,9 @@ and the device's time says nothing about a CUDA graph, in which the host does no
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one call on the device and on the host, each the largest median of any rank."""
+    """Microseconds of one call: on the device the largest median of any rank, and on the host the largest of the
+    ranks' shortest times.
+    """
 
     device_us: float
     host_us: float

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,10 +73,10 @@ class Sample:
 
 
 class Trial:
-    """A trial of one problem. name: a text that is equal on all ranks. attempt: how many trials of it were dropped
-    before. request: that of the site that began the trial. tried: the strategies, the planned one first. refused:
-    whether some rank asks for determinism, so that nothing is tried. `begun` is the result of `Workspace.agreed` when
-    the trial began. `times` are the times by which the ranks decided, None until then.
+    """A trial of one problem. name: a text that is equal on all ranks. number: how many trials the workspace's ranks
+    began before it. request: that of the site that began the trial. tried: the strategies, the planned one first.
+    refused: whether some rank asks for determinism, so that nothing is tried. `begun` is the result of
+    `Workspace.agreed` when the trial began. `times` are the times by which the ranks decided, None until then.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Trial:
         tried: tuple[str, ...],
         *,
         refused: bool,
-        attempt: int = 0,
+        number: int,
     ) -> None:
         self.name = name
-        self.attempt = attempt
+        self.number = number
         self.request = request
         self.tried = tried
         self.refused = refused
@@ -121,12 +121,13 @@ class Trial:
         for strategy, samples in self._samples.items():
             own = [
                 _median([int(sample.device_ns() * scale) for sample, scale in samples]),
-                _median([int(sample.host_ns * scale) for sample, scale in samples]),
+                # What else the host had to do made some of these calls longer, and none shorter.
+                min((int(sample.host_ns * scale) for sample, scale in samples), default=UNKNOWN_NS),
             ]
             what = ("on the device", "on the host")
             largest = [
-                # The ranks have agreed on the numbers of an earlier attempt.
-                workspace.largest(f"{self.name}, attempt {self.attempt}: ns by {strategy} {where}", ns)
+                # The ranks have agreed on the times of an earlier trial of this name.
+                workspace.largest(f"{self.name}, number {self.number}: ns by {strategy} {where}", ns)
                 for where, ns in zip(what, own, strict=True)
             ]
             if max(largest) < UNKNOWN_NS:
@@ -172,7 +173,25 @@ class SiteTrial:
         return Chosen(run, (group_name, request, trial.running(planned, strategy, self._trial.tried)))
 
 
-_trials: WeakKeyDictionary[SharedWorkspace, dict[str, Trial]] = WeakKeyDictionary()
+@dataclass
+class Trials:
+    """The trials of a workspace, by name, and how many its ranks have begun. They begin the same ones in the same
+    order.
+    """
+
+    by_name: dict[str, Trial] = field(default_factory=dict)
+    begun: int = 0
+
+
+_trials: WeakKeyDictionary[SharedWorkspace, Trials] = WeakKeyDictionary()
+
+
+def begin_again() -> None:
+    """Makes the next site of every problem begin a new trial, also where one has ended. Sites that know a result keep
+    it. Call it on all ranks alike, to compare what two plans lead to.
+    """
+    for trials in _trials.values():
+        trials.by_name.clear()
 
 
 def ended() -> list[tuple[PlanRequest, Mapping[str, Times]]]:
@@ -180,7 +199,7 @@ def ended() -> list[tuple[PlanRequest, Mapping[str, Times]]]:
     return [
         (found.request, found.times)
         for shared, trials in _trials.items()
-        for found in trials.values()
+        for found in trials.by_name.values()
         if found.times is not None and shared.largest.get(found.name) is found.begun
     ]
 
@@ -230,13 +249,14 @@ def _trial_of(
     problem = request.problem
     near = replace(problem, m=trial.bucket(problem.m), n=trial.bucket(problem.n), k=trial.bucket(problem.k))
     name = f"a trial of {', '.join(tried)} for {[trial.bucket(size) for size in wire]} {near}"
-    trials = _trials.setdefault(workspace.shared, {})
-    known = trials.get(name)
+    trials = _trials.setdefault(workspace.shared, Trials())
+    known = trials.by_name.get(name)
     if known is None or known.begun is not workspace.agreed(name):
-        if known is None and len(trials) >= MOST_TRIALS:
+        if known is None and len(trials.by_name) >= MOST_TRIALS:
             return None
         # If any rank has to give the same bits in every run, no rank tries anything.
         refused = workspace.largest(name, int(torch.are_deterministic_algorithms_enabled()))
-        attempt = 0 if known is None else known.attempt + 1
-        trials[name] = known = Trial(name, workspace, request, tried, refused=bool(refused), attempt=attempt)
+        known = Trial(name, workspace, request, tried, refused=bool(refused), number=trials.begun)
+        trials.by_name[name] = known
+        trials.begun += 1
     return None if known.refused else known

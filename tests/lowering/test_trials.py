@@ -36,10 +36,13 @@ PLANNED = Choice("library", "planned", None, "model")
 
 
 @contextmanager
-def tried(us: Mapping[str, float]) -> Iterator[None]:
-    """New trials of the strategies, which seem to take so many microseconds on this rank. Collective."""
-    # The ranks of a pool remember the trials of earlier tests.
-    ditron_inductor.reset(dist.group.WORLD)
+def tried(us: Mapping[str, float], reset: bool = True) -> Iterator[None]:
+    """Trials of the strategies, which seem to take so many microseconds on this rank; new ones after a `reset`.
+    Collective.
+    """
+    if reset:
+        # The ranks of a pool remember the trials of earlier tests.
+        ditron_inductor.reset(dist.group.WORLD)
     timed = Trial.timed
     strategy_of: dict[Sample, str] = {}
 
@@ -107,7 +110,9 @@ def _dropped(ctx: RankContext) -> tuple[str, str]:
     with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}):
         for _ in range(STEPS + 2):
             problem()
-        (shared,) = [shared for shared, known in trials._trials.items() if any(one.times for one in known.values())]
+        (shared,) = [
+            shared for shared, known in trials._trials.items() if any(one.times for one in known.by_name.values())
+        ]
         shared.largest = {what: (own, most) for what, (own, most) in shared.largest.items()}
         before = last(ctx, name)[0]
         with mock.patch.object(Sample, "device_ns", lambda self: 1 << 20):
@@ -118,6 +123,46 @@ def _dropped(ctx: RankContext) -> tuple[str, str]:
 
 def test_a_trial_that_is_dropped_measures_anew(rank_pools: RankPools) -> None:
     assert set(rank_pools.get("cpu", 2).run(_dropped)) == {("tile", "library")}
+
+
+def _begun_again(ctx: RankContext) -> list[str]:
+    """What the same problem ends with at three sites, of which the last one is new after `begin_again`."""
+    ended = []
+    for name, tile_us, again in (("one", 50.0, False), ("two", 300.0, False), ("three", 300.0, True)):
+        problem = _problem(ctx, f"trials/again/{name}")
+        if again:
+            trials.begin_again()
+        with tried({"library": 90.0, "tile": tile_us, "chunked": 95.0}, reset=name == "one"):
+            for _ in range(STEPS + 2):
+                problem()
+        ended.append(last(ctx, f"trials/again/{name}")[0])
+    return ended
+
+
+def test_trials_begin_again_where_they_are_to(rank_pools: RankPools) -> None:
+    for ended in rank_pools.get("cpu", 2).run(_begun_again):
+        assert ended == ["tile", "tile", "library"]
+
+
+def _slow_moments(ctx: RankContext) -> Mapping[str, trial.Times]:
+    """The times of a trial in which the host is slow in all calls by one strategy but one."""
+    problem, name, slow = _problem(ctx, "trials/slow"), "trials/slow", iter(range(1, 1000))
+
+    def device_ns(self: Sample) -> int:
+        self.host_ns = 20_000 if next(slow) % (trial.CALLS - trial.UNTIMED) == 0 else 90_000
+        return 50_000
+
+    with tried({}), mock.patch.object(Sample, "device_ns", device_ns):
+        for _ in range(STEPS + 2):
+            problem()
+    found = decisions.last(ctx.group_name, name)
+    assert found is not None and found[1].source == "trial"
+    return next(times for request, times in trials.ended() if request.site == name)
+
+
+def test_slow_moments_of_the_host_do_not_count(rank_pools: RankPools) -> None:
+    for times in rank_pools.get("cpu", 2).run(_slow_moments):
+        assert set(times.values()) == {trial.Times(50.0, 20.0)}
 
 
 def _share(ctx: RankContext) -> None:

@@ -20,7 +20,7 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "each rank decides a trial by its own times",
         HOST_TRIALS,
-        'workspace.largest(f"{self.name}, attempt {self.attempt}: ns by {strategy} {where}", ns)',
+        'workspace.largest(f"{self.name}, number {self.number}: ns by {strategy} {where}", ns)',
         "ns",
         f"{ON_RANKS}::test_every_strategy_has_its_calls_and_the_slowest_rank_decides",
     ),
@@ -48,7 +48,7 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "a trial that is dropped keeps its times",
         HOST_TRIALS,
-        "{self.name}, attempt {self.attempt}: ns by",
+        "{self.name}, number {self.number}: ns by",
         "{self.name}: ns by",
         f"{ON_RANKS}::test_a_trial_that_is_dropped_measures_anew",
     ),
