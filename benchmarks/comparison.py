@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from benchmarks import sources
 from benchmarks.records import Row, by_cell
+from benchmarks.trying import UNTABLED
 from ditron_inductor.task.exchange import EXCHANGED_PRODUCT, GATHERED_OPERAND, GATHERED_PRODUCT
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, TASKS, ULYSSES_KINDS
 
@@ -21,7 +22,7 @@ MEASURED_OPS = (*OPS, *DELETED_KINDS)
 BASELINES = ("nccl", "gloo")
 RIVALS = (*BASELINES, "registered", "max_autotune", "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
 """Everybody else's contestants, in the order of the tables."""
-OURS = ("ditron", "ditron:planned", "ditron:tile", "ditron:chunked", "ditron:library")
+OURS = ("ditron", UNTABLED, "ditron:planned", "ditron:tile", "ditron:chunked", "ditron:library")
 COMMIT = "commit"
 """The header of the column that says which commit a row was measured at, and whether it is old."""
 TITLES = {
@@ -34,6 +35,7 @@ TITLES = {
     "symm_mem:one_shot": "one-shot",
     "symm_mem:two_shot": "two-shot",
     "ditron": "auto",
+    UNTABLED: "auto, no table",
     "ditron:planned": "auto, no trials",
     "ditron:tile": "tile",
     "ditron:chunked": "chunked",

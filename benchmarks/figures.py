@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.comparison import BASELINES, OURS, RIVALS, TITLES, Comparison, comparisons
 from benchmarks.models import charts
 from benchmarks.records import GEMM_COLLECTIVES, MODELS, read_csv
+from benchmarks.trying import UNTABLED
 from ditron_inductor.task.nodes import KINDS
 
 NAMES = tuple(name for name in (*RIVALS, *OURS) if name not in BASELINES)
@@ -26,6 +27,7 @@ COLOURS = {
     "symm_mem:one_shot": "#e6ab02",
     "symm_mem:two_shot": "#a6761d",
     "ditron": "#000000",
+    UNTABLED: "#9ecae1",
     "ditron:planned": "#b2abd2",
     "ditron:tile": "#1b9e77",
     "ditron:chunked": "#7570b3",

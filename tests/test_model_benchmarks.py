@@ -312,7 +312,7 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
 
 
 def test_the_table_is_taken_away_from_one_contestant_alone() -> None:
-    from benchmarks.models.run import trying
+    from benchmarks.trying import trying
     from ditron_inductor.task.plan import choose
 
     problem = Problem("all_gather_matmul", 8192, 3072, 4096, PRECISIONS[0], 2)

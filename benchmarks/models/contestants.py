@@ -17,8 +17,9 @@ from benchmarks.models.by_hand import ByHand
 from benchmarks.models.dispatched import dispatched
 from benchmarks.models.experts import Experts
 from benchmarks.models.forms import ContextAttention, ShardedCache
-from benchmarks.models.request import OURS, UNTABLED
+from benchmarks.models.request import OURS
 from benchmarks.rivals import registered, symmetric
+from benchmarks.trying import UNTABLED
 from ditron_inductor.backend import ditron
 
 Step = Callable[[], dict[str, torch.Tensor]]

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 
 from benchmarks.models.architecture import Architecture
 from benchmarks.models.zoo import Cell
+from benchmarks.trying import UNTABLED
 
-UNTABLED = "ditron:untabled"
 OURS: tuple[str, ...] = ("ditron", UNTABLED, "ditron:planned")
 """Ditron by default, without the tables that ship with it, and without the option `ditron.trials`."""
-TRYING = ("ditron", UNTABLED)
-"""Those that begin with trials."""
 CONTESTANTS: tuple[str, ...] = (
     "eager",
     "inductor",

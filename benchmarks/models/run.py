@@ -13,12 +13,10 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,20 +28,21 @@ from benchmarks.models.contestants import COMPILERS, Compiler, Step, in_form, st
 from benchmarks.models.estimate import cell_s
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of
 from benchmarks.models.gate import WIDER, Gate, Parts, collected, copied, parts_step
-from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TRYING, UNTABLED, Request
+from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, read_csv
 from benchmarks.rivals.registered import IN_GRAPHS
 from benchmarks.session import Session
 from benchmarks.timing import interleaved, median_of_runs, synchronize
+from benchmarks.trying import TRYING, trying
 from benchmarks.turns import Turns
 from ditron_inductor.device.registry import workspaces
 from ditron_inductor.lowering.host import trials
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import Call, captured
-from ditron_inductor.task import table, trial
-from ditron_inductor.task.plan import PlanRequest, choose
+from ditron_inductor.task import trial
+from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.site_records import SiteSink, collect_sites
 from ditron_inductor.task.trial import Times
 
@@ -512,22 +511,6 @@ class Run(Session):
         """Returns the inputs of this rank; see `forms.inputs`."""
         arch, device = self.architecture(cell), self.clock.device
         return forms.inputs(arch, cell, self.rank, self.world_size, device, self.dtype)
-
-
-@contextmanager
-def trying(name: str) -> Iterator[None]:
-    """Inside the block a contestant of ours tries what another has tried before, if it tries at all. `UNTABLED` plans
-    without the tables that ship with the package.
-    """
-    if name in TRYING:
-        trials.begin_again()
-    if name != UNTABLED:
-        yield
-        return
-    choose.cache_clear()
-    with mock.patch.object(table, "shipped", lambda: table.Table(())):
-        yield
-    choose.cache_clear()
 
 
 def make_steps(step: Step, times: int) -> None:

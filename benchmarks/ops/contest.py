@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
 from benchmarks.rivals import registered
+from benchmarks.trying import TRYING, UNTABLED
 from ditron_inductor.task import schema
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.nodes import STRATEGIES, Policy
@@ -43,6 +44,7 @@ CONTESTANTS: tuple[str, ...] = (
     "symm_mem:one_shot",
     "symm_mem:two_shot",
     *OURS,
+    UNTABLED,
     PLANNED,
 )
 """Every name that a row can have, in the order of the tables."""
@@ -157,12 +159,12 @@ class Setting:
         group = {"world_size": self.world_size, "group_name": self.group_name}
 
         def bound(name: str, strategy: str) -> Call:
-            policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=name == "ditron")
+            policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S, trials=name in TRYING)
             return in_turns(kind(**fields, **group, site=self.site(kind.kind, name), policy=policy), operands, 0)
 
         has = "auto", *kind.strategies
         # Without a GPU nothing is tried.
-        names = OURS | ({PLANNED: "auto"} if self.device.type == "cuda" else {})
+        names = OURS | (dict.fromkeys((UNTABLED, PLANNED), "auto") if self.device.type == "cuda" else {})
         return {name: bound(name, strategy) for name, strategy in names.items() if strategy in has}
 
 

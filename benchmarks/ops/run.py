@@ -40,6 +40,7 @@ from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, results_of
 from benchmarks.session import Session
 from benchmarks.timing import Times, interleaved, median_of_runs
+from benchmarks.trying import TRYING, UNTABLED, trying
 from ditron_inductor.lowering.register import register
 from ditron_inductor.report.timing import Call, captured
 from ditron_inductor.task import trial
@@ -138,7 +139,7 @@ class Run(Session):
                 problem = self.prepare(cell, contest, check, name, ready)
                 if problem:
                     failed[name] = problem
-                    if name in (*OURS, PLANNED):
+                    if name in (*OURS, UNTABLED, PLANNED):
                         self.recover(name)
         per_call = graph_calls(cell, self.setting.world_size) if cell.graph else 1
         runs = []
@@ -160,14 +161,15 @@ class Run(Session):
         """Put a contestant whose result is right, on all ranks, into `ready`; else return what is wrong."""
         call: Call = contest.contestants[name]
         # Before it is timed or captured, what tries several strategies has decided.
-        tries = trial.ALL_CALLS if name == "ditron" and self.setting.device.type == "cuda" else 0
+        tries = trial.ALL_CALLS if name in TRYING and self.setting.device.type == "cuda" else 0
 
         def first_calls() -> torch.Tensor:
             for _ in range(tries):
                 call(0)
             return call(0)
 
-        result, problem = self.attempt(f"first calls: {name}", first_calls)
+        with trying(name):
+            result, problem = self.attempt(f"first calls: {name}", first_calls)
         if not problem and cell.graph:
             per_call = graph_calls(cell, self.setting.world_size)
             replay, problem = self.attempt("captures", lambda: captured(call, per_call))
@@ -202,9 +204,10 @@ class Run(Session):
         self.say("    " + "  ".join(f"{name} {each.p50_us:.1f}" for name, each in times.items()))
         if not cell.graph:
             self.say("    host us per call: " + "  ".join(f"{name} {each.host_us:.1f}" for name, each in times.items()))
-        last = decisions.last(self.setting.group_name, self.of(cell).site(cell.op, "ditron"))
-        if "ditron" in times and last is not None:
-            self.say(f"    auto ran {last[1].strategy}: {last[1].reason}")
+        for name in TRYING:
+            last = decisions.last(self.setting.group_name, self.of(cell).site(cell.op, name))
+            if name in times and last is not None:
+                self.say(f"    {name} ran {last[1].strategy}: {last[1].reason}")
 
 
 def report(run: Run) -> str:
