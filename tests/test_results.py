@@ -307,10 +307,8 @@ def test_the_table_of_models_has_means_and_the_lowest_ratio() -> None:
     assert "this holds for 1 of 2 cells" in conditions[2] and "2 of them" in conditions[3]
     assert conditions[4] == "Inside CUDA graphs: none."
     elsewhere = [dataclasses.replace(row, gpu="NVIDIA H100") for row in rows[:2]]
-    assert "Cells of other GPUs, on the page of whole models: 1." in readme_part([*rows, *elsewhere], [])
-    assert "4x H100" not in readme_part([*rows, *elsewhere], [])
-    against_more = [*elsewhere, *(dataclasses.replace(elsewhere[0], contestant=name) for name in ("eager", "symm_mem"))]
-    assert "4x H200" not in readme_part([*rows, *against_more], [])
+    lines = readme_part([*rows, *elsewhere], []).splitlines()
+    assert [line.split("|")[2].strip() for line in lines[2:4]] == ["4x H100", "4x H200"]
     assert readme_part([], []) == phases_part([], []) == "Nothing has been measured yet."
 
 

@@ -51,19 +51,14 @@ def _table(cells: Iterable[Contest], by_model: bool, by_mode: bool = True) -> st
 
 
 def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
-    """The short table, of the GPU that was measured against the most rivals in a cell, and how it was measured."""
-    every = measured_cells(rows)
-    if not every:
+    """The short table, a line for each phase and machine, and how it was measured."""
+    measured = measured_cells(rows)
+    if not measured:
         return NOTHING
-    by_gpu: dict[str, list[Contest]] = {}
-    for one in every:
-        by_gpu.setdefault(one.where[0], []).append(one)
-    measured = max(by_gpu.values(), key=lambda cells: statistics.mean(len(one.rows) for one in cells))
     captured = Counter(one.rows[0].op for one in measured if one.rows[0].graph)
     modes = ", ".join(f"{number} of {phase}" for phase, number in sorted(captured.items())) or "none"
-    others = f" Cells of other GPUs, on the page of whole models: {len(every) - len(measured)}." * (every != measured)
     return "\n".join([_table(measured, by_model=False, by_mode=False), "", *_caption(measured, facts),
-                      f"Inside CUDA graphs: {modes}.{others}"])  # fmt: skip
+                      f"Inside CUDA graphs: {modes}."])  # fmt: skip
 
 
 def phases_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
