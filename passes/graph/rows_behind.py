@@ -1,4 +1,4 @@
-"""Masks of rows that no grouped matmul reads.
+"""Masks of rows that no grouped matmul reads, and masks of no rows.
 
     ids [S], sorted -> ge(E) -> unsqueeze [S, 1], the mask of slots elsewhere
     where(mask, 0, rows [S, ..]) -> ops by row -> _grouped_mm(.., ends of ids)      =>      rows -> ops by row -> ..
@@ -6,6 +6,9 @@
 With expert parallelism the slots of other ranks' experts have ids of E and more, so they are the last ones when slots
 are sorted, behind the last end. A grouped matmul reads no row behind it. So a mask in front of it changes nothing, if
 nothing else reads what it makes than ops by row, and if the rows of these are read by such matmuls only.
+
+Where a rank has all experts, no id is E or more, and the mask changes nothing whoever reads it. Some releases of
+`transformers` write it there too.
 
 A call of experts that may be elsewhere has zeros in the rows of such slots, whatever its epilogue makes of them. So a
 mask of these slots behind it may be a part of it, but what is computed of the zeros may not: see `rows_before_mask`.
@@ -53,7 +56,9 @@ def ends_before(user: fx.Node, rows: fx.Node, ids: fx.Node, num_experts: int) ->
 
 
 def changes_nothing(node: fx.Node, ids: fx.Node, num_experts: int) -> bool:
-    """Returns whether nothing reads the rows of `node` that are masked."""
+    """Returns whether `node` masks no rows, or nothing reads those that it masks."""
+    if expert_rows.range_of(ids).most < num_experts:
+        return True
     return are_read_by_row(node, lambda user, read: ends_before(user, read, ids, num_experts))
 
 
@@ -71,7 +76,7 @@ def rows_before_mask(node: fx.Node, call: fx.Node) -> fx.Node | None:
 
 
 def drop_masks(graph: fx.Graph) -> None:
-    """Removes the masks of rows that are never read."""
+    """Removes the masks that change nothing."""
     for node in list(graph.find_nodes(op="call_function", target=aten.where.self)):
         match = masked(node)
         if match is not None and changes_nothing(node, *match[1:]):

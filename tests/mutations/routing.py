@@ -161,6 +161,13 @@ ROUTING: tuple[Mutation, ...] = (
         f"{TAKEN}::test_masks_of_rows_that_are_read_stay[masked_and_returned]",
     ),
     Mutation(
+        "masks of the last expert's rows are removed as masks of none",
+        "passes/graph/rows_behind.py",
+        "expert_rows.range_of(ids).most < num_experts",
+        "expert_rows.range_of(ids).most <= num_experts",
+        f"{TAKEN}::test_masks_of_no_rows_go_whoever_reads_them",
+    ),
+    Mutation(
         "masks of rows in front of the last end are removed",
         "passes/graph/rows_behind.py",
         'return reads == ["self"] and expert_rows.are_experts_of_rows(ids, bound["offs"], num_experts)',

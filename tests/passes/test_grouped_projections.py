@@ -229,6 +229,21 @@ def test_masks_of_rows_that_are_read_stay(fn: Callable[..., Any]) -> None:
     assert same_results(behind_a_reduction(fn)) == 0
 
 
+@pytest.mark.parametrize(("least", "left"), [(E, 0), (E - 1, 2)])
+def test_masks_of_no_rows_go_whoever_reads_them(least: int, left: int) -> None:
+    def fn(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
+        ids, order = scores.topk(K)[1].reshape(-1).sort()
+        ends = torch.histc(ids.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+        mask = (ids >= least).unsqueeze(-1)
+        rows = x[order // K].masked_fill(mask, 0.0)
+        return torch._grouped_mm(rows, gate_up.mT, offs=ends).masked_fill(mask, 0.0), rows
+
+    assert same_results(behind_a_reduction(fn)) == 0
+    (module,) = compiled_graphs(behind_a_reduction(fn), *OPERANDS)
+    made(module)
+    assert len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)) == left
+
+
 def test_biases_of_other_experts_stay() -> None:
     def fn(x: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         ids, order = scores.topk(K)[1].reshape(-1).sort()
