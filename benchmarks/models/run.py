@@ -94,28 +94,30 @@ class Run(Session):
                 progress.finish(number, None)
                 continue
             self.note_journal(number, "")
-            self.take_turn(alone=False)
             self.limit(request.cell_limit_s)
+            self.take_turn(alone=False)
             self.run_cell(number, cell)
-            self.limit(None)
             self.take_turn(alone=None)
+            self.limit(None)
             self.write()
             progress.finish(number, self.seconds() - before)
         self.note_journal(len(cells), "")
 
     def take_turn(self, *, alone: bool | None) -> None:
         """Waits until the machine is this run's alone, or is shared by runs that do not time; None: leaves it. Without
-        `Request.turns` there is nothing to wait for. Collective.
+        `Request.turns` there is nothing to wait for. A cell has its time from its latest turn on. Collective.
         """
         if self._turns is None:
             return
         synchronize(self.clock)
+        self.limit(None)
         self.agree(None)
         if self.rank == 0 and alone is None:
             self._turns.leave()
         elif self.rank == 0:
             self._turns.take(alone=bool(alone))
         self.agree(None)
+        self.limit(None if alone is None else self.request.cell_limit_s)
 
     def too_late(self, expected_s: float, spent_s: float) -> str:
         """Why a cell is not begun, equal on all ranks; empty where there is time for it."""
@@ -277,6 +279,8 @@ class Run(Session):
                 self.fail(cell, name, problem, failed)
         self.note_journal(number, TIMING)
         self.take_turn(alone=True)
+        if self._turns is not None:
+            begun = time.monotonic()
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
         self.time(cell, gate, ready, failed, self.captures(cell), most_s)
         if len(self.modes(cell)) > 1:
