@@ -47,6 +47,7 @@ from ditron_inductor.passes.attention.recompute_masks import recompute_masks
 from ditron_inductor.passes.finish.conform import conform
 from ditron_inductor.passes.finish.name_sites import add_key, name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.overlap_launches import overlap_launches
 from ditron_inductor.passes.finish.pad_products import pad_products
 from ditron_inductor.passes.finish.record_sites import count_left_alone, record_graph
 from ditron_inductor.passes.finish.require_fusions import require_fusions
@@ -144,6 +145,8 @@ PASSES: tuple[Pass, ...] = (
     unroll_topk,
     # Launches are ordered once no launch changes any more.
     order_collectives,
+    # Those that may begin early do, once their weights and what is in front of them are known.
+    overlap_launches,
     # Sites are named by their places in that order.
     name_sites,
     # The result is checked at the end.

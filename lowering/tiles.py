@@ -5,15 +5,24 @@ from __future__ import annotations
 import torch
 
 from ditron_inductor.core.matmul import Tiles
+from ditron_inductor.core.overlap import FOLLOWS
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.host.launch import dot_precision
 
 LEAST_STEP = 16
 """The least elements of K in a step (`tl.dot`)."""
+MOST_AHEAD, INTERPRETED_AHEAD = 1024, 64
+"""The most elements of a column that are loaded before the row of a launch that follows."""
 
 
-def tiles_of(x: torch.Tensor, config: Config) -> Tiles:
-    """Returns the Tiles for rows of x [.., K]."""
+def tiles_of(x: torch.Tensor, config: Config, overlap: int = 0, least_k: int = 0) -> Tiles:
+    """Returns the Tiles for rows of x [.., K] in a launch that overlaps so (see core/overlap.py). least_k: the fewest
+    elements of K of any program, if these are known. If it follows, a single row's weight is loaded ahead.
+    """
+    interpreted, ahead = x.device.type == "cpu", 0
+    if config.block_m == 1 and (overlap == FOLLOWS.value or interpreted):
+        most = min(least_k, INTERPRETED_AHEAD if interpreted else MOST_AHEAD) // config.block_k
+        ahead = 1 << (most.bit_length() - 1) if most else 0
     return Tiles(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -24,9 +33,11 @@ def tiles_of(x: torch.Tensor, config: Config) -> Tiles:
         # The steps of two weights are half as wide.
         EVEN_K=x.shape[-1] % max(config.block_k, LEAST_STEP) == 0,
         PRECISION=dot_precision(x.dtype),
-        UPCAST=x.device.type == "cpu",
+        UPCAST=interpreted,
         THREADS=0,
         PIECE=0,
+        OVERLAP=overlap,
+        AHEAD=ahead,
     )
 
 

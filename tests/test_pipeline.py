@@ -95,6 +95,7 @@ def test_the_order_of_the_passes() -> None:
         "choose_experts",
         "unroll_topk",
         "order_collectives",
+        "overlap_launches",
         "name_sites",
         "verify_tasks",
     ]

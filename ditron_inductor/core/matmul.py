@@ -23,8 +23,9 @@ import triton.language as tl
 class Tiles(NamedTuple):
     """How a kernel computes tiles of products, known at compile time: the tile's sizes, GROUP_M of `order.grouped`,
     DESCRIPTORS or pointers, K_MAJOR (one bit for each second operand that has contiguous K), EVEN_K (K is a multiple of
-    BLOCK_K, so the K loop needs no mask for it), PRECISION of `tl.dot`, UPCAST, THREADS of a program, and PIECE (32-bit
-    words that are carried in one step).
+    BLOCK_K, so the K loop needs no mask for it), PRECISION of `tl.dot`, UPCAST, THREADS of a program, PIECE (32-bit
+    words that are carried in one step), OVERLAP of the launch (see core/overlap.py), and AHEAD, the steps of a weight
+    that a launch which follows loads before it waits: a power of two, or 0. So many steps of all weights are whole.
     """
 
     BLOCK_M: Any
@@ -38,6 +39,8 @@ class Tiles(NamedTuple):
     UPCAST: Any
     THREADS: Any
     PIECE: Any
+    OVERLAP: Any = 0
+    AHEAD: Any = 0
 
 
 class Weight(NamedTuple):

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece
 from ditron_inductor.core.matmul_row import product_of_few_rows, product_of_row
+from ditron_inductor.core.overlap import wait_for_last
 
 
 @triton.jit
@@ -117,6 +118,7 @@ def matmul_pair_of_few_rows(rows, weight, other, column, N, K, TILES: tl.constex
 @triton.jit
 def matmul_pair_by_tensor_cores(rows, weight, other, column, N, K, TILES: tl.constexpr):
     """Returns what `matmul_pair_of_few_rows` does, of any number of rows but one."""
+    wait_for_last(TILES.OVERLAP)
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     offs_n = (column + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]

@@ -230,7 +230,7 @@ class LocalProducts(SharedOperand):
 @dataclass(frozen=True)
 class Projections(LocalProducts):
     """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site. x
-    is [M, K], each out_i [M, N_i].
+    is [M, K], each out_i [M, N_i]. follows: as in Policy.
     """
 
     kind: ClassVar[str] = "projections"
@@ -238,6 +238,7 @@ class Projections(LocalProducts):
     num_extras: int = 0
     epilogue: str = ""
     strategy: str = "auto"
+    follows: bool = False
 
     def slots(self) -> Slots:
         return (("x", None), ("weights", self.num_weights), *self.extra_slots())

@@ -34,7 +34,8 @@ class Policy:
     timeout_s: seconds before a wait gives up; 0.0 for the group's own timeout. With `auto`, trials: whether the first
     calls try several strategies; strict: whether an obstacle that leaves `library` only is an error. replayed: whether
     torch captures the graph (`triton.cudagraphs`). Each rank then runs, captures or replays it as its own memory asks
-    for, so every call runs as it would inside a CUDA graph.
+    for, so every call runs as it would inside a CUDA graph. follows: whether its launches may begin before the one in
+    front of them has ended, see passes/finish/overlap_launches.py.
     """
 
     strategy: str = "auto"
@@ -43,6 +44,7 @@ class Policy:
     trials: bool = False
     strict: bool = False
     replayed: bool = False
+    follows: bool = False
 
     def verify(self, kind: str) -> None:
         check(self.strategy in STRATEGIES, kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")

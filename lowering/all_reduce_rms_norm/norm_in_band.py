@@ -43,6 +43,7 @@ from ditron_inductor.core.in_band import (
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
+from ditron_inductor.core.overlap import launch_options, let_next_begin, overlap_for, wait_for_last
 from ditron_inductor.core.signals import granted, leave, with_epoch, words_of
 from ditron_inductor.core.trace import SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
@@ -79,8 +80,8 @@ INTERPRETED_SMS = 8
 class How(NamedTuple):
     """Values that are known at compile time: the number of ranks, whether to take the mean, the rows of a reader, the
     places of a row in elements and in words, the words that a sender sends, the threads of a program, the number of
-    rows of x that are added up for each row that is sent, 0 if x itself is sent, whether a tensor is added to them, and
-    the number of parts that are added up instead of x, 0 if x is read.
+    rows of x that are added up for each row that is sent, 0 if x itself is sent, whether a tensor is added to them, the
+    number of parts that are added up instead of x, 0 if x is read, and the OVERLAP of the launch (core/overlap.py).
     """
 
     WORLD: Any
@@ -93,6 +94,7 @@ class How(NamedTuple):
     TOP_K: Any
     HAS_ADDED: Any
     PARTS: Any
+    OVERLAP: Any
 
 
 class SentColumns(NamedTuple):
@@ -232,6 +234,8 @@ def in_band_kernel(
     `Sent`. given, outputs: see `rows.extras` and `rows.finish`. There is program 0, then `senders` programs, then a
     program for each ROWS rows.
     """
+    let_next_begin(HOW.OVERLAP)
+    wait_for_last(HOW.OVERLAP)
     WORLD: tl.constexpr = HOW.WORLD
     program = tl.program_id(0)
     # Ask for everything before the first answer is needed.
@@ -342,6 +346,7 @@ def all_reduce_rms_norm(
     def arguments() -> Arguments:
         block = block_of(N)
         num_warps = warps_of(dealt.rows * block)
+        overlap = overlap_for(launch.workspace.capabilities.arch, M, follows=node.policy.follows)
         return Arguments(
             programs=dealt.programs,
             values=dict(
@@ -361,9 +366,11 @@ def all_reduce_rms_norm(
                     TOP_K=0 if factors is None else len(factors) // M,
                     HAS_ADDED=added is not None,
                     PARTS=0 if parts is None else len(parts),
+                    OVERLAP=overlap,
                 ),
                 **constants_of(node, stores_reduced=True),
                 num_warps=num_warps,
+                **launch_options(overlap),
             ),
         )
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 KNOWN_TRITON = ((3, 6), (3, 8))
 """The oldest and the newest version of Triton whose compiled kernels can be launched as below."""
 
-LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 """The options that a launch is given besides the arguments of its kernel."""
 SIGNED_32 = 1 << 31
 

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from ditron_inductor.core.matmul import Rows, Tiles, Weight
 from ditron_inductor.core.matmul_row import product_of_few_rows
+from ditron_inductor.core.overlap import launch_options, let_next_begin, overlap_for
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import DIVIDED, Config, select_few_rows_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
@@ -51,6 +52,7 @@ class WeightColumns(NamedTuple):
 @triton.jit(do_not_specialize=["M"])
 def divided_product_kernel(x, weight, out, M, depths, columns, TILES: tl.constexpr):
     """See the module. x is [M, K], contiguous, weight is [N, K], and out is [parts, M, N]."""
+    let_next_begin(TILES.OVERLAP)
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     N = columns.N
@@ -89,23 +91,24 @@ class DividedProduct:
 
         def arguments() -> Arguments:
             columns = WeightColumns(self.N, weight.stride(1))
-            values = dict(M=self.M, depths=self.depths, columns=columns, TILES=self.tiles, **self.config.options)
+            options = {**self.config.options, **launch_options(self.tiles.OVERLAP)}
+            values = dict(M=self.M, depths=self.depths, columns=columns, TILES=self.tiles, **options)
             return Arguments(programs=ceil_div(self.N, self.config.block_n) * self.parts, values=values)
 
         self.launcher(handle_for(x), arguments, (), (), {"x": x, "weight": weight, "out": out})
         return out
 
 
-def divided_product(x: torch.Tensor, rows: int, columns: int) -> DividedProduct | None:
+def divided_product(x: torch.Tensor, rows: int, columns: int, *, follows: bool = False) -> DividedProduct | None:
     """Returns the DividedProduct for x [.., K] with so many rows, and a weight with so many columns; None if the
-    library is to compute the product. The ranks need not agree on it.
+    library is to compute the product. The ranks need not agree on it. follows: whether its launch may begin early.
     """
     if x.dtype not in DTYPES or not 0 < rows <= MOST_ROWS or 0 in (columns, x.shape[-1]):
         return None
-    return product_in_parts(x, rows, columns)
+    return product_in_parts(x, rows, columns, follows=follows)
 
 
-def product_in_parts(x: torch.Tensor, rows: int, columns: int) -> DividedProduct:
+def product_in_parts(x: torch.Tensor, rows: int, columns: int, *, follows: bool = False) -> DividedProduct:
     """Returns what `divided_product` does where the kernel can run."""
     K = x.shape[-1]
     facts, interpreted = facts_of(x.device), x.device.type == "cpu"
@@ -113,5 +116,7 @@ def product_in_parts(x: torch.Tensor, rows: int, columns: int) -> DividedProduct
     config = config.for_arch(facts.arch)
     programs = INTERPRETED_PROGRAMS if interpreted else facts.num_sms
     part = round_up(ceil_div(K, max(1, programs // ceil_div(columns, config.block_n))), config.block_k)
+    parts = ceil_div(K, part)
+    tiles = tiles_of(x, config, overlap_for(facts.arch, rows, follows=follows), K - part * (parts - 1))
     launcher = local_launcher(divided_product_kernel, x.device)
-    return DividedProduct(rows, columns, Depths(K, part), ceil_div(K, part), config, tiles_of(x, config), launcher)
+    return DividedProduct(rows, columns, Depths(K, part), parts, config, tiles, launcher)

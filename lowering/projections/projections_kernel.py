@@ -22,6 +22,7 @@ import triton.language as tl
 from ditron_inductor.core.matmul import Rows, Weight, weight_of
 from ditron_inductor.core.matmul_pair import interleaved_pair_of_few_rows, matmul_pair_of_few_rows
 from ditron_inductor.core.matmul_row import product_of_few_rows
+from ditron_inductor.core.overlap import launch_options, let_next_begin, overlap_for
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_projections_config
 from ditron_inductor.lowering.epilogues import (
@@ -59,6 +60,7 @@ def projections_kernel(
     """See the module. x is [M, K], contiguous; weights, extras and outs are tuples of pointers, see Widths. GROUPS: the
     weights that are multiplied in one tile. PAIR: the Tiles of two weights.
     """
+    let_next_begin(TILES.OVERLAP)
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     # Tiles of one row are for one row.
     blocks = 1 if BLOCK_M == 1 else tl.cdiv(M, BLOCK_M)
@@ -172,7 +174,8 @@ def prepare(
     ).for_arch(facts.arch)
     launcher = local_launcher(projections_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
-    arguments = _arguments(x, [weights[index] for index in arrangement.weights], arrangement, config)
+    overlap = overlap_for(facts.arch, M, follows=node.follows)
+    arguments = _arguments(x, [weights[index] for index in arrangement.weights], arrangement, config, overlap)
 
     def run(x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         outs, tensors = tensors_of(arrangement, M, x, weights, extras)
@@ -208,10 +211,12 @@ def by_library(node: Projections, x: torch.Tensor, extras: Sequence[torch.Tensor
     return Finisher(parsed, x, extras).multiply
 
 
-def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Arrangement, config: Config) -> Arguments:
+def _arguments(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Arrangement, config: Config, overlap: int
+) -> Arguments:
     """Returns the Arguments of a launch. weights: in the kernel's order."""
     K = x.shape[1]
-    tile = tiles_of(x, config)
+    tile = tiles_of(x, config, overlap, K)
     tiles = sum(ceil_div(weights[first].shape[1], config.block_n) for first in arrangement.first_weights)
     values: dict[str, Any] = {
         "M": x.shape[0],
@@ -222,6 +227,7 @@ def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Ar
         "TILES": tile,
         "PAIR": pair_of(tile),
         **config.options,
+        **launch_options(overlap),
     }
     return Arguments(programs=tiles * ceil_div(x.shape[0], config.block_m), values=values)
 

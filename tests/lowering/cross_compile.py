@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Terms, Tiles, Widths
+from ditron_inductor.core.overlap import FOLLOWS, launch_options
 from ditron_inductor.core.signals import Pointers
 from ditron_inductor.lowering import sums
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
@@ -80,6 +81,7 @@ class Case:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
     norm: ends with a norm. trace: the clock of its time stamps, if any. elsewhere: experts whose weights have
     contiguous columns, with slots of other ranks' experts. interleaved: of which one weight has two products in turns.
+    follows: a launch that begins before the one in front of it has ended.
     """
 
     kernel: str
@@ -96,6 +98,7 @@ class Case:
     trace: int = 0
     elsewhere: bool = False
     interleaved: bool = False
+    follows: bool = False
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -107,7 +110,7 @@ class Case:
     def terms(self) -> str:
         """What is added up, if it is more than one product, and what follows."""
         added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
-        added += f"-traced{self.trace}" if self.trace else ""
+        added += (f"-traced{self.trace}" if self.trace else "") + ("-follows" if self.follows else "")
         return added + ("-norm" if self.norm else "") + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
     @property
@@ -217,6 +220,8 @@ def compile_case(case: Case) -> Compiled:
         UPCAST=False,
         THREADS=threads,
         PIECE=4 * threads,
+        OVERLAP=FOLLOWS.value if case.follows else 0,
+        AHEAD=2 if case.follows else 0,
     )
     constants: dict[str, Any] = {
         "WORLD": 4,
@@ -328,7 +333,7 @@ def compile_case(case: Case) -> Compiled:
             if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(fn, signature, known, attributes)
-    options = {"num_warps": fits.num_warps, "num_stages": fits.num_stages}
+    options = {"num_warps": fits.num_warps, "num_stages": fits.num_stages, **launch_options(tile.OVERLAP)}
     compiled = compile_for(case.target, source, options)
     assembly = compiled.asm["ptx" if case.target.startswith("sm_") else "amdgcn"]
     return Compiled(assembly, compiled.asm["ttgir"], compiled.metadata.shared)

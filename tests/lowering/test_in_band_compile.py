@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
+from ditron_inductor.core.overlap import FOLLOWS, launch_options
 from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import LEAST_CHUNK, How, SentColumns, in_band_kernel
 from ditron_inductor.lowering.norms.rows import (
     HAS_BIAS,
@@ -38,6 +39,7 @@ WIDE = VOLATILE + r"\.v4\.b32"
 class Case:
     """Rows of n elements, `rows` in a tile, of `world` ranks. top_k: of how many rows, and of another, each of them is
     the sum, if any. parts: of how many tensors in fp32 it is the sum, if any. trace: the clock of time stamps, if any.
+    overlap: as in core/overlap.py.
     """
 
     target: str
@@ -50,9 +52,10 @@ class Case:
     trace: int = 0
     top_k: int = 0
     parts: int = 0
+    overlap: int = 0
 
     def __str__(self) -> str:
-        slots = f"k{self.top_k}-p{self.parts}"
+        slots = f"k{self.top_k}-p{self.parts}-o{self.overlap}"
         return f"{self.target}-{self.rows}x{self.n}-{self.dtype}-w{self.world}-{self.form:x}-{slots}"
 
     @property
@@ -99,6 +102,7 @@ def compiled(case: Case) -> Any:
             TOP_K=case.top_k,
             HAS_ADDED=case.top_k > 0,
             PARTS=case.parts,
+            OVERLAP=case.overlap,
         ),
         "NORMS": Norms(case.form, 1e-6, 1e-6),
         "TRACE": case.trace,
@@ -125,7 +129,14 @@ def compiled(case: Case) -> Any:
             if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(in_band_kernel, signature, known, attributes)
-    return compile_for(case.target, source, {"num_warps": case.num_warps})
+    return compile_for(case.target, source, {"num_warps": case.num_warps, **launch_options(case.overlap)})
+
+
+def test_a_launch_that_follows_touches_no_memory_before_it_has_waited() -> None:
+    text = compiled(Case("sm_90", 4096, world=2, parts=1, overlap=FOLLOWS.value)).asm["ptx"]
+    before, waits, _ = text.partition("griddepcontrol.wait")
+    assert waits and "griddepcontrol.launch_dependents" in before
+    assert not re.search(r"\b(ld|st|atom|red)\.(\w+\.)*global", before)
 
 
 @each_case

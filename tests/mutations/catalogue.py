@@ -10,6 +10,7 @@ from tests.mutations.measuring import MEASURING
 from tests.mutations.multiplying import MULTIPLYING
 from tests.mutations.mutation import Mutation
 from tests.mutations.norming import NORMING
+from tests.mutations.overlapping import OVERLAPPING
 from tests.mutations.routing import ROUTING
 from tests.mutations.sinking import SINKING
 from tests.mutations.unsorting import UNSORTING
@@ -594,7 +595,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *DECIDING,
     *MASKING, *CACHING, *SINKING, *ELSEWHERE,
     *MULTIPLYING, *NORMING,
-    *ROUTING,
-    *UNSORTING,
+    *ROUTING, *UNSORTING, *OVERLAPPING,
     *MEASURING,
 )

@@ -1,0 +1,69 @@
+"""The mutations of launches that begin early."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+PASS = "passes/finish/overlap_launches.py"
+CORE = "ditron_inductor/core/overlap.py"
+OF_PASS = "tests/passes/test_overlap_launches.py"
+OF_KERNELS = "tests/lowering/test_overlap.py"
+
+OVERLAPPING: tuple[Mutation, ...] = (
+    Mutation(
+        "a launch follows though no norm is in front of it",
+        PASS,
+        "depends = any(source in behind for source in node.all_input_nodes)",
+        "depends = True",
+        f"{OF_PASS}::test_nothing_follows_without_a_norm_in_front",
+    ),
+    Mutation(
+        "weights that the graph computes are read early",
+        PASS,
+        'return weight.op in ("placeholder", "get_attr")',
+        "return True",
+        f"{OF_PASS}::test_weights_that_the_graph_computes_are_not_read_early",
+    ),
+    Mutation(
+        "weights that are written are read early",
+        PASS,
+        "and written(weights) is None",
+        "",
+        f"{OF_PASS}::test_weights_that_are_written_are_not_read_early",
+    ),
+    Mutation(
+        "launches follow kernels that may write weights and let others begin",
+        PASS,
+        'if getattr(inductor_config.triton, "enable_pdl", False):',
+        "if False:",
+        f"{OF_PASS}::test_nothing_follows_where_inductor_s_kernels_may_begin_early",
+    ),
+    Mutation(
+        "launches of several rows overlap",
+        CORE,
+        "able = rows == 1 and",
+        "able =",
+        f"{OF_KERNELS}::test_a_single_row_overlaps_since_hopper",
+    ),
+    Mutation(
+        "a row is read before the launch has waited",
+        "ditron_inductor/core/matmul_row.py",
+        "    wait_for_last(TILES.OVERLAP)\n    total",
+        "    total",
+        f"{OF_KERNELS}::test_weights_alone_are_read_before_the_wait",
+    ),
+    Mutation(
+        "words are sent before the launch has waited",
+        "lowering/all_reduce_rms_norm/norm_in_band.py",
+        "    wait_for_last(HOW.OVERLAP)\n",
+        "",
+        "tests/lowering/test_in_band_compile.py::test_a_launch_that_follows_touches_no_memory_before_it_has_waited",
+    ),
+    Mutation(
+        "steps are loaded ahead that are not there",
+        "lowering/tiles.py",
+        "most = min(least_k, INTERPRETED_AHEAD if interpreted else MOST_AHEAD) // config.block_k",
+        "most = (INTERPRETED_AHEAD if interpreted else MOST_AHEAD) // config.block_k",
+        f"{OF_KERNELS}::test_steps_ahead_are_whole",
+    ),
+)
