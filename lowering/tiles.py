@@ -11,8 +11,11 @@ from ditron_inductor.lowering.host.launch import dot_precision
 
 LEAST_STEP = 16
 """The least elements of K in a step (`tl.dot`)."""
-MOST_AHEAD, INTERPRETED_AHEAD = 1024, 64
-"""The most elements of a column that are loaded before the row of a launch that follows."""
+MOST_AHEAD, INTERPRETED_AHEAD = 2048, 64
+"""The most elements of a column that are loaded before the row of a launch that follows. On an H200, with 3 us for each
+all-reduce, a layer of 8B takes 74.5 us if nothing follows, and with 0, 512, 1024, 2048 and 4096 elements 73.5, 72.6,
+71.0, 69.4 and 70.3; one of 70B 218.8 and 217.8, 216.1, 216.0, 215.9 and 216.6.
+"""
 
 
 def tiles_of(x: torch.Tensor, config: Config, overlap: int = 0, least_k: int = 0) -> Tiles:

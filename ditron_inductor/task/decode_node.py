@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.exchange import GATHERED_PARTS, Exchange
 from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, parted, single
-from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
+from ditron_inductor.task.policy import STRATEGIES, Policy, check, check_overlap, verify_common
 
 T = TypeVar("T")
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -104,7 +104,7 @@ class CachedAttention(Node):
 
     If `rotated`, q, and key if there is one, are turned first: x * cos + turn(x) * sin, where turn(x) is (-second half
     of x, first half of x), computed in fp32 and rounded once. cos and sin are [B, W] or [1, W], with W = D, or D / 2 if
-    both halves have the same.
+    both halves have the same. overlap: as in Policy; it never follows.
     """
 
     kind: ClassVar[str] = "cached_attention"
@@ -118,6 +118,7 @@ class CachedAttention(Node):
     sinks: bool = False
     paged: bool = False
     strategy: str = "auto"
+    overlap: str = ""
 
     @property
     def pattern(self) -> str:
@@ -130,6 +131,7 @@ class CachedAttention(Node):
         right = not self.added or (self.mask == "lengths" and not self.appends)
         check(right, self.kind, "added", self.added, "0, where no lengths are, or where they are the position")
         check(self.sinks or self.mask != "bias", self.kind, "mask", self.mask, "a bias with sinks only")
+        check_overlap(self.overlap, self.kind)
         check(not (self.appends and self.paged), self.kind, "appends", self.appends, "false for blocks")
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 

@@ -24,7 +24,7 @@ from ditron_inductor.task.exchange import (
 )
 from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.norms import SHARD_EXTRAS, ShardNorm, by_names, norm_outputs
-from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
+from ditron_inductor.task.policy import STRATEGIES, Policy, check, check_overlap, verify_common
 
 T = TypeVar("T")
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
@@ -230,7 +230,7 @@ class LocalProducts(SharedOperand):
 @dataclass(frozen=True)
 class Projections(LocalProducts):
     """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site. x
-    is [M, K], each out_i [M, N_i]. follows: as in Policy.
+    is [M, K], each out_i [M, N_i]. overlap: as in Policy.
     """
 
     kind: ClassVar[str] = "projections"
@@ -238,7 +238,7 @@ class Projections(LocalProducts):
     num_extras: int = 0
     epilogue: str = ""
     strategy: str = "auto"
-    follows: bool = False
+    overlap: str = ""
 
     def slots(self) -> Slots:
         return (("x", None), ("weights", self.num_weights), *self.extra_slots())
@@ -249,6 +249,10 @@ class Projections(LocalProducts):
 
     def outputs(self, shapes: Shapes) -> list[Output]:
         return self.made([(shapes["x"][0], shape[1]) for shape in shapes["weights"]])
+
+    def verify(self) -> None:
+        super().verify()
+        check_overlap(self.overlap, self.kind)
 
     def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T], Sequence[T]]:
         """Returns (x, weights, extra tensors)."""

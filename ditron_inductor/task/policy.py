@@ -11,6 +11,10 @@ KEY_MARK = "@"
 """In a site's name the key of its graph stands behind this mark. Only the graphs of this rank have to share the key."""
 NUMBERED = re.compile(r"[0-9a-f]{8}/(\d+):")
 STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
+OVERLAPS: tuple[str, ...] = ("", "leads", "follows")
+"""How the launches of a call overlap with others: not at all; they let the next one begin early; or they may begin
+early as well. See passes/finish/overlap_launches.py.
+"""
 
 
 def shared_site(site: str) -> str:
@@ -34,8 +38,7 @@ class Policy:
     timeout_s: seconds before a wait gives up; 0.0 for the group's own timeout. With `auto`, trials: whether the first
     calls try several strategies; strict: whether an obstacle that leaves `library` only is an error. replayed: whether
     torch captures the graph (`triton.cudagraphs`). Each rank then runs, captures or replays it as its own memory asks
-    for, so every call runs as it would inside a CUDA graph. follows: whether its launches may begin before the one in
-    front of them has ended, see passes/finish/overlap_launches.py.
+    for, so every call runs as it would inside a CUDA graph. overlap: of OVERLAPS.
     """
 
     strategy: str = "auto"
@@ -44,17 +47,22 @@ class Policy:
     trials: bool = False
     strict: bool = False
     replayed: bool = False
-    follows: bool = False
+    overlap: str = ""
 
     def verify(self, kind: str) -> None:
         check(self.strategy in STRATEGIES, kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
         check(self.workspace_limit >= 0, kind, "workspace_limit", self.workspace_limit, "a number of bytes, 0 or more")
+        check_overlap(self.overlap, kind)
         check(self.timeout_s >= 0.0, kind, "timeout_s", self.timeout_s, "seconds, or 0 for the group's own timeout")
 
 
 def check(holds: bool, kind: str, field: str, value: object, expected: str) -> None:
     if not holds:
         raise InvalidTaskNode(node=kind, field=field, problem=f"is {value!r}, not {expected}")
+
+
+def check_overlap(overlap: str, kind: str) -> None:
+    check(overlap in OVERLAPS, kind, "overlap", overlap, "leads, follows or nothing")
 
 
 def verify_common(kind: str, world_size: int, group_name: str, policy: Policy) -> None:

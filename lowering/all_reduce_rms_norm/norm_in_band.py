@@ -43,7 +43,7 @@ from ditron_inductor.core.in_band import (
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
-from ditron_inductor.core.overlap import launch_options, let_next_begin, overlap_for, wait_for_last
+from ditron_inductor.core.overlap import let_next_begin, wait_for_last
 from ditron_inductor.core.signals import granted, leave, with_epoch, words_of
 from ditron_inductor.core.trace import SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
@@ -59,6 +59,7 @@ from ditron_inductor.lowering.norms.rows import (
     pointers,
     warps_of,
 )
+from ditron_inductor.lowering.overlapping import launch_options, overlap_for
 from ditron_inductor.task.nodes import ReductionWithNorm
 
 MOST_BYTES = 1 << 20
@@ -346,7 +347,7 @@ def all_reduce_rms_norm(
     def arguments() -> Arguments:
         block = block_of(N)
         num_warps = warps_of(dealt.rows * block)
-        overlap = overlap_for(launch.workspace.capabilities.arch, M, follows=node.policy.follows)
+        overlap = overlap_for(launch.workspace.capabilities.arch, M, node.policy.overlap)
         return Arguments(
             programs=dealt.programs,
             values=dict(

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.overlap import let_next_begin, overlap_for
+from ditron_inductor.core.overlap import let_next_begin
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.decode_attention.decode_config import (
     INTERPRETED_SPLITS,
@@ -47,6 +47,7 @@ from ditron_inductor.lowering.decode_attention.split_attention import (
 from ditron_inductor.lowering.host.launch import dot_precision
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
+from ditron_inductor.lowering.overlapping import overlap_for
 from ditron_inductor.task import cached_attention as reference
 from ditron_inductor.task.nodes import HEAD_DIMS, CachedAttention
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
@@ -345,7 +346,7 @@ def prepare(node: CachedAttention, *operands: Any) -> Runner:
     asked = (node.mask == "lengths", node.mask == "given", node.mask == "bias", node.sinks, node.added, node.appends)
     # It lets the next launch begin, but does not follow: on the SMs that are free first it would have two programs, and
     # on others none, and a layer of 8B takes 1 to 3 us longer so on an H200.
-    parts = NodeParts(*asked, angles, splits == 1, overlap_for(facts.arch, B, follows=False))
+    parts = NodeParts(*asked, angles, splits == 1, overlap_for(facts.arch, B, node.overlap))
 
     def strides(x: torch.Tensor | None, *dims: int) -> tuple[int, ...]:
         return tuple(0 if x is None else x.stride(dim) for dim in dims)

@@ -65,8 +65,8 @@ def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, colu
         rows, preparer = norm_kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device)
         alone = preparer is None and node.num_products == 1 and not node.has_bias
         divides = alone and rows.in_band is not None
-        follows = node.policy.follows
-        return Small(rows, preparer, divided_product(a, rows.M, columns, follows=follows) if divides else None)
+        overlap = node.policy.overlap
+        return Small(rows, preparer, divided_product(a, rows.M, columns, overlap) if divides else None)
     parts = chunked.parts_geometry(node.reduction, launch, a, columns, k)
     return InParts(parts, make_add_norm(node, [*a.shape[:-1], columns], a.device))
 

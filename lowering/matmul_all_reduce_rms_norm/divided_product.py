@@ -21,12 +21,13 @@ import triton.language as tl
 
 from ditron_inductor.core.matmul import Rows, Tiles, Weight
 from ditron_inductor.core.matmul_row import product_of_few_rows
-from ditron_inductor.core.overlap import launch_options, let_next_begin, overlap_for
+from ditron_inductor.core.overlap import let_next_begin
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import DIVIDED, Config, select_few_rows_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.lowering.host.local_calls import facts_of
+from ditron_inductor.lowering.overlapping import launch_options, overlap_for
 from ditron_inductor.lowering.tiles import tiles_of
 
 MOST_ROWS = max(DIVIDED)
@@ -99,16 +100,16 @@ class DividedProduct:
         return out
 
 
-def divided_product(x: torch.Tensor, rows: int, columns: int, *, follows: bool = False) -> DividedProduct | None:
+def divided_product(x: torch.Tensor, rows: int, columns: int, overlap: str = "") -> DividedProduct | None:
     """Returns the DividedProduct for x [.., K] with so many rows, and a weight with so many columns; None if the
-    library is to compute the product. The ranks need not agree on it. follows: whether its launch may begin early.
+    library is to compute the product. The ranks need not agree on it. overlap: of OVERLAPS.
     """
     if x.dtype not in DTYPES or not 0 < rows <= MOST_ROWS or 0 in (columns, x.shape[-1]):
         return None
-    return product_in_parts(x, rows, columns, follows=follows)
+    return product_in_parts(x, rows, columns, overlap)
 
 
-def product_in_parts(x: torch.Tensor, rows: int, columns: int, *, follows: bool = False) -> DividedProduct:
+def product_in_parts(x: torch.Tensor, rows: int, columns: int, overlap: str = "") -> DividedProduct:
     """Returns what `divided_product` does where the kernel can run."""
     K = x.shape[-1]
     facts, interpreted = facts_of(x.device), x.device.type == "cpu"
@@ -117,6 +118,6 @@ def product_in_parts(x: torch.Tensor, rows: int, columns: int, *, follows: bool 
     programs = INTERPRETED_PROGRAMS if interpreted else facts.num_sms
     part = round_up(ceil_div(K, max(1, programs // ceil_div(columns, config.block_n))), config.block_k)
     parts = ceil_div(K, part)
-    tiles = tiles_of(x, config, overlap_for(facts.arch, rows, follows=follows), K - part * (parts - 1))
+    tiles = tiles_of(x, config, overlap_for(facts.arch, rows, overlap), K - part * (parts - 1))
     launcher = local_launcher(divided_product_kernel, x.device)
     return DividedProduct(rows, columns, Depths(K, part), parts, config, tiles, launcher)

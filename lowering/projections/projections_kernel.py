@@ -22,7 +22,7 @@ import triton.language as tl
 from ditron_inductor.core.matmul import Rows, Weight, weight_of
 from ditron_inductor.core.matmul_pair import interleaved_pair_of_few_rows, matmul_pair_of_few_rows
 from ditron_inductor.core.matmul_row import product_of_few_rows
-from ditron_inductor.core.overlap import launch_options, let_next_begin, overlap_for
+from ditron_inductor.core.overlap import let_next_begin
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_projections_config
 from ditron_inductor.lowering.epilogues import (
@@ -37,6 +37,7 @@ from ditron_inductor.lowering.epilogues import (
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
+from ditron_inductor.lowering.overlapping import launch_options, overlap_for
 from ditron_inductor.lowering.tiles import pair_of, tiles_of
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
@@ -174,7 +175,7 @@ def prepare(
     ).for_arch(facts.arch)
     launcher = local_launcher(projections_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
-    overlap = overlap_for(facts.arch, M, follows=node.follows)
+    overlap = overlap_for(facts.arch, M, node.overlap)
     arguments = _arguments(x, [weights[index] for index in arrangement.weights], arrangement, config, overlap)
 
     def run(x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:

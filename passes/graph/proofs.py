@@ -397,6 +397,11 @@ def writers(node: fx.Node) -> list[fx.Node]:
     ]
 
 
+def share_memory(node: fx.Node, other: fx.Node) -> bool:
+    """Returns whether two tensors are known to lie in one piece of memory."""
+    return _storage(node) is not None and _storage(node) == _storage(other)
+
+
 def _storage(node: fx.Node) -> int | None:
     value = tensor(node)
     return None if value is None else value.untyped_storage()._cdata

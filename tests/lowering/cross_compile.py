@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Terms, Tiles, Widths
-from ditron_inductor.core.overlap import FOLLOWS, launch_options
+from ditron_inductor.core.overlap import FOLLOWS
 from ditron_inductor.core.signals import Pointers
 from ditron_inductor.lowering import sums
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
@@ -28,6 +28,7 @@ from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_all_to_all.tile import matmul_all_to_all_kernel
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
 from ditron_inductor.lowering.norms.rows import HAS_RESIDUAL, HAS_WEIGHT, Norms
+from ditron_inductor.lowering.overlapping import launch_options
 from ditron_inductor.lowering.projections.projections_kernel import projections_kernel
 from ditron_inductor.lowering.tiles import pair_of
 from ditron_inductor.task.epilogue import parse

@@ -12,9 +12,9 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
-from ditron_inductor.core.overlap import overlap_for
 from ditron_inductor.lowering.cached_attention import cached_kernel as lowering
 from ditron_inductor.lowering.cached_attention.cached_kernel import cached_attention
+from ditron_inductor.lowering.overlapping import overlap_for
 from ditron_inductor.task.cached_attention import bounds
 from ditron_inductor.task.cached_attention import cached_attention as reference
 from ditron_inductor.task.decode_node import HIDDEN
@@ -406,7 +406,7 @@ def test_in_a_graph_it_follows_the_position(rank_pools: RankPools) -> None:
 def compiled(target: str, kernel: Any, form: str) -> Any:
     """A kernel of a form of PARTS for 4 query heads of 128 elements that share a key head."""
     # On NVIDIA GPUs the next launch may begin early.
-    asked = PARTS[form]._replace(OVERLAP=overlap_for(target, 1, follows=False))
+    asked = PARTS[form]._replace(OVERLAP=overlap_for(target, 1, "leads"))
     heads = lowering.deal(1, 16, 4)
     config = lowering.select_config(head_dim=128, dtype=BF16, interpreted=False).for_arch(target)
     how = lowering.How(

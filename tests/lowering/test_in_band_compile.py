@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
-from ditron_inductor.core.overlap import FOLLOWS, launch_options
+from ditron_inductor.core.overlap import FOLLOWS
 from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import LEAST_CHUNK, How, SentColumns, in_band_kernel
 from ditron_inductor.lowering.norms.rows import (
     HAS_BIAS,
@@ -24,6 +24,7 @@ from ditron_inductor.lowering.norms.rows import (
     block_of,
     warps_of,
 )
+from ditron_inductor.lowering.overlapping import launch_options
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.cases import rare
 from tests.lowering.assembly import NVIDIA, Listing, machine_code, resources

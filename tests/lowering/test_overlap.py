@@ -13,9 +13,10 @@ from triton.compiler import ASTSource
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor.core.matmul import Tiles
-from ditron_inductor.core.overlap import APART, FOLLOWS, LEADS, launch_options, overlap_for
+from ditron_inductor.core.overlap import APART, FOLLOWS, LEADS
 from ditron_inductor.lowering.config import DIVIDED, ROW, Config
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import divided_product
+from ditron_inductor.lowering.overlapping import launch_options, overlap_for
 from ditron_inductor.lowering.projections import projections_kernel
 from ditron_inductor.lowering.tiles import tiles_of
 from ditron_inductor.task.nodes import Projections
@@ -40,13 +41,14 @@ LOAD = re.compile(r"\bld\.global\S*")
     ],
 )
 def test_a_single_row_overlaps_since_hopper(arch: str, rows: int, leads: Any, follows: Any) -> None:
-    assert overlap_for(arch, rows, follows=False) == leads.value
-    assert overlap_for(arch, rows, follows=True) == follows.value
+    assert overlap_for(arch, rows, "leads") == leads.value
+    assert overlap_for(arch, rows, "follows") == follows.value
+    assert overlap_for(arch, rows, "") == APART.value
     assert launch_options(leads.value) == {}
     assert launch_options(follows.value) == ({"launch_pdl": True} if follows is FOLLOWS else {})
 
 
-@pytest.mark.parametrize(("k", "steps"), [(2048, 2), (1023, 1), (512, 1), (511, 0)])
+@pytest.mark.parametrize(("k", "steps"), [(4096, 4), (2047, 2), (1023, 1), (512, 1), (511, 0)])
 def test_steps_ahead_are_whole(k: int, steps: int) -> None:
     x = torch.empty(1, k, device="meta")
     assert tiles_of(x, ROW, FOLLOWS.value, k).AHEAD == steps
@@ -135,17 +137,20 @@ def test_rows_are_read_when_they_are_there() -> None:
     weights = [(torch.randn(k, k, device=device, generator=generator) * k**-0.5).bfloat16() for _ in range(calls)]
     x = torch.randn(1, k, device=device, generator=generator).bfloat16()
 
-    def chain(follows: bool) -> list[torch.Tensor]:
+    def chain() -> list[torch.Tensor]:
         rows = [x]
         for number, weight in enumerate(weights):
-            node = Projections(1, strategy="tile", follows=follows and number > 0)
+            # In a graph the first launch that follows has no launch in front of it, and the last one has a copy there.
+            node = Projections(1, strategy="tile", overlap="follows")
+            if number == calls - 1:
+                rows[-1] = rows[-1].clone()
             rows += projections_kernel.projections(node, [rows[-1], weight.t()])
         return rows[1:]
 
-    chain(True)
+    chain()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = chain(True)
+        outs = chain()
     for _ in range(300):
         x.normal_(generator=generator)
         for out in outs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 PASS = "passes/finish/overlap_launches.py"
-CORE = "ditron_inductor/core/overlap.py"
+DEVICES = "lowering/overlapping.py"
 OF_PASS = "tests/passes/test_overlap_launches.py"
 OF_KERNELS = "tests/lowering/test_overlap.py"
 
@@ -20,16 +20,16 @@ OVERLAPPING: tuple[Mutation, ...] = (
     Mutation(
         "weights that the graph computes are read early",
         PASS,
-        'return weight.op in ("placeholder", "get_attr")',
-        "return True",
+        'return source.op in ("placeholder", "get_attr") and not',
+        "return not",
         f"{OF_PASS}::test_weights_that_the_graph_computes_are_not_read_early",
     ),
     Mutation(
         "weights that are written are read early",
         PASS,
-        "and written(weights) is None",
+        " and not proofs.writers(weight)",
         "",
-        f"{OF_PASS}::test_weights_that_are_written_are_not_read_early",
+        f"{OF_PASS}::test_what_is_written_as_a_part_of_something_else_is_not_read_early",
     ),
     Mutation(
         "launches follow kernels that may write weights and let others begin",
@@ -40,7 +40,7 @@ OVERLAPPING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "launches of several rows overlap",
-        CORE,
+        DEVICES,
         "able = rows == 1 and",
         "able =",
         f"{OF_KERNELS}::test_a_single_row_overlaps_since_hopper",
