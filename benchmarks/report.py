@@ -47,7 +47,7 @@ from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
 from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, NORM, Row, merge_csv, newest, read_csv
-from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES
+from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES, STRATEGIES
 
 COMMAND = "python -m benchmarks.report"
 ROOT = Path(__file__).parents[1]
@@ -123,8 +123,9 @@ def _of_deleted(cells: Sequence[Comparison]) -> list[str]:
         against = f"{TITLES[name]} / auto was {value:.3f}, the geometric mean of these {number} rows"
         return [f"`{op}` was [deleted](../../docs/deleted.md): {against}.", ""]
     has = [f"ditron:{strategy}" for strategy in NODES[op].strategies]
+    forced = [f"ditron:{strategy}" for strategy in STRATEGIES]
     lines = []
-    for name in (one for one in shown(cells) if one.startswith("ditron:") and one not in has):
+    for name in (one for one in shown(cells) if one in forced and one not in has):
         ratios = [ratio for ratio in (cell.ratio(tuple(has), name) for cell in cells) if ratio is not None]
         mean = f"{geometric_mean(ratios):.3f}, the geometric mean of these {len(ratios)} rows"
         deleted_since = f"`{TITLES[name]}` was [deleted](../../docs/deleted.md)"

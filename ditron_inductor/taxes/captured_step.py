@@ -29,7 +29,9 @@ INDUCTORS = "Inductor's kernels"
 OTHERS = "matmuls, attention and copies of libraries"
 IDLE = "between kernels"
 PARTS = (COLLECTIVES, EXCHANGING, LOCAL, INDUCTORS, OTHERS, IDLE)
-"""The parts of a step. The time that several kernels run at once is divided equally among them."""
+"""The parts of a step. The time that several kernels run at once is divided equally among them. So a launch that begins
+early takes a part of the time of the one in front of it, for which it waits.
+"""
 
 
 @dataclass(frozen=True)
