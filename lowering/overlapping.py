@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch
 
 from ditron_inductor.core.overlap import APART, FOLLOWS
 from ditron_inductor.task.policy import OVERLAPS
+
+LEAST_DRIVER = 12030
+"""The CUDA version of the oldest driver that captures such launches in a CUDA graph."""
 
 
 def overlap_for(arch: str, rows: int, wanted: str) -> int:
@@ -15,8 +21,16 @@ def overlap_for(arch: str, rows: int, wanted: str) -> int:
     projection of 70B with 32 rows takes 22 us more so.
     """
     major = arch.removeprefix("sm_")[:-1] if arch.startswith("sm_") else ""
-    able = rows == 1 and major.isdigit() and int(major) >= 9
+    able = rows == 1 and major.isdigit() and int(major) >= 9 and driver() >= LEAST_DRIVER
     return OVERLAPS.index(wanted) if able else int(APART.value)
+
+
+@functools.cache
+def driver() -> int:
+    """Returns the CUDA version of the driver, as 1000 times its major and 10 times its minor number; LEAST_DRIVER without
+    a GPU, for which kernels are only compiled.
+    """
+    return int(torch._C._cuda_getDriverVersion()) if torch.cuda.is_available() else LEAST_DRIVER
 
 
 def launch_options(overlap: int) -> dict[str, Any]:

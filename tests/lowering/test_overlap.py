@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from benchmarks.tolerances import assert_near
 from ditron_inductor.core.matmul import Tiles
 from ditron_inductor.core.overlap import APART, FOLLOWS, LEADS
+from ditron_inductor.lowering import overlapping
 from ditron_inductor.lowering.config import DIVIDED, ROW, Config
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import divided_product
 from ditron_inductor.lowering.overlapping import launch_options, overlap_for
@@ -46,6 +47,11 @@ def test_a_single_row_overlaps_since_hopper(arch: str, rows: int, leads: Any, fo
     assert overlap_for(arch, rows, "") == APART.value
     assert launch_options(leads.value) == {}
     assert launch_options(follows.value) == ({"launch_pdl": True} if follows is FOLLOWS else {})
+
+
+def test_nothing_overlaps_where_the_driver_cannot_capture_it() -> None:
+    with mock.patch.object(overlapping, "driver", lambda: 12020):
+        assert overlap_for("sm_90", 1, "follows") == APART.value
 
 
 @pytest.mark.parametrize(("k", "steps"), [(4096, 4), (2047, 2), (1023, 1), (512, 1), (511, 0)])
