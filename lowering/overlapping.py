@@ -27,10 +27,12 @@ def overlap_for(arch: str, rows: int, wanted: str) -> int:
 
 @functools.cache
 def driver() -> int:
-    """Returns the CUDA version of the driver, as 1000 times its major and 10 times its minor number; LEAST_DRIVER without
-    a GPU, for which kernels are only compiled.
+    """Returns the CUDA version of the driver, as 1000 times its major and 10 times its minor number. It is LEAST_DRIVER
+    without a GPU, for which kernels are only compiled.
     """
-    return int(torch._C._cuda_getDriverVersion()) if torch.cuda.is_available() else LEAST_DRIVER
+    if not torch.cuda.is_available():
+        return LEAST_DRIVER
+    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
 
 
 def launch_options(overlap: int) -> dict[str, Any]:
