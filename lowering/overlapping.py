@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from ditron_inductor.core.overlap import APART, FOLLOWS
+from ditron_inductor.device import driver
 from ditron_inductor.task.policy import OVERLAPS
 
 LEAST_DRIVER = 12030
@@ -21,18 +21,13 @@ def overlap_for(arch: str, rows: int, wanted: str) -> int:
     projection of 70B with 32 rows takes 22 us more so.
     """
     major = arch.removeprefix("sm_")[:-1] if arch.startswith("sm_") else ""
-    able = rows == 1 and major.isdigit() and int(major) >= 9 and driver() >= LEAST_DRIVER
+    able = bool(wanted) and rows == 1 and major.isdigit() and int(major) >= 9 and is_captured()
     return OVERLAPS.index(wanted) if able else int(APART.value)
 
 
-@functools.cache
-def driver() -> int:
-    """Returns the CUDA version of the driver, as 1000 times its major and 10 times its minor number. It is LEAST_DRIVER
-    without a GPU, for which kernels are only compiled.
-    """
-    if not torch.cuda.is_available():
-        return LEAST_DRIVER
-    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+def is_captured() -> bool:
+    """Returns whether the driver can capture launches that follow. Without a GPU kernels are only compiled."""
+    return not torch.cuda.is_available() or driver.version() >= LEAST_DRIVER
 
 
 def launch_options(overlap: int) -> dict[str, Any]:

@@ -38,6 +38,14 @@ def capture_info() -> Callable[..., int]:
     return lambda stream, status, number: int(function(stream, status, number, None, None, None))
 
 
+@functools.cache
+def version() -> int:
+    """Returns the CUDA version of the driver, as 1000 times its major and 10 times its minor number."""
+    found = ctypes.c_int(0)
+    error = library().cuDriverGetVersion(ctypes.byref(found))
+    return 0 if error else found.value
+
+
 class _Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D of cuda.h."""
 

@@ -104,10 +104,11 @@ class CachedAttention(Node):
 
     If `rotated`, q, and key if there is one, are turned first: x * cos + turn(x) * sin, where turn(x) is (-second half
     of x, first half of x), computed in fp32 and rounded once. cos and sin are [B, W] or [1, W], with W = D, or D / 2 if
-    both halves have the same. overlap: as in Policy; it never follows.
+    both halves have the same. overlap: as in Policy.
     """
 
     kind: ClassVar[str] = "cached_attention"
+    overlaps: ClassVar[tuple[str, ...]] = ("", "leads")
     computes: ClassVar[str] = "decode"
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
     scale: float
@@ -131,7 +132,7 @@ class CachedAttention(Node):
         right = not self.added or (self.mask == "lengths" and not self.appends)
         check(right, self.kind, "added", self.added, "0, where no lengths are, or where they are the position")
         check(self.sinks or self.mask != "bias", self.kind, "mask", self.mask, "a bias with sinks only")
-        check_overlap(self.overlap, self.kind)
+        check_overlap(self.overlap, self.kind, self.overlaps)
         check(not (self.appends and self.paged), self.kind, "appends", self.appends, "false for blocks")
         check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
 

@@ -24,7 +24,7 @@ from ditron_inductor.task.exchange import (
 )
 from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.norms import SHARD_EXTRAS, ShardNorm, by_names, norm_outputs
-from ditron_inductor.task.policy import STRATEGIES, Policy, check, check_overlap, verify_common
+from ditron_inductor.task.policy import OVERLAPS, STRATEGIES, Policy, check, check_overlap, verify_common
 
 T = TypeVar("T")
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
@@ -234,6 +234,8 @@ class Projections(LocalProducts):
     """
 
     kind: ClassVar[str] = "projections"
+    overlaps: ClassVar[tuple[str, ...]] = OVERLAPS
+    ahead: ClassVar[str] = "weights"
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""
@@ -252,7 +254,7 @@ class Projections(LocalProducts):
 
     def verify(self) -> None:
         super().verify()
-        check_overlap(self.overlap, self.kind)
+        check_overlap(self.overlap, self.kind, self.overlaps)
 
     def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T], Sequence[T]]:
         """Returns (x, weights, extra tensors)."""

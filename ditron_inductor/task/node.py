@@ -7,7 +7,7 @@ the node says which operand is which: `slots()` names them in their order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import encode
@@ -56,7 +56,8 @@ class Node:
     exchange: the collective; None for a kind that does not communicate. computes: `matmul`, `norm`, `attention`,
     `attention_backward`, `decode` or `experts`. host_us: microseconds of the host for one eager call by each strategy,
     measured by `python -m benchmarks.host`. planned_as: the kind whose strategies are chosen for this one, empty for
-    its own.
+    its own. overlaps: how its launches can overlap with others, of OVERLAPS. ahead: the name of the operands, weights,
+    that a launch which follows loads before what is in front of it has ended; empty for none.
     """
 
     kind: ClassVar[str]
@@ -66,6 +67,8 @@ class Node:
     planned_as: ClassVar[str] = ""
     strategies: ClassVar[tuple[str, ...]] = ("library", "chunked", "tile")
     """The strategies that the kind has. If another one is forced, the last of these runs."""
+    overlaps: ClassVar[tuple[str, ...]] = ()
+    ahead: ClassVar[str] = ""
 
     def verify(self) -> None:
         """Checks the fields. Raises `InvalidTaskNode`, which names the wrong field."""
@@ -91,6 +94,10 @@ class Node:
     def num_tensors(self) -> int:
         """The number of operands of a call, counting each tensor of a list."""
         return sum(1 if count is None else count for _, count in self.slots())
+
+    def overlapping(self, overlap: str) -> Node:
+        """Returns the node with its `overlap`, for a kind that `overlaps`."""
+        return replace(self, overlap=overlap)  # type: ignore[call-arg]
 
     def text(self) -> str:
         """Returns the node as one line of text, which is the same for equal nodes (see codec.py)."""
@@ -138,6 +145,9 @@ class TaskNode(Node):
     group_name: str
     site: str
     policy: Policy
+
+    def overlapping(self, overlap: str) -> Node:
+        return replace(self, policy=replace(self.policy, overlap=overlap))  # type: ignore[call-arg]
 
     @property
     def wire(self) -> str:

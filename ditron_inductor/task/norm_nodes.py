@@ -14,7 +14,7 @@ from ditron_inductor.task.expert_nodes import CombineExperts
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS, MatmulAllReduce, product_slots, split_products
 from ditron_inductor.task.node import Output, Shape, Shapes, Sizes, Slots, TaskNode, single
 from ditron_inductor.task.norms import EXTRAS, NO_NORM, SAVED, Norm, by_names, norm_outputs, norm_returns, verify_names
-from ditron_inductor.task.policy import Policy, check, verify_common
+from ditron_inductor.task.policy import OVERLAPS, Policy, check, verify_common
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ class ReductionWithNorm(TaskNode):
     """
 
     kind: ClassVar[str]
+    overlaps: ClassVar[tuple[str, ...]] = OVERLAPS
     sums_slots: ClassVar[bool] = False
     """Whether the node may add up what the experts of each token return, before it reduces the sums."""
     reduce_op: str
@@ -158,6 +159,7 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
     """
 
     kind: ClassVar[str] = "matmul_all_reduce_rms_norm"
+    ahead: ClassVar[str] = "b"
     exchange: ClassVar[Exchange] = REDUCED_PRODUCT
     # The norm costs all strategies the same.
     planned_as: ClassVar[str] = MatmulAllReduce.kind

@@ -61,8 +61,9 @@ def check(holds: bool, kind: str, field: str, value: object, expected: str) -> N
         raise InvalidTaskNode(node=kind, field=field, problem=f"is {value!r}, not {expected}")
 
 
-def check_overlap(overlap: str, kind: str) -> None:
-    check(overlap in OVERLAPS, kind, "overlap", overlap, "leads, follows or nothing")
+def check_overlap(overlap: str, kind: str, able: tuple[str, ...] = OVERLAPS) -> None:
+    """able: the `overlaps` of the kind."""
+    check(overlap in able, kind, "overlap", overlap, f"one of {', '.join(map(repr, able))}")
 
 
 def verify_common(kind: str, world_size: int, group_name: str, policy: Policy) -> None:

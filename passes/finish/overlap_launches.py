@@ -21,9 +21,6 @@ Nothing is communicated, so ranks need not agree on it. It must not fire if
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config
@@ -31,11 +28,10 @@ from torch._inductor import config as inductor_config
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import CachedAttention, MatmulAllReduceRmsNorm, Projections, ReductionWithNorm
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.nodes import ReductionWithNorm
 
 DEVICES = ("cuda",)
-AHEAD: dict[type[Any], str] = {MatmulAllReduceRmsNorm: "b", Projections: "weights"}
-"""The operands that a launch of a kind loads ahead."""
 
 
 def overlap_launches(graph: fx.Graph, *, options: Options) -> int:
@@ -50,9 +46,9 @@ def overlap_launches(graph: fx.Graph, *, options: Options) -> int:
         if not depends and not isinstance(task, ReductionWithNorm):
             continue
         behind.add(node)
-        if isinstance(task, (CachedAttention, Projections, ReductionWithNorm)) and _is_on_gpu(node):
+        if task is not None and task.overlaps and _is_on_gpu(node):
             follows = depends and _may_follow(node, task)
-            rewriting.change_task(node, _overlapping(task, "follows" if follows else "leads"))
+            rewriting.change_task(node, task.overlapping("follows" if follows else "leads"))
             count += follows
     return count
 
@@ -62,12 +58,9 @@ def _is_on_gpu(call: fx.Node) -> bool:
     return proofs.fake(first).device.type in DEVICES
 
 
-def _may_follow(call: fx.Node, task: Any) -> bool:
-    """Returns whether a launch of the call can follow, and whatever it loads ahead is complete when it begins."""
-    if isinstance(task, CachedAttention):
-        return False
-    name = AHEAD.get(type(task))
-    return all(map(_is_given, schema.operand(call, name) if name else ()))
+def _may_follow(call: fx.Node, task: Node) -> bool:
+    """Returns whether launches of the call can follow, and whatever they load ahead is complete when they begin."""
+    return "follows" in task.overlaps and all(map(_is_given, schema.operand(call, task.ahead) if task.ahead else ()))
 
 
 def _is_given(weight: fx.Node) -> bool:
@@ -80,9 +73,3 @@ def _is_given(weight: fx.Node) -> bool:
             return False
         source = viewed
     return source.op in ("placeholder", "get_attr") and not proofs.writers(weight)
-
-
-def _overlapping(task: Any, overlap: str) -> Any:
-    if isinstance(task, ReductionWithNorm):
-        return replace(task, policy=replace(task.policy, overlap=overlap))
-    return replace(task, overlap=overlap)

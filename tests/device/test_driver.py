@@ -28,6 +28,17 @@ class Function:
         return self.error
 
 
+@pytest.mark.parametrize(("error", "version"), [(0, 12080), (35, 0)])
+def test_the_version_of_the_driver(monkeypatch: pytest.MonkeyPatch, error: int, version: int) -> None:
+    def answer(found: Any) -> int:
+        found[0] = 12080
+        return error
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))(answer)
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuDriverGetVersion=function))
+    assert driver.version.__wrapped__() == version
+
+
 @pytest.mark.parametrize("hip", [None, "6.4"], ids=["cuda", "hip"])
 def test_a_copy_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
     function, in_runs, copy = _functions(monkeypatch, hip)

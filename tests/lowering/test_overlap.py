@@ -50,8 +50,10 @@ def test_a_single_row_overlaps_since_hopper(arch: str, rows: int, leads: Any, fo
 
 
 def test_nothing_overlaps_where_the_driver_cannot_capture_it() -> None:
-    with mock.patch.object(overlapping, "driver", lambda: 12020):
-        assert overlap_for("sm_90", 1, "follows") == APART.value
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        for version, wanted in ((12020, APART), (12030, FOLLOWS), (13000, FOLLOWS)):
+            with mock.patch.object(overlapping.driver, "version", lambda version=version: version):
+                assert overlap_for("sm_90", 1, "follows") == wanted.value
 
 
 @pytest.mark.parametrize(("k", "steps"), [(4096, 4), (2047, 2), (1023, 1), (512, 1), (511, 0)])

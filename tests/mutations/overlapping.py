@@ -41,8 +41,8 @@ OVERLAPPING: tuple[Mutation, ...] = (
     Mutation(
         "launches of several rows overlap",
         DEVICES,
-        "able = rows == 1 and",
-        "able =",
+        "bool(wanted) and rows == 1 and",
+        "bool(wanted) and",
         f"{OF_KERNELS}::test_a_single_row_overlaps_since_hopper",
     ),
     Mutation(
