@@ -21,6 +21,8 @@ Nothing is communicated, so ranks need not agree on it. It must not fire if
 
 from __future__ import annotations
 
+from operator import getitem
+
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config
@@ -66,10 +68,17 @@ def _may_follow(call: fx.Node, task: Node) -> bool:
 def _is_given(weight: fx.Node) -> bool:
     """Returns whether a weight is an input of the graph, or a view of one, into which nothing writes."""
     source = weight
-    while isinstance(source.target, torch._ops.OpOverload) and source.target.is_view:
-        viewed = proofs.operand(source)
+    while (view := _view_behind(source)) is not None:
+        viewed = proofs.operand(view)
         if not proofs.share_memory(source, viewed):
             # Some of these ops copy what they cannot view.
             return False
         source = viewed
     return source.op in ("placeholder", "get_attr") and not proofs.writers(weight)
+
+
+def _view_behind(node: fx.Node) -> fx.Node | None:
+    """Returns the op, perhaps a view, that makes a tensor, or of whose results it is one; None if it is no such op."""
+    call = node.args[0] if node.target is getitem else node
+    is_view = isinstance(call, fx.Node) and isinstance(call.target, torch._ops.OpOverload) and call.target.is_view
+    return call if is_view else None  # type: ignore[return-value]

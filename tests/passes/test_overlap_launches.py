@@ -117,7 +117,11 @@ def test_a_part_of_a_wider_weight_is_an_input_too() -> None:
     def fn(x: torch.Tensor, residual: torch.Tensor, wo: torch.Tensor, wide: torch.Tensor, wd: torch.Tensor) -> Any:
         return step(x, residual, wo, wide[:N], wide[N:], wd)
 
-    assert found(fn, X, X, WEIGHT, torch.randn(2 * N, N), WEIGHT)[0] == FIRST + FOLLOWING
+    def split(x: torch.Tensor, residual: torch.Tensor, wo: torch.Tensor, wide: torch.Tensor, wd: torch.Tensor) -> Any:
+        return step(x, residual, wo, *wide.split(N), wd)
+
+    for one in (fn, split):
+        assert found(one, X, X, WEIGHT, torch.randn(2 * N, N), WEIGHT)[0] == FIRST + FOLLOWING
 
 
 def test_what_is_written_as_a_part_of_something_else_is_not_read_early() -> None:
