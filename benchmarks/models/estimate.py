@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.models.architecture import Architecture
-from benchmarks.models.request import LIMIT, Request
+from benchmarks.models.request import LIMIT, TUNED, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.timing import MIN_ROUNDS, SAMPLE_US, WARMUP
 
@@ -53,7 +53,7 @@ def cell_s(request: Request, cell: Cell, world_size: int) -> float:
         return CPU_CALL_S * len(names)
     # Two graphs: of training forward and backward, of a forward the one that is timed and the one with all parts.
     # What one of the tuned contestants has found in benchmarks, the other one takes from Inductor's cache.
-    tuned = TUNED_S * any(name.startswith("max_autotune") for name in names)
+    tuned = TUNED_S * any(name in TUNED for name in names)
     compiled = (len(names) - 1) * 2.0 * (FIRST_S + LAYER_S * cell.layers) + tuned
     step = step_s(cell, arch, world_size)
     # Each sample is as long as SAMPLE_US or a step, and has a step in front of it.

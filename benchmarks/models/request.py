@@ -37,6 +37,8 @@ tokens too. fused: experts in a tuned Triton kernel as serving engines have it (
 one_shot_fused: one_shot_norm with them. dispatched: experts whole on one rank each, to which tokens are sent
 (`dispatched.py`).
 """
+TUNED = ("max_autotune", "max_autotune_select")
+"""Those that time kernels while they compile."""
 LIMIT = "limit"
 """No contestant: a rank's share alone, without communication (`alone.py`), through Inductor."""
 TITLES = {

@@ -28,7 +28,7 @@ from benchmarks.models.contestants import COMPILERS, Compiler, Step, in_form, st
 from benchmarks.models.estimate import cell_s
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of
 from benchmarks.models.gate import WIDER, Gate, Parts, collected, copied, parts_step
-from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, Request
+from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TUNED, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, read_csv
@@ -53,8 +53,6 @@ STEPS = 4
 ahead by more than a kernel.
 """
 TIMING = "timing"
-TUNED = ("max_autotune", "max_autotune_select")
-"""Those that time kernels while they compile."""
 TIMING_SHARE = 0.5
 """Of a cell's limit, at most, for its rounds."""
 MIB = float(1 << 20)

@@ -53,18 +53,19 @@ def _table(cells: Iterable[Contest], by_model: bool, by_mode: bool = True) -> st
 def readme_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
     """The short table, a line for each phase and machine, and how it was measured."""
     measured = measured_cells(rows)
-    if not measured:
-        return NOTHING
     captured = Counter(one.rows[0].op for one in measured if one.rows[0].graph)
     modes = ", ".join(f"{number} of {phase}" for phase, number in sorted(captured.items())) or "none"
-    return "\n".join([_table(measured, by_model=False, by_mode=False), "", *_caption(measured, facts),
-                      f"Inside CUDA graphs: {modes}."])  # fmt: skip
+    return _with_caption(measured, facts, by_mode=False) + f"\nInside CUDA graphs: {modes}." * bool(measured)
 
 
 def phases_part(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
     """A line per phase, inside CUDA graphs and not, and machine, with the conditions."""
-    measured = measured_cells(rows)
-    return "\n".join([_table(measured, by_model=False), "", *_caption(measured, facts)]) if measured else NOTHING
+    return _with_caption(measured_cells(rows), facts, by_mode=True)
+
+
+def _with_caption(cells: Sequence[Contest], facts: Sequence[Fact], *, by_mode: bool) -> str:
+    table = _table(cells, by_model=False, by_mode=by_mode)
+    return "\n".join([table, "", *_caption(cells, facts)]) if cells else NOTHING
 
 
 def _caption(cells: Sequence[Contest], facts: Sequence[Fact]) -> list[str]:

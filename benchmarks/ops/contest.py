@@ -34,6 +34,8 @@ OURS: dict[str, str] = {"ditron": "auto"} | {f"ditron:{name}": name for name in 
 """Our contestants, and the strategy that each of them forces."""
 PLANNED = "ditron:planned"
 """The plan's strategy, without trials."""
+OURS_ON_GPUS = OURS | dict.fromkeys((UNTABLED, PLANNED), "auto")
+"""Without a GPU nothing is tried, and these two are what `ditron` is."""
 CONTESTANTS: tuple[str, ...] = (
     "gemm",
     "nccl",
@@ -43,9 +45,7 @@ CONTESTANTS: tuple[str, ...] = (
     "async_tp",
     "symm_mem:one_shot",
     "symm_mem:two_shot",
-    *OURS,
-    UNTABLED,
-    PLANNED,
+    *OURS_ON_GPUS,
 )
 """Every name that a row can have, in the order of the tables."""
 
@@ -163,8 +163,7 @@ class Setting:
             return in_turns(kind(**fields, **group, site=self.site(kind.kind, name), policy=policy), operands, 0)
 
         has = "auto", *kind.strategies
-        # Without a GPU nothing is tried.
-        names = OURS | (dict.fromkeys((UNTABLED, PLANNED), "auto") if self.device.type == "cuda" else {})
+        names = OURS_ON_GPUS if self.device.type == "cuda" else OURS
         return {name: bound(name, strategy) for name, strategy in names.items() if strategy in has}
 
 

@@ -25,8 +25,7 @@ from benchmarks.ops.check import Check
 from benchmarks.ops.contest import (
     CONTESTANTS,
     LINK_BYTES_PER_S,
-    OURS,
-    PLANNED,
+    OURS_ON_GPUS,
     Contest,
     Setting,
     SymmetricBuffer,
@@ -40,7 +39,7 @@ from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, results_of
 from benchmarks.session import Session
 from benchmarks.timing import Times, interleaved, median_of_runs
-from benchmarks.trying import TRYING, UNTABLED, trying
+from benchmarks.trying import TRYING, trying
 from ditron_inductor.lowering.register import register
 from ditron_inductor.report.timing import Call, captured
 from ditron_inductor.task import trial
@@ -139,7 +138,7 @@ class Run(Session):
                 problem = self.prepare(cell, contest, check, name, ready)
                 if problem:
                     failed[name] = problem
-                    if name in (*OURS, UNTABLED, PLANNED):
+                    if name in OURS_ON_GPUS:
                         self.recover(name)
         per_call = graph_calls(cell, self.setting.world_size) if cell.graph else 1
         runs = []

@@ -24,6 +24,7 @@ from torch import fx
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.launches import group_of, is_task, launches_collective
 from ditron_inductor.passes.normalize.vllm_collectives import is_vllm_collective
 from ditron_inductor.task import schema
@@ -121,10 +122,9 @@ def _ordered_input(graph: fx.Graph, node: fx.Node, x: fx.Node, token: fx.Node) -
 
 def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
     """Returns whether nothing reads the memory of x after `node`, and the caller does not own it."""
-    storage = x.meta["val"].untyped_storage()._cdata
+    memory = proofs.memory(x)
     for other in graph.nodes:
-        value = other.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata != storage:
+        if proofs.memory(other) != memory:
             continue
         if other.op != "call_function" or any(node < user for user in other.users):
             return False

@@ -21,6 +21,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire if
 
 from __future__ import annotations
 
+from collections.abc import Container
 from operator import getitem
 
 import torch
@@ -42,6 +43,7 @@ def overlap_launches(graph: fx.Graph, *, options: Options) -> int:
         return 0
     count = 0
     behind: set[fx.Node] = set()
+    written = proofs.written_memory(graph)
     for node in graph.nodes:
         task = schema.node_of(node)
         depends = any(source in behind for source in node.all_input_nodes)
@@ -49,7 +51,7 @@ def overlap_launches(graph: fx.Graph, *, options: Options) -> int:
             continue
         behind.add(node)
         if task is not None and task.overlaps and _is_on_gpu(node):
-            follows = depends and _may_follow(node, task)
+            follows = depends and _may_follow(node, task, written)
             rewriting.change_task(node, task.overlapping("follows" if follows else "leads"))
             count += follows
     return count
@@ -60,21 +62,21 @@ def _is_on_gpu(call: fx.Node) -> bool:
     return proofs.fake(first).device.type in DEVICES
 
 
-def _may_follow(call: fx.Node, task: Node) -> bool:
+def _may_follow(call: fx.Node, task: Node, written: Container[int | None]) -> bool:
     """Returns whether launches of the call can follow, and whatever they load ahead is complete when they begin."""
-    return "follows" in task.overlaps and all(map(_is_given, schema.operand(call, task.ahead) if task.ahead else ()))
+    weights = schema.operand(call, task.ahead) if task.ahead else ()
+    return "follows" in task.overlaps and all(_is_given(weight, written) for weight in weights)
 
 
-def _is_given(weight: fx.Node) -> bool:
-    """Returns whether a weight is an input of the graph, or a view of one, into which nothing writes."""
-    source = weight
+def _is_given(weight: fx.Node, written: Container[int | None]) -> bool:
+    """Returns whether a weight is an input of the graph, or a view of one, in memory that is not `written`."""
+    source, memory = weight, proofs.memory(weight)
     while (view := _view_behind(source)) is not None:
-        viewed = proofs.operand(view)
-        if not proofs.share_memory(source, viewed):
+        source = proofs.operand(view)
+        if proofs.memory(source) != memory:
             # Some of these ops copy what they cannot view.
             return False
-        source = viewed
-    return source.op in ("placeholder", "get_attr") and not proofs.writers(weight)
+    return source.op in ("placeholder", "get_attr") and memory is not None and memory not in written
 
 
 def _view_behind(node: fx.Node) -> fx.Node | None:

@@ -389,20 +389,21 @@ def writers(node: fx.Node) -> list[fx.Node]:
     sources = [node]
     while sources[-1].target in MAY_KEEP_ORDER | SLICES:
         sources.append(operand(sources[-1]))
-    storages = {_storage(source) for source in sources} - {None}
+    lie_in = {memory(source) for source in sources} - {None}
     return [
         each
         for each in node.graph.nodes
-        if writes(each) and any(_storage(given) in storages for given in each.all_input_nodes)
+        if writes(each) and any(memory(given) in lie_in for given in each.all_input_nodes)
     ]
 
 
-def share_memory(node: fx.Node, other: fx.Node) -> bool:
-    """Returns whether two tensors are known to lie in one piece of memory."""
-    return _storage(node) is not None and _storage(node) == _storage(other)
+def written_memory(graph: fx.Graph) -> set[int | None]:
+    """Returns the memory of all tensors that ops which write read or write."""
+    return {memory(given) for node in graph.nodes if writes(node) for given in node.all_input_nodes}
 
 
-def _storage(node: fx.Node) -> int | None:
+def memory(node: fx.Node) -> int | None:
+    """Returns a number that tensors of one piece of memory have in common; None if it is not known."""
     value = tensor(node)
     return None if value is None else value.untyped_storage()._cdata
 

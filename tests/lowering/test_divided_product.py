@@ -13,11 +13,13 @@ import torch
 from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Tiles
+from ditron_inductor.core.overlap import FOLLOWS
 from ditron_inductor.lowering.config import DIVIDED, FEW_ROWS, ROW, Config, select_few_rows_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import local_launcher
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import divided_product as lowering
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm.divided_product import DividedProduct
+from ditron_inductor.lowering.overlapping import launch_options
 from ditron_inductor.task.nodes import NORM_KINDS
 from tests.lowering.assembly import NVIDIA, Listing, resources
 from tests.lowering.calls import Site
@@ -148,9 +150,10 @@ def test_parts_are_those_of_the_product_on_a_gpu(rank_pools: RankPools) -> None:
     rank_pools.get("cuda", 1).run(_check_all_parts, sizes, timeout=100)
 
 
-def _compiled(target: str, config: Config) -> Any:
+def compiled_product(target: str, config: Config, overlap: int = 0) -> Any:
+    """The kernel, in a launch that overlaps so. If that follows, two steps are loaded ahead."""
     config = config.for_arch(target)
-    tiles = _tiles(config, True, False)
+    tiles = _tiles(config, True, False)._replace(OVERLAP=overlap, AHEAD=2 if overlap == FOLLOWS.value else 0)
     kernel, pair = lowering.divided_product_kernel, ("i32", "i32")
     kinds: dict[str, Any] = {"x": "*bf16", "weight": "*bf16", "out": "*fp32", "M": "i32", "TILES": "constexpr"}
     signature = kinds | {"depths": lowering.Depths(*pair), "columns": lowering.WeightColumns(*pair)}
@@ -160,13 +163,13 @@ def _compiled(target: str, config: Config) -> Any:
     attributes: dict[tuple[int, ...], Any] = {(places[name],): aligned for name in ("x", "weight", "out")}
     attributes |= {(places[name], i): aligned for name in ("depths", "columns") for i in range(2)}
     source = ASTSource(kernel, ordered, {(places["TILES"],): tiles}, attributes)
-    return compile_for(target, source, config.options)
+    return compile_for(target, source, {**config.options, **launch_options(overlap)})
 
 
 @pytest.mark.parametrize("rows", FEW_ROWS)
 def test_it_compiles_for_nvidia(rows: int) -> None:
     """Several steps of K are under way at once, 16 bytes for each thread, and nothing is in memory of its own."""
-    compiled, config = _compiled("sm_90", DIVIDED[rows]), DIVIDED[rows]
+    compiled, config = compiled_product("sm_90", DIVIDED[rows]), DIVIDED[rows]
     listing = Listing(compiled.asm["ptx"])
     ((first, last),) = listing.loops(NVIDIA.dot)
     copies = [line for line in listing.lines[first:last] if "cp.async.cg" in line]
@@ -177,11 +180,11 @@ def test_it_compiles_for_nvidia(rows: int) -> None:
 
 
 def test_it_compiles_for_amd() -> None:
-    assert "v_mfma" in _compiled("gfx942", DIVIDED[16]).asm["amdgcn"]
+    assert "v_mfma" in compiled_product("gfx942", DIVIDED[16]).asm["amdgcn"]
 
 
 def test_one_row_is_read_by_wide_loads() -> None:
-    listing = Listing(_compiled("sm_90", ROW).asm["ptx"])
+    listing = Listing(compiled_product("sm_90", ROW).asm["ptx"])
     ((first, last),) = listing.loops(r"\bfma\.")
     loads = [line for line in listing.lines[first:last] if re.search(r"\bld\.", line)]
     assert loads and all("v4.b32" in line for line in loads) and not listing.places(NVIDIA.dot)

@@ -9,19 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
-from triton.compiler import ASTSource
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor.core.matmul import Tiles
 from ditron_inductor.core.overlap import APART, FOLLOWS, LEADS
 from ditron_inductor.lowering import overlapping
-from ditron_inductor.lowering.config import DIVIDED, ROW, Config
-from ditron_inductor.lowering.matmul_all_reduce_rms_norm import divided_product
+from ditron_inductor.lowering.config import DIVIDED, ROW
 from ditron_inductor.lowering.overlapping import launch_options, overlap_for
 from ditron_inductor.lowering.projections import projections_kernel
 from ditron_inductor.lowering.tiles import tiles_of
 from ditron_inductor.task.nodes import Projections
-from tests.lowering.cross_compile import Case, compile_case, compile_for
+from tests.lowering.cross_compile import Case, compile_case
+from tests.lowering.test_divided_product import compiled_product
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -65,19 +64,9 @@ def test_steps_ahead_are_whole(k: int, steps: int) -> None:
     assert tiles_of(x, ROW, FOLLOWS.value, 100).AHEAD == 0
 
 
-def of_divided(overlap: int, config: Config = DIVIDED[1]) -> str:
+def of_divided(overlap: int) -> str:
     """The PTX of a product in parts of one row."""
-    sizes = config.block_m, config.block_n, config.block_k
-    made = Tiles(*sizes, 1, False, 0, True, "ieee", False, 0, 0, overlap, 2 if overlap == FOLLOWS.value else 0)
-    kernel: Any = divided_product.divided_product_kernel
-    pair, even = ("i32", "i32"), [["tt.divisibility", 16]]
-    kinds: dict[str, Any] = {"x": "*bf16", "weight": "*bf16", "out": "*fp32", "M": "i32", "TILES": "constexpr"}
-    kinds |= {"depths": divided_product.Depths(*pair), "columns": divided_product.WeightColumns(*pair)}
-    places = {name: place for place, name in enumerate(kernel.arg_names)}
-    aligned: dict[tuple[int, ...], Any] = {(places[name],): even for name in ("x", "weight", "out")}
-    aligned |= {(places[name], i): even for name in ("depths", "columns") for i in range(2)}
-    source = ASTSource(kernel, {name: kinds[name] for name in places}, {(places["TILES"],): made}, aligned)
-    text: str = compile_for("sm_90", source, {**config.options, **launch_options(overlap)}).asm["ptx"]
+    text: str = compiled_product("sm_90", DIVIDED[1], overlap).asm["ptx"]
     return text
 
 

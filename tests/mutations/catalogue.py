@@ -456,7 +456,7 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "share_gathers ignores writes into views",
         "passes/graph/proofs.py",
-        "and any(_storage(given) in storages for given in each.all_input_nodes)",
+        "and any(memory(given) in lie_in for given in each.all_input_nodes)",
         "and node in each.all_input_nodes",
         "tests/passes/test_share_gathers.py::test_a_write_between",
     ),

@@ -20,14 +20,14 @@ OVERLAPPING: tuple[Mutation, ...] = (
     Mutation(
         "weights that the graph computes are read early",
         PASS,
-        'return source.op in ("placeholder", "get_attr") and not',
-        "return not",
+        'return source.op in ("placeholder", "get_attr") and',
+        "return",
         f"{OF_PASS}::test_weights_that_the_graph_computes_are_not_read_early",
     ),
     Mutation(
         "weights that are written are read early",
         PASS,
-        " and not proofs.writers(weight)",
+        " and memory not in written",
         "",
         f"{OF_PASS}::test_what_is_written_as_a_part_of_something_else_is_not_read_early",
     ),
