@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.comparison import CLOSE, Comparison, comparisons, fastest_ratio
 from benchmarks.models.facts import Fact
-from benchmarks.models.tables import Contest, compile_ratios, contests, mean
+from benchmarks.models.tables import Contest, compile_ratios, contests, limited, mean
 from benchmarks.ops import targets
 from benchmarks.records import Row, grouped, newest, runs
 
@@ -63,6 +63,20 @@ def percent(ratio: float) -> str:
     return f"{abs(100 * (ratio - 1)):.0f}"
 
 
+def slower(gain: float | None) -> str:
+    """By how many per cent Ditron is slower. gain: how many times as fast it is. ValueError if it is not slower."""
+    if gain is None or gain >= 1:
+        raise ValueError(f"the prose says slower, and Ditron is {gain} times as fast: write the sentence anew")
+    return percent(gain)
+
+
+def faster(gain: float | None) -> str:
+    """By how many per cent Ditron is faster. gain: how many times as fast it is. ValueError if it is not faster."""
+    if gain is None or gain <= 1:
+        raise ValueError(f"the prose says faster, and Ditron is {gain} times as fast: write the sentence anew")
+    return percent(gain)
+
+
 def span(values: Iterable[float | None], digits: int = 2) -> tuple[str, str]:
     """The least and the most of those that there are."""
     known = [value for value in values if value is not None]
@@ -92,7 +106,7 @@ def readme(models: Sequence[Row], facts: Sequence[Fact], generated: Sequence[Row
     measured = [one for one in contests(models) if one.best_gain]
     lost = [gain for one in measured if (gain := one.best_gain) and gain < 1]
     clearly = sum(gain < CLOSE and not one.unclear for one in measured if (gain := one.best_gain))
-    limits = span(one.most_gain for one in contests(models))
+    limits = span(one.most_gain for one in contests(limited(models)))
     return [
         *home(models),
         Claim("in {} of {} cells, by up to {} %", (str(len(lost)), str(len(measured)), percent(min(lost)))),
@@ -193,9 +207,9 @@ def _gains(rows: Iterable[Row], over: str) -> list[float]:
 def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
     """Returns the claims of docs/models.md. every: the rows of all runs."""
     found = contests(every)
-    limited = [one for one in found if one.limit_us]
-    most = {one.label: one.most_gain or 0.0 for one in limited}
-    of_limit = {one.label: limit / us for one in limited if (limit := one.limit_us) and (us := one.us("ditron"))}
+    known = contests(limited(every))
+    most = {one.label: one.most_gain or 0.0 for one in known}
+    of_limit = {one.label: limit / us for one in known if (limit := one.limit_us) and (us := one.us("ditron"))}
     slow = [
         *_older(every, world=4, batch=1, tokens=2048, model="llama3-8b"),
         *_older(every, world=4, batch=1, tokens=2048, model="llama3-70b"),
@@ -204,7 +218,7 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
     since = [one.best_gain for one in slow if one.rows[0].commit == "bd50f25"]
     before = [one.best_gain for one in slow if one.rows[0].commit != "bd50f25"]
     biased = {name: _older(every, world=2, form="sp", batch=2, tokens=4096, model=name) for name in BIASED}
-    gemma = _older(every, world=2, form="sp", model="gemma3-27b")
+    gemma = _older(every, world=2, form="sp", batch=2, tokens=4096, model="gemma3-27b")
     host = _older(every, world=2, form="sp", batch=1, tokens=2048, model="qwen3-32b")
     inside, outside = (
         [one.gain("inductor") or 0.0 for one in found if one.model == "llama3-70b" and _is(one, world=4, phase=phase)
@@ -213,9 +227,9 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
     )  # fmt: skip
     highest = sorted(most.values())[-2:]
 
-    def sequence_parallel(model: str, world: int) -> str:
-        of_cell = dict(world=world, form="sp", batch=2, tokens=4096, model=model)
-        return percent(next(one for one in found if _is(one, **of_cell)).best_gain or 0.0)  # type: ignore[arg-type]
+    in_reduces = dict(world=2, form="ar", batch=1, tokens=2048, model="gpt-oss-120b-dense")
+    batched = dict(world=2, form="sp", batch=64, tokens=128, model="llama3-8b")
+    lost = dict(world=4, form="sp", batch=2, tokens=4096, model="gemma3-27b")
 
     claims = [
         Claim("lost these cells by up to {} %", (percent(min(gain for gain in before if gain)),)),
@@ -226,14 +240,14 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
         Claim("is within {} % of the limit", (f"{100 * (1 - of_limit['llama3-70b, sp, 2 x 4096']):.1f}",)),
         Claim("Ditron is {} and {} times as fast as Inductor on two GPUs", _inductor(biased, -1)),
         Claim("instead of {} and {} times", _inductor(biased, 0)),
-        Claim("Gemma in sequence parallel form are {} % slower", (sequence_parallel("gemma3-27b", 4),)),
+        Claim("Gemma in sequence parallel form are {} % slower", (slower(_older(every, **lost)[-1].best_gain),)),
         Claim("{} to {} in {} runs", (*span(one.best_gain for one in gemma), str(len(gemma)))),
-        Claim("Those of Qwen3 are {} % slower on two GPUs", (sequence_parallel("qwen3-32b", 2),)),
-        Claim("those of Llama 70B {} % on four GPUs", (sequence_parallel("llama3-70b", 4),)),
         Claim("and {} to {} % remain", tuple(map(percent, _ends(inside)))),
         Claim("of a gain that is {} to {} % outside", tuple(map(percent, _ends(outside)))),
-        Claim("two GPUs once were {} % slower", (percent(host[0].best_gain or 0.0),)),
-        Claim("these layers are {} % faster", (percent(host[-1].best_gain or 0.0),)),
+        Claim("of 2048 tokens take {} ms, where the best rival takes {}: the host", _milliseconds(every, **in_reduces)),
+        Claim("64 x 128 tokens take {} ms, where async TP takes {}; their samples", _milliseconds(every, **batched)),
+        Claim("two GPUs once were {} % slower", (slower(host[0].best_gain),)),
+        Claim("these layers are {} % faster", (faster(host[-1].best_gain),)),
     ]
     for world, where in ((2, "{} times as long as Inductor's on two GPUs"), (4, "{} times as long on four GPUs")):
         ratios = compile_ratios([fact for fact in facts if fact.world == world])
@@ -274,6 +288,13 @@ def beside_max_autotune(every: Sequence[Row]) -> list[Claim]:
 def _ends(values: Iterable[float | None]) -> tuple[float, float]:
     known = [value for value in values if value]
     return min(known), max(known)
+
+
+def _milliseconds(every: Sequence[Row], **cell: object) -> tuple[str, str]:
+    """Ditron's time in the first run of a cell, and that of its best rival."""
+    first, *_ = _older(every, **cell)
+    us, gain = first.us("ditron") or 0.0, first.best_gain or 0.0
+    return f"{us / 1e3:.2f}", f"{us * gain / 1e3:.2f}"
 
 
 def _inductor(cells: dict[str, list[Contest]], run: int) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
     benchmarks/results/gemm_collectives.md   every cell, with ratios and targets
     docs/when_it_pays.md                     the part between its two markers
-    docs/models.md, README.md                likewise, from models.csv
+    docs/models.md, docs/model_cells.md      likewise, from models.csv
+    README.md                                likewise, from models.csv
     docs/index.md                            its number
     docs/deleted.md, docs/four_gpus.md       likewise, from all of them
     docs/taxes.md                            likewise, from models.csv
@@ -45,6 +46,7 @@ from benchmarks.models import pages as model_pages
 from benchmarks.models.facts import path_of, read_facts
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.models.tables import docs_part as models_part
+from benchmarks.models.tables import limits_part
 from benchmarks.ops import targets
 from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, NORM, Row, merge_csv, newest, read_csv
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES, STRATEGIES
@@ -53,6 +55,7 @@ COMMAND = "python -m benchmarks.report"
 ROOT = Path(__file__).parents[1]
 DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
+CELLS_PAGE = ROOT / "docs" / "model_cells.md"
 FOUR_PAGE = ROOT / "docs" / "four_gpus.md"
 TAXES_PAGE = ROOT / "docs" / "taxes.md"
 SERVING_PAGE = ROOT / "docs" / "guide" / "serving.md"
@@ -221,8 +224,9 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
     rows = newest(read_csv(results))
     pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
     models, facts = newest(read_csv(MODELS)), newest(read_facts(path_of(MODELS)))
-    tables = phases_part(models, facts), means_table(models, by_model=True), models_part(models, facts)
-    part = "\n\n".join([f"{conditions(models)}.", *tables])
+    gpus = f"{conditions(models)}."
+    summary = "\n\n".join([gpus, phases_part(models, facts), limits_part(read_csv(MODELS))])
+    every_cell = "\n\n".join([gpus, means_table(models, by_model=True), models_part(models, facts)])
     texts = {
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
@@ -231,7 +235,8 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         TAXES_PAGE: with_part(TAXES_PAGE.read_text(), decode_floors.part()),
         EXPERTS_PAGE: with_part(EXPERTS_PAGE.read_text(), expert_floors.part()),
         SERVING_PAGE: with_part(SERVING_PAGE.read_text(), generate_table.part()),
-        MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
+        MODELS_PAGE: with_part(MODELS_PAGE.read_text(), summary),
+        CELLS_PAGE: with_part(CELLS_PAGE.read_text(), every_cell),
         model_pages.page_path(MODELS): model_pages.page(models, facts),
         HOME: HOME.read_text(),
         STACKS: STACKS.read_text(),

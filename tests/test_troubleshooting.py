@@ -15,6 +15,7 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # The functions that say why a strategy cannot run, or why one was chosen.
 DECIDERS = {
     "ditron_inductor/task/plan.py": {"choose", "_obstacle"},
+    "ditron_inductor/task/trial.py": {"decided", "running"},
     "ditron_inductor/device/capabilities.py": {
         *("_probe_cuda", "_probe_cpu", "interpreter_problem", "combine", "_peer_problem")
     },

@@ -13,7 +13,7 @@ from benchmarks.comparison import NOISE, overlap
 from benchmarks.models.facts import ALL, Fact, reasons
 from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TITLES
 from benchmarks.models.zoo import MODELS, position
-from benchmarks.records import Row, by_cell, newest
+from benchmarks.records import Row, by_cell, grouped, newest, runs
 
 RIVALS = ("inductor", "async_tp")
 SAME_COMPILER = (OURS, ("inductor", "registered"))
@@ -292,7 +292,9 @@ def compile_ratios(facts: Sequence[Fact]) -> list[float]:
 
 
 def docs_part(rows: Sequence[Row], facts: Sequence[Fact] = ()) -> str:
-    """The table for the docs, and the geometric means of Inductor's times over Ditron's, by ranks, phase and model."""
+    """The table of all cells for the docs, and the geometric means of Inductor's times over Ditron's, by ranks, phase
+    and model.
+    """
     means = [
         f"* {phase}, {model}, {world} ranks: {number(inductor, 2)} ({cells} row{'s' * (cells > 1)})"
         for phase, model, world, cells, inductor, _ in mean_lines(rows)
@@ -303,16 +305,24 @@ def docs_part(rows: Sequence[Row], facts: Sequence[Fact] = ()) -> str:
         "`old`: a kernel that the cell runs has changed since that commit.",
     ]
     parts = [times_table(ordered, facts, "github"), "", *notes]
-    parts += ["", "Inductor / Ditron, geometric means:", "", *sorted(means)]
+    return "\n".join([*parts, "", "Inductor / Ditron, geometric means:", "", *sorted(means)])
+
+
+def limits_part(every: Iterable[Row]) -> str:
+    """How much of what there is to gain is gained, for the docs. every: the rows of all runs, with some limits."""
     limits = sorted(
         (phase, model, str(world), str(cells), *(number(value, 2) for value in values))
-        for phase, model, world, cells, *values in limit_lines(rows)
+        for phase, model, world, cells, *values in limit_lines(limited(every))
     )
-    if limits:
-        headers = ["phase", "model", "ranks", "cells", "Inductor / Ditron", "Inductor / limit", "limit / Ditron"]
-        text = "How much of what there is to gain, geometric means over the cells whose limit was measured:"
-        parts += ["", text, "", tabulate(limits, headers, "github", disable_numparse=True)]
-    return "\n".join(parts)
+    headers = ["phase", "model", "ranks", "cells", "Inductor / Ditron", "Inductor / limit", "limit / Ditron"]
+    text = "How much of what there is to gain, geometric means over the cells whose limit was measured:"
+    return "\n".join([text, "", tabulate(limits, headers, "github", disable_numparse=True)])
+
+
+def limited(every: Iterable[Row]) -> list[Row]:
+    """The rows of the newest run of each cell whose limit was measured."""
+    known = [[run for run in runs(lines) if any(row.limit_us for row in run)] for lines in grouped(every).values()]
+    return [row for found in known if found for row in found[-1]]
 
 
 def _place(row: Row) -> tuple[str, int, str, list[int]]:
