@@ -207,11 +207,9 @@ class Launch:
         workspace = self.workspace
         shared = workspace.shared
         limits = workspace.timeout_s, workspace.first_timeout_s
-        begin = self.site_text, nbytes, workspace.options.workspace_limit, *limits, self.turn
+        use = SlotUse(shared, (self.site_text, nbytes, workspace.options.workspace_limit, *limits, self.turn))
         here = recording.here()
-        if here is not None:
-            here.took(SlotUse(shared, begin))
-        generation, slot, site = shared.begin(*begin)
+        generation, slot, site = use.take() if here is None else here.take(use)
         try:
             words = (pointers_of(generation, slot, site),)
             clock = 0

@@ -1,8 +1,8 @@
 """Records what one call of an op does.
 
 docs/host_path.md says which calls can be repeated from a record. A `Recorder` watches one call. It sees every op of
-torch (`TorchDispatchMode`); what launches kernels or takes a slot without torch reports to `recording.here()`. Anything
-that no record can hold is the call's `problem`.
+torch (`TorchDispatchMode`) but those that take a slot; what launches kernels or takes a slot without torch reports to
+`recording.here()`. Anything that no record can hold is the call's `problem`.
 
 The storage object of a tensor tells where the tensor comes from. Operands may share a storage, such as the parts of one
 weight, so each operand gets a storage object of its own over the same memory.
@@ -32,10 +32,14 @@ ALLOCATIONS = frozenset(
 
 @dataclass(frozen=True)
 class SlotUse:
-    """How `Launch.run` took its slot: the workspace, and the arguments of `SharedWorkspace.begin`."""
+    """How `Launch.run` takes its slot: the workspace, and the arguments of `SharedWorkspace.begin`."""
 
     shared: Any
     begin: tuple[Any, ...]
+
+    def take(self) -> tuple[Any, int, int]:
+        """Returns what `SharedWorkspace.begin` does."""
+        return self.shared.begin(*self.begin)
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ class Scout:
     def refuse(self, problem: str) -> None:
         """Called when the call does what a record cannot hold."""
 
-    def took(self, slot: SlotUse) -> None:
-        """Called when a slot was taken for the next launch."""
+    def take(self, slot: SlotUse) -> tuple[Any, int, int]:
+        """Takes the slot of the next launch."""
+        return slot.take()
 
     def launched(self, launch: LaunchMade) -> None:
         """Called when a kernel was launched."""
@@ -101,6 +106,7 @@ class Recorder(Scout, TorchDispatchMode):
         self.launches: list[LaunchMade] = []
         self.problem = ""
         self._slot: SlotUse | None = None
+        self._unseen = False
 
     def __enter__(self) -> Self:
         Scout.__enter__(self)
@@ -115,9 +121,9 @@ class Recorder(Scout, TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in ALLOCATIONS:
+        if func in ALLOCATIONS and not self._unseen:
             self.allocated.append(out)
-        elif not is_view(func):
+        elif not is_view(func) and not self._unseen:
             self.refuse(str(func))
         return out
 
@@ -129,10 +135,16 @@ class Recorder(Scout, TorchDispatchMode):
     def refuse(self, problem: str) -> None:
         self.problem = self.problem or problem
 
-    def took(self, slot: SlotUse) -> None:
+    def take(self, slot: SlotUse) -> tuple[Any, int, int]:
         if self._slot is not None or any(launch.slot for launch in self.launches):
             self.refuse("two slots")
         self._slot = slot
+        # A repeated call takes its slot itself, and does then what this does, such as setting another limit of waits.
+        self._unseen = True
+        try:
+            return super().take(slot)
+        finally:
+            self._unseen = False
 
     def launched(self, launch: LaunchMade) -> None:
         self.launches.append(replace(launch, slot=self._slot))

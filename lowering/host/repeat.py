@@ -215,6 +215,17 @@ class Repeated:
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Returns the results; returns None, and does nothing, if the call would differ from the recorded one."""
+        addresses = self.addresses(operands)
+        if addresses is None:
+            return None
+        prepared = self._prepared
+        if not prepared.holds() or prepared.now() is not self._chosen:
+            return None
+        decisions.note(self._group_name, self._request, self._choice)
+        return self.start(addresses)
+
+    def addresses(self, operands: Sequence[torch.Tensor]) -> list[int] | None:
+        """Returns the addresses of the operands, or None if something else than what runs the call would differ."""
         if watch.observer is not None or tracing.buffer is not None or any(self._hooks):
             return None
         found = internals()
@@ -236,10 +247,10 @@ class Repeated:
                 return None
         elif tuple([address & ALIGNMENT for address in addresses]) != self._alignment:
             return None
-        prepared = self._prepared
-        if not prepared.holds() or prepared.now() is not self._chosen:
-            return None
-        decisions.note(self._group_name, self._request, self._choice)
+        return addresses
+
+    def start(self, addresses: list[int]) -> list[torch.Tensor]:
+        """Allocates, launches and returns the results. addresses: what `addresses` returned, which this extends."""
         allocate = self._allocate
         made = [allocate(*allocation) for allocation in self._allocations]
         addresses += [x.data_ptr() for x in made]

@@ -8,7 +8,7 @@ For every site, Inductor's code for a graph (see codegen/site_kernel.py) has
 
 Everything but the tensors is bound when a process loads the code. If the graph's guards and Inductor's layouts fix the
 shapes and strides of the operands, a call by `tile` is recorded (recording.py), and later calls repeat the record
-(repeat.py). Every other call runs the op's implementation.
+(repeat.py), those that a trial times (trials.py) too. Every other call runs the op's implementation.
 
 The op itself is called if something has to see it or to replace it: a profiler, a mode, autograd, or an operand of a
 subclass.
@@ -16,6 +16,7 @@ subclass.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from ditron_inductor.lowering.host.prepared import Prepared
 from ditron_inductor.lowering.host.recording import Recorder, Scout, recording
 from ditron_inductor.lowering.host.repeat import Repeated, record_of
 from ditron_inductor.lowering.host.tracing import tracing
+from ditron_inductor.lowering.host.trials import SiteTrial
 from ditron_inductor.task import schema
 from ditron_inductor.task.watch import watch
 
@@ -52,6 +54,7 @@ class SiteCall:
         self.problem = ""
         self._prepared: Prepared | None = None
         self._attempts = 0
+        self._of_trial: Repeated | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled():
@@ -81,24 +84,49 @@ class SiteCall:
         prepared = self._prepared
         if prepared is None or not prepared.holds():
             # This is the first call, or the group was made again or reset, or a rank has got a larger weight.
-            self.repeated, self._attempts = [], 0
+            self.repeated, self._attempts, self._of_trial = [], 0, None
             with Scout() as scout:
                 result = self._run(tensors)
             self._prepared = scout.prepared
             # A call that looks nothing up, such as one of `projections`, is not recorded: nothing would end the record.
             self.static = scout.prepared is not None
             return result
-        if self._attempts >= MOST_ATTEMPTS or not _can_be_recorded(prepared, tensors):
+        if not _can_be_recorded(prepared, tensors):
+            return self._run(tensors)
+        if prepared.trial is not None:
+            return self._tried(prepared.trial, tensors)
+        choice = prepared.now().choice
+        if self._attempts >= MOST_ATTEMPTS or choice is None or choice[2].strategy != "tile":
             return self._run(tensors)
         self._attempts += 1
+        result, repeated = self._recorded(tensors)
+        if repeated is not None:
+            self.repeated.append(repeated)
+        return result
+
+    def _tried(self, trial: SiteTrial, tensors: Sequence[torch.Tensor]) -> Any:
+        """A call of a trial. So that `tile` is timed as later calls run, its untimed calls are recorded, and its timed
+        ones repeat the record.
+        """
+        repeated, (strategy, is_timed) = self._of_trial, trial.upcoming() or ("", False)
+        if strategy == "tile" and not is_timed and repeated is None:
+            result, self._of_trial = self._recorded(tensors)
+            return result
+        addresses = None if repeated is None else repeated.addresses(tensors)
+        if repeated is None or addresses is None:
+            return self._run(tensors)
+        chosen = trial.repeating("tile", functools.partial(repeated.start, addresses))
+        return self._run(tensors) if chosen is None else chosen.noted()()
+
+    def _recorded(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Repeated | None]:
+        """Returns (the results of a call, what repeats it, or None where `problem` says why nothing can)."""
         with Recorder(tensors) as recorder:
             result = self.implementation(*self.arguments(recorder.operands))
         record = record_of(recorder, result)
         if isinstance(record, str):
             self.problem = record
-        else:
-            self.repeated.append(Repeated(record))
-        return result
+            return result, None
+        return result, Repeated(record)
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -107,16 +135,12 @@ def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns whether this call could be repeated from a record."""
-    if prepared.trial is not None:
-        return False
-    choice = prepared.now().choice
-    if choice is None or choice[2].strategy != "tile" or watch.observer is not None or tracing.buffer is not None:
+    """Returns whether this call could be repeated from a record if it runs by `tile`."""
+    if watch.observer is not None or tracing.buffer is not None or isinstance(prepared.workspace, Holder):
         return False
     found = internals()
     if found is None or found.settings() is None:
         return False
     if not are_plain(tensors) or any(x.numel() == 0 or x.device != tensors[0].device for x in tensors):
         return False
-    assert not isinstance(prepared.workspace, Holder), "a call without a workspace runs by the library"
     return not prepared.workspace.shared.order.is_capturing()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -97,12 +98,26 @@ class Trial:
         self.begun = workspace.agreed(name)
         self.times: Mapping[str, Times] | None = None
         self._calls: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._samples: dict[str, list[tuple[Sample, float]]] = {strategy: [] for strategy in tried}
 
+    def upcoming(self, site: str) -> tuple[str, bool] | None:
+        """Returns (the next call's strategy, whether it is timed); None for the call in which the ranks decide."""
+        return trial.strategy_of_call(self.tried, self._calls[site])
+
     def next(self, site: str) -> tuple[str, bool] | None:
-        """Returns (this call's strategy, whether it is timed); None for the call in which the ranks decide."""
-        self._calls[site] += 1
-        return trial.strategy_of_call(self.tried, self._calls[site] - 1)
+        """Returns what `upcoming` does, and counts the call."""
+        with self._counting:
+            upcoming = self.upcoming(site)
+            self._calls[site] += 1
+        return upcoming
+
+    def is_next(self, site: str, strategy: str) -> bool:
+        """Returns whether the next call is timed and runs by the strategy, and counts it if so."""
+        with self._counting:
+            found = self.upcoming(site) == (strategy, True)
+            self._calls[site] += found
+        return found
 
     def timed(self, strategy: str, run: Runner, workspace: Workspace, scale: float) -> Runner:
         """Returns `run` with time measurement. scale: the work of the trial's problem relative to that of this call."""
@@ -158,17 +173,29 @@ class SiteTrial:
         """Returns whether the trial has not ended and has not been dropped."""
         return self._trial.times is None and self._workspace.agreed(self._trial.name) is self._trial.begun
 
+    def upcoming(self) -> tuple[str, bool] | None:
+        """Returns (the strategy of the next call, whether it is timed); None for the call in which the ranks decide."""
+        return self._trial.upcoming(self._site)
+
     def next(self) -> Chosen:
         """Returns what runs this call, and counts it, so ask once for a call. Collective when the trial ends."""
         step = self._trial.next(self._site)
-        assert self._planned.choice is not None
-        group_name, request, planned = self._planned.choice
         if step is None:
             self._trial.decide(self._workspace)
             return self._planned
         strategy, is_timed = step
-        run = self._runners[strategy]
-        if is_timed and watch.observer is None:
+        return self._chosen(strategy, self._runners[strategy], is_timed=is_timed and watch.observer is None)
+
+    def repeating(self, strategy: str, run: Runner) -> Chosen | None:
+        """Returns what times `run`, which does what the strategy's runner does, if that is what the next call is for,
+        and counts the call; otherwise None.
+        """
+        return self._chosen(strategy, run, is_timed=True) if self._trial.is_next(self._site, strategy) else None
+
+    def _chosen(self, strategy: str, run: Runner, *, is_timed: bool) -> Chosen:
+        assert self._planned.choice is not None
+        group_name, request, planned = self._planned.choice
+        if is_timed:
             run = self._trial.timed(strategy, run, self._workspace, self._scale)
         return Chosen(run, (group_name, request, trial.running(planned, strategy, self._trial.tried)))
 

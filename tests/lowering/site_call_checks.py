@@ -21,13 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.host import stand_in_for_kernels
 from ditron_inductor.core.signals import FIRST_SLOT, Pointers
 from ditron_inductor.errors import DitronError
-from ditron_inductor.task import schema
+from ditron_inductor.lowering.host.repeat import Repeated
+from ditron_inductor.lowering.host.trials import Sample
+from ditron_inductor.task import schema, trial
 from ditron_inductor.task.nodes import NORM_KINDS, AllGatherMatmul, MatmulReduceScatter, ShardNorm
 from ditron_inductor.task.plan import decisions
 from ditron_inductor.task.watch import watch
 from tests.lowering.calls import Site
 from tests.lowering.decode_problems import Decode, DecodeProblem
 from tests.lowering.problems import NORM, TILE_KINDS, Problem, Size
+from tests.lowering.tried import ORDER, STEPS, TRIED, tried
 
 KINDS = (*TILE_KINDS, *NORM_KINDS)
 SIZE = Size(64, 64, 64)
@@ -163,6 +166,19 @@ def assert_same(one: Seen, other: Seen, what: str, scratch: int = 0) -> None:
     forms = [[(x.shape, x.stride(), x.dtype, x.device) for x in seen.results] for seen in (one, other)]
     assert forms[0] == forms[1], what
     assert len({x.data_ptr() for x in other.results}) == len(other.results), f"{what}: memory for every result"
+
+
+@contextmanager
+def noting(owner: type, name: str, calls: list[Any]) -> Iterator[None]:
+    """Appends the arguments of each call of a method inside the block."""
+    method = getattr(owner, name)
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return method(*args)
+
+    with mock.patch.object(owner, name, noted):
+        yield
 
 
 def repeated(called: Called, times: int = 3) -> Called:
@@ -396,6 +412,29 @@ def left_alone(ctx: Any) -> None:
     assert called.site.repeated == [] and called.site._attempts > 0
 
 
+def during_a_trial(ctx: Any) -> None:
+    """A trial times `tile` as later calls run, by a record; what is not timed makes it."""
+    site = Site(name="calls/34:tried", strategy="auto", trials=True, timeout_s=30.0)
+    for static in (True, False):
+        started, timed = [], []
+        with (
+            tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}),
+            noting(Repeated, "start", started),
+            noting(Sample, "take", timed),
+        ):
+            # This is the first call of the trial, by the op.
+            called = Called.of(Problem(ctx, "matmul_reduce_scatter", SIZE, site=site), static)
+            for strategy in ORDER[1:]:
+                # An operand that is not aligned as the recorded one is timed too.
+                called.by_site(called.elsewhere(1) if len(timed) == STEPS // 2 else None)
+                assert decisions.last(ctx.group_name, site.name)[1].strategy == strategy  # type: ignore[index]
+            assert len(timed) == len(ORDER) - len(TRIED) * trial.UNTIMED
+            assert called.site.repeated == [] and len(started) in ((4, 5) if static else (0,)), called.site.problem
+            repeated(called)
+            assert decisions.last(ctx.group_name, site.name)[1].strategy == "tile"  # type: ignore[index]
+            assert len(called.site.repeated) == static
+
+
 def after_a_reset(ctx: Any, called: Called) -> None:
     import ditron_inductor
 
@@ -449,6 +488,7 @@ def check_all(rank: Any, device: torch.device, folder: str) -> None:
         unaligned(ctx, called)
         precision(ctx)
         left_alone(ctx)
+        during_a_trial(ctx)
         other_classes(ctx, repeated(Called(called.op, called.arguments)))
         nothing_kept(ctx, called)
         after_an_exception(ctx, called)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from ditron_inductor.lowering.host.recording import LaunchMade, Recorder, is_view, recording, with_own_storage
+from ditron_inductor.lowering.host.recording import LaunchMade, Recorder, SlotUse, is_view, recording, with_own_storage
 from ditron_inductor.task.nodes import Projections
 from ditron_inductor.tools.processes import run_ranks
 from tests.lowering.calls import Site
@@ -123,21 +125,29 @@ def test_anything_else_is_a_problem(act: object, problem: str) -> None:
 
 
 def test_what_torch_does_not_see_reports_itself() -> None:
+    limit = torch.zeros(1)
+
+    def begin(*arguments: int) -> tuple[Any, int, int]:
+        torch.empty(2)
+        limit.fill_(5)
+        return arguments, 0, 0
+
+    slot = SlotUse(SimpleNamespace(begin=begin), (1, 2))
     with recording.lock, Recorder([torch.randn(4)]) as recorder:
         recorder.found("prepared", "chosen")
         recorder.launched(LaunchMade("before", None, (), {}))
-        recorder.took("slot")  # type: ignore[arg-type]
+        assert recorder.take(slot) == ((1, 2), 0, 0)
         recorder.launched(LaunchMade("in the slot", None, (), {}))
         recorder.launched(LaunchMade("behind", None, (), {}))
-        assert recorder.problem == ""
+        assert recorder.problem == "" and recorder.allocated == [], "a repeated call takes its own slot"
         assert [(launch.launcher, launch.slot) for launch in recorder.launches] == [
             ("before", None),
-            ("in the slot", "slot"),
+            ("in the slot", slot),
             ("behind", None),
         ]
-        recorder.took("slot")  # type: ignore[arg-type]
-    assert recorder.problem == "two slots"
-    for act in (lambda recorder: recorder.took("slot"), lambda recorder: recorder.found("prepared", "chosen")):
+        recorder.take(slot)
+    assert recorder.problem == "two slots" and limit.item() == 5
+    for act in (lambda recorder: recorder.take(slot), lambda recorder: recorder.found("prepared", "chosen")):
         with recording.lock, Recorder([torch.randn(4)]) as recorder:
             act(recorder)
             act(recorder)

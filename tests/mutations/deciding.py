@@ -7,6 +7,8 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 HOST_TRIALS = "lowering/host/trials.py"
+SITE_CALL = "lowering/host/site_call.py"
+RECORDS = "tests/lowering/test_site_call.py::test_a_record_does_what_the_op_does"
 TRIAL = "ditron_inductor/task/trial.py"
 DRIVER = "ditron_inductor/device/driver.py"
 GATHER = "lowering/all_gather_matmul/chunked.py"
@@ -51,6 +53,20 @@ DECIDING: tuple[Mutation, ...] = (
         "{self.name}, number {self.number}: ns by",
         "{self.name}: ns by",
         f"{ON_RANKS}::test_a_trial_that_is_dropped_measures_anew",
+    ),
+    Mutation(
+        "a trial times tile as its first calls run",
+        SITE_CALL,
+        "addresses = None if repeated is None else repeated.addresses(tensors)",
+        "addresses = None",
+        RECORDS,
+    ),
+    Mutation(
+        "a call that is not timed repeats a record",
+        HOST_TRIALS,
+        "self.upcoming(site) == (strategy, True)",
+        "self.upcoming(site) is not None",
+        RECORDS,
     ),
     Mutation(
         "the host counts inside CUDA graphs",
