@@ -18,9 +18,11 @@ from benchmarks.records import Row
 from benchmarks.timing import Times, synchronize
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import DitronError
+from ditron_inductor.lowering.host import trials
 from ditron_inductor.lowering.register import register
 from ditron_inductor.report.timing import Call, Clock, captured
 from ditron_inductor.task import trial
+from ditron_inductor.task.plan import PlanRequest
 
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ class Session:
         self.phases = Phases(lambda: synchronize(self.clock))
         # Words between the ranks travel apart from what is measured.
         self.control = dist.new_group(backend="gloo")
+        self._told: list[Mapping[str, trial.Times]] = []
 
     def say(self, text: str) -> None:
         """Progress, from one rank."""
@@ -94,7 +97,15 @@ class Session:
         """Returns the call of a contestant. Before it is timed or captured, the trial of `ditron` has ended."""
         for index in range(trial.ALL_CALLS if name == "ditron" and self.clock.device.type == "cuda" else 0):
             call(index)
+        self.tell_trials()
         return call
+
+    def tell_trials(self) -> None:
+        """Says what trials measured that have ended since this was asked last, so that a slow cell can be explained."""
+        for request, times in trials.ended():
+            if not any(times is told for told in self._told):
+                self.say(f"    {tried_text(request, times)}")
+                self._told.append(times)
 
     def replays(self, calls: Mapping[str, Call], per_call: int) -> dict[str, Call]:
         """Replays of `per_call` calls in a CUDA graph, of those that can be captured on all ranks."""
@@ -161,3 +172,11 @@ class Session:
             commit=commit,
             date=datetime.date.today().isoformat(),
         )
+
+
+def tried_text(request: PlanRequest, times: Mapping[str, trial.Times]) -> str:
+    """What a trial measured, the fastest strategy first."""
+    problem = request.problem
+    shown = trial.times_text(dict(sorted(times.items(), key=lambda item: item[1].us)))
+    sizes = f"{problem.m} x {problem.n} x {problem.k}" + f" in {problem.slices} slices" * (problem.slices > 1)
+    return f"tried: {problem.kind} {sizes}, us on the device / on the host: {shown}"

@@ -19,12 +19,12 @@ from benchmarks.models.__main__ import listing, main, parser, request_of
 from benchmarks.models.experts import Experts
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
 from benchmarks.models.request import Barred, Request
-from benchmarks.models.run import tried_text
 from benchmarks.models.summary import phases_part, readme_part
 from benchmarks.models.supervise import after_failure, supervise
 from benchmarks.models.tables import limits_part, report, targets, times_table
 from benchmarks.models.zoo import DECODES, FORMS, MODELS, PHASES, PREFILLS, QUICK, TINY, Cell, Selection, tiny
 from benchmarks.records import Row, merge_csv, newest, read_csv
+from benchmarks.session import tried_text
 from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.problem import Problem

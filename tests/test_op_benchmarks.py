@@ -66,7 +66,7 @@ def test_combine_experts(rank_pools: RankPools, form: str, rival: str) -> None:
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 
 
-@pytest.mark.parametrize("more", [["tiny-biased"], *rare(["tiny", "--scatter"])], ids=str)
+@pytest.mark.parametrize("more", [["tiny-biased"], *rare(["tiny", "--scatter"], ["tiny", "--second"])], ids=str)
 def test_reduced_experts(rank_pools: RankPools, more: list[str]) -> None:
     module = "benchmarks.ops.reduced_experts"
     tiny = ["--device", "cpu", "--tokens", "18", "--rounds", "2", "--out", "", "--commit", "0", "--models"]

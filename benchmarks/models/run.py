@@ -38,13 +38,10 @@ from benchmarks.timing import interleaved, median_of_runs, synchronize
 from benchmarks.trying import TRYING, trying
 from benchmarks.turns import Turns
 from ditron_inductor.device.registry import workspaces
-from ditron_inductor.lowering.host import trials
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.report.timing import Call, captured
 from ditron_inductor.task import trial
-from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.site_records import SiteSink, collect_sites
-from ditron_inductor.task.trial import Times
 
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 GRAPH_CALLS = 4
@@ -419,8 +416,7 @@ class Run(Session):
                 # A capture takes what was decided before it, and no trial is to be timed.
                 self.take_turn(alone=True)
                 _, problem = self.attempt("trials", lambda: make_steps(step, trial.ALL_CALLS))
-                for request, times in trials.ended():
-                    self.say(f"    {tried_text(request, times)}")
+                self.tell_trials()
         self.take_turn(alone=False)
         call: Call = lambda index: step()  # noqa: E731
         peak: float | None = None
@@ -527,14 +523,6 @@ def sites_text(sink: SiteSink) -> str:
     fused = Counter(site.kind for site in sites if site.matched)
     alone = Counter(f"{site.kind} left alone ({site.reason_code})" for site in sites if not site.matched)
     return ", ".join(f"{count} {kind}" for kind, count in (fused + alone).items()) or "nothing"
-
-
-def tried_text(request: PlanRequest, times: Mapping[str, Times]) -> str:
-    """What a trial measured, the fastest strategy first, so that a slow cell can be explained."""
-    problem = request.problem
-    shown = trial.times_text(dict(sorted(times.items(), key=lambda item: item[1].us)))
-    sizes = f"{problem.m} x {problem.n} x {problem.k}" + f" in {problem.slices} slices" * (problem.slices > 1)
-    return f"tried: {problem.kind} {sizes}, us on the device / on the host: {shown}"
 
 
 def main(request: Request, device: torch.device, begun: float, compilers: Mapping[str, Compiler] = COMPILERS) -> bool:

@@ -13,6 +13,9 @@ expert already. Contestants, interleaved, outside of CUDA graphs:
     ditron:tile        all of it in one launch
     ditron             what the plan picks of both, after its trial
 
+With `--second` it is the gradient of rows that two weights multiply, as in the backward of training with gate and up
+apart: the products of two grouped matmuls are added, and summed without weights. Then there is no `triton:sorted`.
+
 The difference between `inductor` and `ditron:library` is that of a kernel, and between this and `ditron:tile` that of
 the overlap.
 """
@@ -62,7 +65,8 @@ CHOICES = MODELS | BIASED_MODELS | TINY | BIASED_TINY
 @dataclass(frozen=True)
 class Operands:
     """x [S, K], weight [E, K, N], ends [E], places [S], scale [S]; with biases [E, N] the expert of each slot, too.
-    token_by_token: x and scale in the order of the tokens' slots, and `sorted_slots` of these.
+    second_x, second_weight: what another product is of, or None, and then the scale is 1. token_by_token: x and scale
+    in the order of the tokens' slots, and `sorted_slots` of these.
     """
 
     x: torch.Tensor
@@ -72,14 +76,19 @@ class Operands:
     scale: torch.Tensor
     bias: torch.Tensor | None
     ids: torch.Tensor
+    second_x: torch.Tensor | None
+    second_weight: torch.Tensor | None
     token_by_token: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
     def products(self) -> torch.Tensor:
-        """What torch's grouped matmul returns."""
-        return torch._grouped_mm(self.x, self.weight, offs=self.ends)
+        """What torch's grouped matmul returns, or the sum of what two return."""
+        first = torch._grouped_mm(self.x, self.weight, offs=self.ends)
+        if self.second_x is None or self.second_weight is None:
+            return first
+        return first + torch._grouped_mm(self.second_x, self.second_weight, offs=self.ends)
 
 
-def drawn(model: str, T: int, routing: str, session: Session, seed: int) -> Operands:
+def drawn(model: str, T: int, routing: str, session: Session, seed: int, *, second: bool) -> Operands:
     """Random operands: the routing is the same on all ranks, rows and weights are not."""
     whole, device = CHOICES[model], session.clock.device
     shared = torch.Generator(device=device).manual_seed(seed)
@@ -99,9 +108,12 @@ def drawn(model: str, T: int, routing: str, session: Session, seed: int) -> Oper
     bias = normal(whole.E, whole.D, scale=0.1) if whole.biased else None
     rows = normal(T * whole.k, F)
     blocks = sorted_slots(experts.reshape(-1), whole.E, rows_of_blocks(len(order), whole.E))
-    scale = weights.reshape(-1)
+    scale = torch.ones_like(weights).reshape(-1) if second else weights.reshape(-1)
     by_token = rows[places], scale, *blocks
-    return Operands(rows, weight if whole.biased else weight.mT, ends, places, scale[order], bias, ids, by_token)
+    lying = [weight, *[normal(*shape, scale=F**-0.5)] * second]
+    first, *others = [one if whole.biased else one.mT for one in lying]
+    more = (normal(T * whole.k, F), others[0]) if second else (None, None)
+    return Operands(rows, first, ends, places, scale[order], bias, ids, *more, by_token)
 
 
 def reduced(terms: torch.Tensor, group_name: str, top_k: int, scatters: bool) -> torch.Tensor:
@@ -119,7 +131,7 @@ def eager(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands], t
         products = given.products()
         if given.bias is not None:
             products = products + given.bias[given.ids]
-        terms = products * given.scale.unsqueeze(-1)
+        terms = products * given.scale.unsqueeze(-1) if given.second_x is None else products
         return reduced(terms[given.places], group_name, top_k, scatters)
 
     return layer
@@ -137,12 +149,13 @@ def in_triton(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands
 
 
 def ours(
-    session: Session, kind: type[ReducedExperts], strategy: str, top_k: int, biased: bool, site: str
+    session: Session, kind: type[ReducedExperts], strategy: str, top_k: int, first: Operands, site: str
 ) -> Callable[[Operands], torch.Tensor]:
     """The op by a strategy."""
     policy = Policy(strategy, 1 << 31, 60.0, strategy == "auto")
     made: Any = kind
-    node = made("sum", top_k, session.world_size, session.group_name, site, policy, has_bias=biased)
+    has = {"has_bias": first.bias is not None, "has_second": first.second_x is not None}
+    node = made("sum", top_k, session.world_size, session.group_name, site, policy, **has)
     names = [name for name, _ in node.slots()]
 
     def layer(given: Operands) -> torch.Tensor:
@@ -164,9 +177,11 @@ def contestants(
         "max_autotune": torch.compile(written, dynamic=False, **tuned),
         "triton:sorted": torch.compile(in_triton(session.group_name, top_k, scatters), dynamic=False),
     }
-    first, biased = given[0], given[0].bias is not None
+    first = given[0]
+    if first.second_x is not None:
+        del layers["triton:sorted"]
     for name, strategy in OURS.items():
-        layers[name] = ours(session, kind, strategy, top_k, biased, f"{cell}:{strategy}")
+        layers[name] = ours(session, kind, strategy, top_k, first, f"{cell}:{strategy}")
     wanted = reference.combined(top_k, first.products(), first.places, first.scale, None, None, first.bias, first.ids)
     torch.distributed.all_reduce(wanted)
     if scatters:
@@ -188,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
     add_cells(result, models=[*MODELS][:3] + [*BIASED_MODELS], tokens=[8192, 2048], choices=CHOICES)
     result.add_argument("--scatter", action="store_true", help="a reduce-scatter of the tokens")
+    result.add_argument("--second", action="store_true", help="two products, as in the backward of two weights")
     command.add_common(result, world=0, limit_s=LIMIT_S)
     return result
 
@@ -199,13 +215,14 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     lines = []
     for model, T, routing in itertools.product(options.models, options.tokens, options.routing):
-        shape = f"model={model};T={T};routing={routing}"
+        shape = f"model={model};T={T};routing={routing}" + ";products=2" * options.second
         if session.seconds() > options.budget:
             session.say(f"no time for {shape}")
             continue
         whole = CHOICES[model]
-        nbytes = whole.E * whole.F // session.world_size * whole.D * 2
-        given = [drawn(model, T, routing, session, seed) for seed in range(copies_of(session.clock.device, nbytes))]
+        nbytes = (1 + options.second) * whole.E * whole.F // session.world_size * whole.D * 2
+        copies = range(copies_of(session.clock.device, nbytes))
+        given = [drawn(model, T, routing, session, seed, second=options.second) for seed in copies]
         calls = contestants(session, kind, shape, whole.k, given)
         times = interleaved(session.clock, calls, rounds=options.rounds)
         received = rounds * T * whole.D * 2 * (session.world_size - 1) / session.world_size

@@ -231,6 +231,8 @@ class CombineExperts(Node):
 
 SUMMED = ("places", "scale", "absent", "added")
 """The operands of a sum of slots, beside the products."""
+SECOND = ("second_x", "second_weight")
+"""The operands of the second one of two products that are added."""
 BIASED = ("bias", "experts")
 """The operands by which a sum of slots adds biases to the products."""
 
@@ -244,9 +246,11 @@ def summed_slots(node: CombineExperts | ReducedExperts) -> tuple[str, ...]:
 class ReducedExperts(TaskNode):
     """The sum that `CombineExperts` describes, of products = x @ weight[expert of the slot], reduced over the ranks. x
     [S, K] is sorted by expert; weight is [E, K, N]. ends is int32 [E]: the slots of expert e end before slot ends[e]. A
-    rank has its own slice of K, and its routing may differ from that of its peers. If there is a bias [E, N], in the
-    dtype of x, the bias of its expert is added to each product, and the sum is rounded, as the product was before. The
-    products [S, N], with their biases, are a second output if `returns_products`, as a backward reads them.
+    rank has its own slice of K, and its routing may differ from that of its peers. If `has_second`, products = x @
+    weight[expert] + second_x @ second_weight[expert], with second operands of the same shapes and dtypes, as the
+    gradients of rows that two weights multiply have it. If there is a bias [E, N], in the dtype of x, the bias of its
+    expert is added to each product, and the sum is rounded, as the product was before. The products [S, N], with their
+    biases, are a second output if `returns_products`, as a backward reads them.
     """
 
     # No table has times of it.
@@ -259,11 +263,17 @@ class ReducedExperts(TaskNode):
     has_absent: bool
     has_bias: bool
     returns_products: bool
+    has_second: bool
 
     @property
     def scatters(self) -> bool:
         """Whether a rank gets its own tokens only."""
         return self.exchange == SCATTERED_PRODUCT
+
+    @property
+    def num_products(self) -> int:
+        """The matmuls whose products are added."""
+        return 1 + self.has_second
 
     @property
     def runs(self) -> int:
@@ -279,7 +289,8 @@ class ReducedExperts(TaskNode):
     def grouped_pattern(self) -> str:
         """The products and their sum as text."""
         details = ", biases" * self.has_bias + ", products used" * self.returns_products
-        return f"grouped matmul{details} -> {CombineExperts(self.top_k, self.has_added, self.has_absent).pattern}"
+        matmuls = "sum of 2 grouped matmuls" if self.has_second else "grouped matmul"
+        return f"{matmuls}{details} -> {CombineExperts(self.top_k, self.has_added, self.has_absent).pattern}"
 
     def verify(self) -> None:
         self.sums.verify()
@@ -287,7 +298,8 @@ class ReducedExperts(TaskNode):
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def slots(self) -> Slots:
-        return single(("x", "weight", "ends", *("bias",) * self.has_bias, *summed_slots(self)))
+        optional = (*SECOND * self.has_second, *("bias",) * self.has_bias)
+        return single(("x", "weight", "ends", *optional, *summed_slots(self)))
 
     def summed(self, shapes: Shapes) -> tuple[Any, Any]:
         """Returns (T, N), the shape of the sum."""
@@ -302,11 +314,16 @@ class ReducedExperts(TaskNode):
 
     def sizes(self, shapes: Shapes) -> Sizes:
         # As many operations, and the bytes of the reduction.
-        return Sizes(*self.summed(shapes), self.top_k * shapes["x"][1], "k", self.contributed(shapes))
+        K = self.num_products * self.top_k * shapes["x"][1]
+        return Sizes(*self.summed(shapes), K, "k", self.contributed(shapes))
 
     def split(self, operands: Sequence[T]) -> tuple[Any, ...]:
-        """Returns (x, weight, ends, bias or None, places, scale, absent or None, added or None)."""
-        return parted(self, operands, ("x", "weight", "ends", "bias", *SUMMED))
+        """Returns (x, weight, ends, (second_x, second_weight), bias, places, scale, absent, added), and None for what
+        there is not.
+        """
+        x, weight, ends, *others = parted(self, operands, ("x", "weight", "ends", *SECOND, "bias", *SUMMED))
+        second, others = tuple(others[: len(SECOND)]), others[len(SECOND) :]
+        return x, weight, ends, second if self.has_second else None, *others
 
 
 @dataclass(frozen=True)
@@ -325,6 +342,7 @@ class GroupedMatmulAllReduce(ReducedExperts):
     has_absent: bool = False
     has_bias: bool = False
     returns_products: bool = False
+    has_second: bool = False
 
     @property
     def pattern(self) -> str:
@@ -353,6 +371,7 @@ class GroupedMatmulReduceScatter(ReducedExperts):
     has_bias: bool = False
     returns_products: bool = False
     outer: int = 1
+    has_second: bool = False
 
     @property
     def pattern(self) -> str:

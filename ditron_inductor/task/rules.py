@@ -17,6 +17,7 @@ from ditron_inductor.task import nodes
 from ditron_inductor.task.attention_masks import ALIGNED
 from ditron_inductor.task.epilogue import EXPERT_KINDS, extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
+from ditron_inductor.task.expert_nodes import SECOND
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OPERAND_DTYPES
 
@@ -225,6 +226,9 @@ def _experts_reduced(node: nodes.ReducedExperts, given: Given) -> Rules:
     yield x.ndim == 2 and weight.ndim == 3, f"multiplies operands of {x.ndim} and {weight.ndim} dimensions, not 2 and 3"
     yield from _same_dtype([x, weight])
     yield weight.shape[1] == x.shape[1], "multiplies shapes that do not fit"
+    for name, first in zip(SECOND * node.has_second, (x, weight), strict=False):
+        yield given[name].dtype == first.dtype, "has operands of different dtypes"
+        yield given[name].shape == first.shape, f"has a {name} that does not fit the first one"
     yield ends.dtype == torch.int32 and ends.ndim == 1, "has ends that are no int32 vector"
     yield ends.shape[0] == weight.shape[0], "has ends that do not fit the experts"
     if node.has_bias:

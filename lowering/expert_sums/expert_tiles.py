@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import zeros_of
-
 
 @triton.jit
 def experts_descriptor(weight, sizes, TILES: tl.constexpr):
@@ -26,11 +24,10 @@ def experts_descriptor(weight, sizes, TILES: tl.constexpr):
 
 
 @triton.jit
-def matmul_of_expert(a, b, row, expert, column, K, TILES: tl.constexpr):
-    """Returns acc[m, n] = sum_k A[row + m, k] * B[expert, k, column + n], fp32. What is beyond the matrix is 0."""
+def matmul_of_expert(acc, a, b, row, expert, column, K, TILES: tl.constexpr):
+    """Returns acc[m, n] + sum_k A[row + m, k] * B[expert, k, column + n], fp32. What is beyond the matrix is 0."""
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     BLOCK_K: tl.constexpr = TILES.BLOCK_K
-    acc = zeros_of(TILES)
     for k in range(0, tl.cdiv(K, BLOCK_K)):
         a_tile = a.load([row, k * BLOCK_K])
         if TILES.K_MAJOR:

@@ -19,10 +19,13 @@ def by_library(node: ReducedExperts, reduce: Callable[[torch.Tensor], torch.Tens
         x: torch.Tensor,
         weight: torch.Tensor,
         ends: torch.Tensor,
+        second: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
         *slots: torch.Tensor | None,
     ) -> Any:
         products = torch._grouped_mm(x, weight, offs=ends)
+        if second is not None:
+            products += torch._grouped_mm(*second, offs=ends)
         operands = [products, *(one for one in slots if one is not None)]
         if bias is not None:
             experts = experts_of_rows(ends, len(x))

@@ -31,8 +31,9 @@ from ditron_inductor.core.matmul import (
     Carried,
     Tiles,
     Weight,
-    matmul_tile,
+    matmul_steps,
     rows_descriptor,
+    zeros_of,
 )
 from ditron_inductor.core.signals import (
     arrive_with,
@@ -65,8 +66,8 @@ INTERPRETED = 64, 2, 32
 
 class Sizes(NamedTuple):
     """The tokens T and columns N of the sum, K, and the number of experts E. A rank owns `owned` tokens, in runs of
-    `run` tokens. The strides of the weight from expert to expert, from row to row and from column to column, and the
-    elements from row to row of x and of what is added.
+    `run` tokens. The strides of the weights from expert to expert, from row to row and from column to column, and the
+    elements from row to row of x, of what is added and of the second x.
     """
 
     T: Any
@@ -80,13 +81,14 @@ class Sizes(NamedTuple):
     stride_bn: Any
     x_pitch: Any
     added_pitch: Any
+    second_pitch: Any
 
 
 class How(NamedTuple):
     """What is known at compile time: WORLD, see `matmul.Tiles`, a power of two of at least E, whether all ranks want
     all tokens, whether the mean is taken, the experts of a token, whether something is added, whether slots are absent,
-    and whether experts have biases. ROWS tokens are summed at once, and COPIES results are copied at once. A chunk has
-    BLOCK columns, and a ticket has TOKENS tokens.
+    whether experts have biases, and whether there is a second product. ROWS tokens are summed at once, and COPIES
+    results are copied at once. A chunk has BLOCK columns, and a ticket has TOKENS tokens.
     """
 
     WORLD: Any
@@ -98,6 +100,7 @@ class How(NamedTuple):
     HAS_ADDED: Any
     HAS_ABSENT: Any
     HAS_BIAS: Any
+    HAS_SECOND: Any
     ROWS: Any
     COPIES: Any
     BLOCK: Any
@@ -339,9 +342,10 @@ def sum_block(use, slots, out, kind, block, sends, good, sizes, HOW: tl.constexp
 def reduced_experts_kernel(
     x, weight, bias, routing, added, products, out, pointers, rank, sizes, HOW: tl.constexpr, TRACE: tl.constexpr = 0
 ):
-    """See the module. x: [S, K], contiguous K. weight: [E, K, N]. bias: [E, N]. routing: the ends [E], the places [S],
-    the scale [S], and the marks of absent slots [S]. added: [T, N]. The bias, the marks and what is added may be
-    anything if HOW says that they are not there. products: [S, N], for this launch alone. out: [owned, N], or [T, N] if
+    """See the module. x: that of both products, [S, K], contiguous K. weight: of both, [E, K, N], in the same strides.
+    bias: [E, N]. routing: the ends [E], the places [S], the scale [S], and the marks of
+    absent slots [S]. added: [T, N]. The second operands, the bias, the marks and what is added may be anything if HOW
+    says that they are not there. products: [S, N], for this launch alone. out: [owned, N], or [T, N] if
     GATHERS.
     """
     WORLD: tl.constexpr = HOW.WORLD
@@ -352,7 +356,7 @@ def reduced_experts_kernel(
     EXPERTS: tl.constexpr = HOW.EXPERTS
     TOKENS: tl.constexpr = HOW.TOKENS
     ACROSS: tl.constexpr = BLOCK // BLOCK_N
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = x[0].dtype.element_ty
     use = use_of(words_of(pointers, rank))
     alive = healthy(use)
     ends = routing[0]
@@ -371,8 +375,11 @@ def reduced_experts_kernel(
     peers = (WORLD - 1) * blocks
     stages = Stages(chunks, num_m, tl.cdiv(N, BLOCK_N), ACROSS, peers, blocks, peers if HOW.GATHERS else 0)
     if TILES.DESCRIPTORS:
-        a = rows_descriptor(x, S, K, sizes.x_pitch, BLOCK_M, TILES.BLOCK_K)
-        b = experts_descriptor(weight, sizes, TILES)
+        a = rows_descriptor(x[0], S, K, sizes.x_pitch, BLOCK_M, TILES.BLOCK_K)
+        b = experts_descriptor(weight[0], sizes, TILES)
+        if HOW.HAS_SECOND:
+            second_a = rows_descriptor(x[1], S, K, sizes.second_pitch, BLOCK_M, TILES.BLOCK_K)
+            second_b = experts_descriptor(weight[1], sizes, TILES)
     offs_m = tl.arange(0, BLOCK_M)
     # `ok` says whether this program may send; it is -1 until it has asked.
     ok = tl.full((), -1, tl.int32)
@@ -412,11 +419,18 @@ def reduced_experts_kernel(
             stop = tl.load(ends + expert)
             row = start + (tile - (before // (2 * EXPERTS)).to(tl.int32)) * BLOCK_M
             if TILES.DESCRIPTORS:
-                acc = matmul_of_expert(a, b, row, expert, column, K, TILES)
+                acc = matmul_of_expert(zeros_of(TILES), a, b, row, expert, column, K, TILES)
+                if HOW.HAS_SECOND:
+                    acc = matmul_of_expert(acc, second_a, second_b, row, expert, column, K, TILES)
             else:
-                rows = x + tl.minimum(row + offs_m, S - 1).to(tl.int64) * sizes.x_pitch
-                of_expert = Weight(weight + expert.to(tl.int64) * sizes.stride_be, sizes.stride_bk, sizes.stride_bn)
-                acc = matmul_tile(rows, of_expert, column, N, K, Carried(None, (), 0, 0), TILES)
+                rows = tl.minimum(row + offs_m, S - 1).to(tl.int64)
+                matrix = expert.to(tl.int64) * sizes.stride_be
+                carried = Carried(None, (), 0, 0)
+                b = Weight(weight[0] + matrix, sizes.stride_bk, sizes.stride_bn)
+                acc = matmul_steps(zeros_of(TILES), x[0] + rows * sizes.x_pitch, b, column, N, K, carried, TILES)
+                if HOW.HAS_SECOND:
+                    b = Weight(weight[1] + matrix, sizes.stride_bk, sizes.stride_bn)
+                    acc = matmul_steps(acc, x[1] + rows * sizes.second_pitch, b, column, N, K, carried, TILES)
             offs_n = column + tl.arange(0, BLOCK_N)
             corner = products + row.to(tl.int64) * N
             in_tile = (row + offs_m < stop)[:, None] & (offs_n < N)[None, :]
@@ -519,6 +533,7 @@ def reduced_experts(
     x: torch.Tensor,
     weight: torch.Tensor,
     ends: torch.Tensor,
+    second: tuple[torch.Tensor, torch.Tensor] | None,
     bias: torch.Tensor | None,
     places: torch.Tensor,
     scale: torch.Tensor,
@@ -530,12 +545,16 @@ def reduced_experts(
     E, K, _ = weight.shape
     x, rest = rows_of(x), x if added is None else rows_of(added)
     weight = weight if 1 in weight.stride()[1:] else weight.contiguous()
+    second_x, second_weight = (x, weight) if second is None else second
+    if second_weight.stride() != weight.stride():
+        weight, second_weight = weight.contiguous(), second_weight.contiguous()
+    second_x = rows_of(second_x)
     out = x.new_empty(T if gathers else owned, N)
     products = x.new_empty(x.shape[0], N)
     marks = places if absent is None else absent.view(torch.uint8)
 
     def arguments() -> Arguments:
-        tile: Tiles = launch.tile(config, x, [weight[0]])
+        tile: Tiles = launch.tile_of_sum(config, [x, second_x], [weight[0], second_weight[0]])
         stride_be, stride_bk, stride_bn = weight.stride()
         # The copy unit wants all strides in units of 16 bytes.
         descriptors = tile.DESCRIPTORS and stride_be * weight.element_size() % 16 == 0
@@ -551,19 +570,20 @@ def reduced_experts(
             HAS_ADDED=node.has_added,
             HAS_ABSENT=node.has_absent,
             HAS_BIAS=node.has_bias,
+            HAS_SECOND=node.has_second,
             ROWS=max(1, rows // node.top_k),
             COPIES=min(rows, tokens),
             BLOCK=block,
             TOKENS=tokens,
         )
-        pitches = x.stride(0), rest.stride(0)
+        pitches = x.stride(0), rest.stride(0), second_x.stride(0)
         numbers = Sizes(T, N, K, E, owned, owned // node.runs, stride_be, stride_bk, stride_bn, *pitches)
         programs = launch.programs(ceil_div(x.shape[0], config.block_m) * ceil_div(N, config.block_n), config)
         return Arguments(programs, {"rank": launch.rank, "sizes": numbers, "HOW": how, **config.options})
 
     tensors: dict[str, Any] = {
-        "x": x,
-        "weight": weight,
+        "x": (x, second_x),
+        "weight": (weight, second_weight),
         "bias": x if bias is None else bias.contiguous(),
         "routing": tuple(one.contiguous() for one in (ends, places, scale, marks)),
         "added": rest,

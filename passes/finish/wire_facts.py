@@ -43,7 +43,7 @@ WIRES: Mapping[str, str] = {
 """The collective that an op of torch launches, by the op's name. Other ops are compared by their own names."""
 LOCAL_FIELDS = (
     "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered",
-    "gather_dim", "scatter_dim", "top_k", "has_added", "has_absent", "returns_products", "outer",
+    "gather_dim", "scatter_dim", "top_k", "has_added", "has_absent", "returns_products", "has_second", "outer",
 )  # fmt: skip
 """Fields of a Task node that may differ between ranks."""
 

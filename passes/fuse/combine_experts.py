@@ -11,7 +11,8 @@ and as TorchTitan writes it, also with `index_add` and `index_put`:
     _grouped_mm(..) [S, N] -> [add] -> [where] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
     -> scatter_add(added or zeros [T, N], 0, expand(order [S] // k), ..)             order: the indices of a sort
 
-The backward of `x[order // k]` is the second form without a scale.
+The backward of `x[order // k]` is the second form without a scale. Where two weights multiply these rows, the products
+of two grouped matmuls are added first.
 
 After:
 
@@ -76,12 +77,14 @@ class SlotBias:
 
 @dataclass(frozen=True)
 class ScaledProducts:
-    """The scaled products of all slots. bias: what is added to the products, or None. scale: [S, 1], or None if there
+    """The scaled products of all slots. second: another grouped matmul, and the sum of its products and those of
+    `grouped`, or None. bias: what is added to the products, or None. scale: [S, 1], or None if there
     is none. absent: bool [S, 1], the slots that count as 0, or None. late: they do so whatever their scale is. steps:
     the nodes from behind `summed` to the terms.
     """
 
     grouped: fx.Node
+    second: tuple[fx.Node, fx.Node] | None
     bias: SlotBias | None
     scale: fx.Node | None
     absent: fx.Node | None
@@ -90,7 +93,9 @@ class ScaledProducts:
 
     @property
     def summed(self) -> fx.Node:
-        """The products with their biases."""
+        """The sum of the products, with their biases."""
+        if self.second is not None:
+            return self.second[1]
         return self.grouped if self.bias is None else self.bias.total
 
 
@@ -184,13 +189,27 @@ def _terms(node: fx.Node) -> ScaledProducts | None:
     for factor, scale in (factors, factors[::-1]) if multiplied else ((scaled, None),):
         kept = proofs.operand(factor) if casts(factor) else factor
         absent, summed = _unmasked(kept) if late is None else (late, kept)
-        bias = _biased(summed)
-        grouped = summed if bias is None else bias.grouped
+        bias, two = _biased(summed), _two_products(summed)
+        grouped = bias.grouped if bias is not None else summed if two is None else two[0]
         if grouped.target is proofs.GROUPED:
             behind = tuple(dict.fromkeys((kept, factor, scaled, masked, node)))
             steps = tuple(step for step in behind if step is not summed)
-            return ScaledProducts(grouped, bias, scale, absent, late is not None, steps)
+            second = None if two is None else (two[1], summed)
+            return ScaledProducts(grouped, second, bias, scale, absent, late is not None, steps)
     return None
+
+
+def _two_products(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Reads `node` as the sum, in their dtype, of the products of two grouped matmuls; None if it is not."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    first, second = node.args
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
+        return None
+    grouped = first.target is proofs.GROUPED and second.target is proofs.GROUPED
+    same = grouped and proofs.alike(node, first) and proofs.alike(node, second)
+    dtypes = {proofs.fake(one).dtype for one in (node, first, second)}
+    return (first, second) if same and len(dtypes) == 1 else None
 
 
 def _biased(node: fx.Node) -> SlotBias | None:

@@ -1,8 +1,10 @@
 """The second matmul of a mixture's experts -> weighted sum for each token -> all_reduce becomes one node.
 
-    _grouped_mm(x [S, K], weight [E, K, N], ends [E]) -> the sum of combine_experts.py, in either form [T, N]
+    _grouped_mm(x [S, K], weight [E, K, N], ends [E]) -> [+ _grouped_mm(second_x, second_weight, ends)]
+    -> the sum of combine_experts.py, in either form [T, N]
     -> views -> all_reduce -> wait
-    =>  x, weight, ends, [bias [E, N]], places, scale, [absent], [added] -> ditron.grouped_matmul_all_reduce
+    =>  x, weight, ends, [second_x, second_weight], [bias [E, N]], places, scale, [absent], [added]
+    -> ditron.grouped_matmul_all_reduce
     -> getitem 0 [T, N] -> views
 
 Order-keeping views may stand between the sum and the collective. The call stands where the collective stood, so the
@@ -14,7 +16,8 @@ It must not fire when
 * the sum, or a view of it in front of the collective, is used elsewhere, or the products are, except that a forward
   may keep them for its backward: then they are a second output of the node;
 * a view has rows of another length;
-* the grouped matmul has another dtype than its operands, or strides of which the kernel would need a copy;
+* the grouped matmul has another dtype than its operands, or strides of which the kernel would need a copy; of two whose
+  products are added, the rows end elsewhere or operands differ in shape, dtype or strides;
 * experts have biases, and it is not proved that the bias of a row is that of the expert by whose matrix the grouped
   matmul multiplies the row (see graph/expert_rows.py), or there are not as many biases as matrices;
 * a size is dynamic, or there are fewer than LEAST_TOKENS tokens: the reduction of a few rows goes with its norm (see
@@ -37,6 +40,7 @@ from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, rea
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
 from ditron_inductor.passes.graph.slot_sums import ending_with
+from ditron_inductor.task.expert_nodes import SECOND
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, ReducedExperts
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -90,28 +94,53 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
 
 
 def _refusal(terms: combine_experts.ScaledProducts, reader: fx.Node) -> Refused | None:
-    """Returns why the node cannot compute the products of a grouped matmul, which `reader` sums, with their biases. The
-    graph may return them too, in row-major order. None: it can compute them.
+    """Returns why the node cannot compute the products of the grouped matmuls, which `reader` sums, with their biases.
+    The graph may return them too, in row-major order. None: it can compute them.
     """
     grouped, summed = terms.grouped, terms.summed
+    matmuls = (grouped,) if terms.second is None else (grouped, terms.second[0])
+    wrong = next((matmul for matmul in matmuls if not _is_taken(matmul)), None)
+    if wrong is not None or not _are_alike(matmuls):
+        return ReasonCode.GROUPED_MATMUL.at(wrong or matmuls[-1])
+    ends, made = proofs.arguments(grouped)["offs"], proofs.fake(summed)
+    row_major = proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
+    others = [user for user in summed.users if user is not reader and not (user.op == "output" and row_major)]
+    if summed is not grouped:
+        others += [user for matmul in matmuls for user in matmul.users if user is not summed]
+    if others:
+        return ReasonCode.INTERMEDIATE_USED.at(others[0])
+    num_experts = proofs.fake(proofs.arguments(grouped)["mat2"]).shape[0]
+    if terms.bias is not None and not _are_biases(terms.bias, ends, num_experts):
+        return ReasonCode.EXPERT_BIAS.at(terms.bias.rows)
+    return None
+
+
+def _is_taken(grouped: fx.Node) -> bool:
+    """Returns whether a kernel of ours multiplies as this grouped matmul does, where its operands lie."""
     bound = proofs.arguments(grouped)
     x, weight, ends = (bound[name] for name in OPERANDS)
     if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
-        return ReasonCode.GROUPED_MATMUL.at(grouped)
-    rows, matrices, made = proofs.fake(x), proofs.fake(weight), proofs.fake(summed)
+        return False
+    rows, matrices = proofs.fake(x), proofs.fake(weight)
     dims = rows.ndim == 2 and matrices.ndim == 3 and proofs.fake(ends).dtype == torch.int32
     lies = dims and rows.stride(1) == 1 and 1 in matrices.stride()[1:] and rows.dtype in OPERAND_DTYPES
-    if not lies or written([x, weight, ends]) is not None:
-        return ReasonCode.GROUPED_MATMUL.at(grouped)
-    row_major = proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
-    others = [user for user in summed.users if user is not reader and not (user.op == "output" and row_major)]
-    if terms.bias is not None:
-        others += [user for user in grouped.users if user is not summed]
-    if others:
-        return ReasonCode.INTERMEDIATE_USED.at(others[0])
-    if terms.bias is not None and not _are_biases(terms.bias, ends, matrices.shape[0]):
-        return ReasonCode.EXPERT_BIAS.at(terms.bias.rows)
-    return None
+    return lies and written([x, weight, ends]) is None
+
+
+def _are_alike(matmuls: tuple[fx.Node, ...]) -> bool:
+    """Returns whether grouped matmuls have the same ends, and operands of the same shapes, and weights of the same
+    strides.
+    """
+    first, *others = (proofs.arguments(matmul) for matmul in matmuls)
+    weight = proofs.fake(first["mat2"])
+    return all(
+        other["offs"] is first["offs"]
+        and proofs.alike(other["self"], first["self"])
+        and proofs.alike(other["mat2"], first["mat2"])
+        and proofs.same_shape(proofs.fake(other["mat2"]).stride(), weight.stride())
+        and proofs.fake(other["mat2"]).dtype == weight.dtype
+        for other in others
+    )
 
 
 def _are_biases(bias: combine_experts.SlotBias, ends: fx.Node, num_experts: Any) -> bool:
@@ -133,6 +162,7 @@ def fields_of(match: Match, options: Options) -> dict[str, Any]:
         "has_added": sums.added is not None,
         "has_absent": sums.terms.absent is not None,
         "has_bias": sums.terms.bias is not None,
+        "has_second": sums.terms.second is not None,
         # Beside the sum only the graph's result reads them.
         "returns_products": len(sums.terms.summed.users) > 1,
     }
@@ -147,7 +177,11 @@ def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
         operands, total = combine_experts.operands_of(graph, sums)
         grouped = proofs.arguments(sums.terms.grouped)
         operands |= dict(zip(("x", "weight", "ends"), (grouped[name] for name in OPERANDS), strict=True))
+        if sums.terms.second is not None:
+            second = proofs.arguments(sums.terms.second[0])
+            operands |= dict(zip(SECOND, (second["self"], second["mat2"]), strict=True))
         biases = () if sums.terms.bias is None else (sums.terms.bias.rows,)
+        seconds = () if sums.terms.second is None else (sums.terms.second[0],)
         if sums.terms.bias is not None:
             operands["bias"] = sums.terms.bias.table
         shape = (wanted.numel() // total.shape[1], total.shape[1])
@@ -162,7 +196,7 @@ def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
         if not proofs.same_shape(tuple(wanted.shape), shape):
             result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted.shape]), collective.wait)
     collective.wait.replace_all_uses_with(result)
-    inside = (*match.steps, *sums.steps, source, *biases, sums.terms.grouped)
+    inside = (*match.steps, *sums.steps, source, *biases, *seconds, sums.terms.grouped)
     rewriting.erase_unused(graph, [collective.wait, collective.node, *inside])
     return call
 

@@ -24,7 +24,7 @@ from tests.cases import rare
 from tests.lowering.assembly import Listing, dialect_of, resources
 from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned, compile_for
 
-SIZES = Sizes(*("i32",) * 5, "i32", *("i32",) * 5)
+SIZES = Sizes(*("i32",) * len(Sizes._fields))
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class Form:
     trace: int = 0
     absent: bool = False
     biased: bool = False
+    second: bool = False
 
     def __str__(self) -> str:
         size = self.config
         facts = {"gathers": self.gathers, "descriptors": self.descriptors, "k_major": self.k_major}
-        facts |= {"absent": self.absent, "biased": self.biased}
+        facts |= {"absent": self.absent, "biased": self.biased, "second": self.second}
         named = "-".join(name for name, held in facts.items() if held)
         return f"{self.target}-{size.block_m}x{size.block_n}x{size.block_k}-{self.dtype}-{named}"
 
@@ -60,13 +61,15 @@ def compiled(form: Form) -> str:
     )  # fmt: skip
     rows, tokens = rows_under_way(LOADS, fits, 4 if form.dtype == "fp32" else 2), SLOTS // 8
     copies = min(rows, tokens)
-    how = How(4, tile, 128, form.gathers, True, 8, True, form.absent, form.biased, rows // 8, copies, BLOCK, tokens)
+    facts = form.absent, form.biased, form.second
+    how = How(4, tile, 128, form.gathers, True, 8, True, *facts, rows // 8, copies, BLOCK, tokens)
     constants: dict[str, Any] = {"HOW": how, "TRACE": form.trace}
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     routing = "*i32", "*i64", "*fp32", "*u8" if form.absent else "*i64"
     given: dict[str, Any] = {"pointers": POINTERS, "sizes": SIZES, "routing": routing, "rank": "i32"}
+    given["x"] = given["weight"] = (f"*{form.dtype}",) * 2
     for place, argument in enumerate(reduced_experts_kernel.arg_names):
         if argument in constants:
             signature[argument], known[place,] = "constexpr", constants[argument]
@@ -90,8 +93,9 @@ def by_descriptors(gathers: bool, k_major: bool, config: Config) -> Form:
     return Form("sm_90", gathers, True, k_major, config=config, absent=not k_major, biased=not k_major)
 
 
-FORMS = (by_descriptors(True, False, LARGE), by_descriptors(True, True, SHORT))
-ELSEWHERE = Form("gfx942", True, False, config=NARROW, biased=True)
+SECOND = Form("sm_90", False, True, False, second=True)
+FORMS = (by_descriptors(True, False, LARGE), by_descriptors(True, True, SHORT), SECOND)
+ELSEWHERE = Form("gfx942", True, False, config=NARROW, biased=True, second=True)
 # A reduce-scatter has less of the same.
 MORE_FORMS = (
     *(by_descriptors(True, k_major, config) for k_major, config in ((True, LARGE), (False, SHORT))),
@@ -99,6 +103,7 @@ MORE_FORMS = (
 )
 MORE_ELSEWHERE = (
     Form("sm_90", True, False, biased=True),
+    Form("sm_90", True, True, True, second=True),
     *(Form(target, gathers, False) for target in ("sm_90", "gfx942") for gathers in (False, True)),
     Form("sm_100", True, True),
     Form("gfx950", True, False, biased=True),

@@ -30,15 +30,18 @@ WHOLE, SCATTERED = GroupedMatmulAllReduce, GroupedMatmulReduceScatter
 @dataclass(frozen=True)
 class Layer(Case):
     """A Case whose products are those of rows of `k` elements. columns: whether the weights lie column by column, as
-    nn.Linear holds them, or row by row. apart: the elements between the matrices of two experts.
+    nn.Linear holds them, or row by row. apart: the elements between the matrices of two experts. second: another
+    product is added.
     """
 
     k: int = 40
     columns: bool = True
     apart: int = 0
+    second: bool = False
 
     def __str__(self) -> str:
-        return f"{super().__str__()}-k{self.k}" + "-rows" * (not self.columns) + "-apart" * (self.apart > 0)
+        facts = "-rows" * (not self.columns) + "-apart" * (self.apart > 0) + "-second" * self.second
+        return f"{super().__str__()}-k{self.k}{facts}"
 
 
 CPU = (
@@ -56,6 +59,7 @@ CPU = (
     # Distances that no 16 bytes divide, so the copy unit cannot load the weights.
     Layer(9, 2, 8, 40, routing="one", biased=True, apart=4),
     Layer(21, 3, 4, 96, routing="elsewhere", absent=True, added=True),
+    Layer(45, 2, 4, 72, k=40, columns=False, second=True),
 )
 CUDA = (
     Layer(1000, 4, 32, 2880, added=True, scale_dtype=BF16, k=360),
@@ -68,6 +72,7 @@ CUDA = (
     Layer(1000, 4, 16, 2880, absent=True, biased=True, added=True, k=2880, columns=False),
     Layer(333, 2, 8, 1032, routing="one", biased=True, k=512),
     Layer(1000, 4, 32, 2048, routing="elsewhere", absent=True, added=True, k=768),
+    Layer(1000, 4, 32, 2048, k=384, second=True),
 )
 CPU_SCATTERED = (
     # Three runs for each rank.
@@ -81,6 +86,7 @@ CPU_SCATTERED = (
     Layer(40, 2, 8, 72, absent=True, biased=True),
     Layer(12, 2, 8, 40, routing="one", biased=True),
     Layer(24, 3, 4, 96, routing="elsewhere", absent=True),
+    Layer(44, 2, 4, 72, apart=4, second=True),
 )
 CUDA_SCATTERED = (
     Layer(1020, 4, 32, 2880, added=True, scale_dtype=BF16, k=360),
@@ -93,6 +99,7 @@ CUDA_SCATTERED = (
     Layer(1020, 4, 16, 2880, absent=True, biased=True, k=2880, columns=False),
     Layer(336, 2, 8, 1032, routing="one", biased=True, k=512),
     Layer(1020, 4, 32, 2048, routing="elsewhere", absent=True, k=768),
+    Layer(1020, 4, 32, 2880, added=True, k=720, columns=False, second=True),
 )
 # Calls of a test, each with a routing of its own; more calls, which take the same slots again, follow each other below.
 SEEDS = {"cpu": 2, "cuda": 3}
@@ -108,13 +115,19 @@ def given_to(ctx: RankContext, case: Layer, seed: int = 0) -> dict[str, torch.Te
         whole = torch.randn(*shape[:-1], shape[-1] + 8, generator=generator) / 4
         return whole.to(ctx.device, case.dtype)[..., : shape[-1]]
 
+    def weights() -> torch.Tensor:
+        shape = (case.experts, case.n, case.k) if case.columns else (case.experts, case.k, case.n)
+        lying = torch.randn(case.experts, case.k * case.n + case.apart, generator=generator) / case.k**0.5
+        weight = lying.to(ctx.device, case.dtype)[:, : case.k * case.n].view(shape)
+        return weight.mT if case.columns else weight
+
     scale, ids, order = routed(case, generator)
-    shape = (case.experts, case.n, case.k) if case.columns else (case.experts, case.k, case.n)
-    lying = torch.randn(case.experts, case.k * case.n + case.apart, generator=generator) / case.k**0.5
-    weight = lying.to(ctx.device, case.dtype)[:, : case.k * case.n].view(shape)
+    rows = case.tokens * case.top_k
     return {
-        "x": draw(case.tokens * case.top_k, case.k),
-        "weight": weight.mT if case.columns else weight,
+        "x": draw(rows, case.k),
+        "weight": weights(),
+        # Rows of another length lie apart.
+        **({"second_x": draw(rows, case.k + 8)[:, : case.k], "second_weight": weights()} if case.second else {}),
         "ends": ids.bincount(minlength=case.experts)[: case.experts].cumsum(0).int().to(ctx.device),
         "places": order.argsort().to(ctx.device),
         "scale": scale.to(ctx.device, case.scale_dtype),
@@ -131,6 +144,8 @@ def products_of(case: Layer, given: dict[str, torch.Tensor]) -> torch.Tensor:
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         made[begin:end] = x[begin:end].double() @ weight[expert].double()
+        if case.second:
+            made[begin:end] += given["second_x"][begin:end].double() @ given["second_weight"][expert].double()
         if case.biased:
             made[begin:end] = made[begin:end].to(case.dtype) + given["bias"][expert]
         begin = end
@@ -157,6 +172,7 @@ def outer_of(case: Layer) -> int:
 def fields_of(kind: Kind, case: Layer) -> dict[str, object]:
     reduce_op = "avg" if case.routing == "one" else "sum"
     optional = {"has_added": case.added, "has_absent": case.absent, "has_bias": case.biased}
+    optional["has_second"] = case.second
     found: dict[str, object] = {"reduce_op": reduce_op, "top_k": case.top_k, **optional}
     return found if kind is WHOLE else found | {"outer": outer_of(case)}
 

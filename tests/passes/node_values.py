@@ -122,6 +122,8 @@ def _summed(call: Call, products: torch.Tensor, *biased: torch.Tensor) -> torch.
 def _products_of_experts(call: Call) -> torch.Tensor:
     """The products of all slots, with their biases."""
     products = torch._grouped_mm(call.x, call.weight, offs=call.ends)
+    if call.node.has_second:
+        products = products + torch._grouped_mm(call.second_x, call.second_weight, offs=call.ends)
     if not call.node.has_bias:
         return products
     return products + call.bias[_experts_of_rows(call)]

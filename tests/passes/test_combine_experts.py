@@ -221,6 +221,21 @@ def test_a_sum_without_a_scale_has_one_of_ones() -> None:
     assert calls(module) == 0
 
 
+def of_two_weights(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """As in a backward, where two weights multiply the rows."""
+    x = all_reduce(x @ up[0].mT @ up[0])
+    ids, order = scores.topk(K).indices.view(-1).sort()
+    ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+    rows = torch._grouped_mm(x[order // K], up.mT, offs=ends)
+    products = torch._grouped_mm(rows, down.mT, offs=ends) + torch._grouped_mm(rows.sin(), down.mT * 2, offs=ends)
+    return all_reduce(torch.zeros_like(x).index_put((order // K,), products, accumulate=True))
+
+
+def test_the_products_of_two_weights_are_added_in_front_of_the_call() -> None:
+    after = text(same_results(of_two_weights, made=1).graph)
+    assert "ditron.combine_experts([add" in after
+
+
 def test_golden_sums_by_scatter() -> None:
     expecttest.assert_expected_inline(
         from_products(same_results(scattered, made=1)),

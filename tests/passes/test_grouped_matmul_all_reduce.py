@@ -241,7 +241,68 @@ def of_no_rows(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(routed(*operands).sum(1).bfloat16().view(-1))
 
 
+def sum_of_two(second: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    """The gradient of rows that two weights multiply, for each token: second makes other products of rows."""
+    rows, ends, _, order = sorted_rows(*operands)
+    weight = operands[3]
+    products = torch._grouped_mm(rows, weight.mT, offs=ends) + second(rows, weight, ends)
+    return all_reduce(torch.zeros_like(operands[1]).index_put((order // K,), products, accumulate=True))
+
+
+def other_weight(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return torch._grouped_mm(rows.sin(), (2 * weight).mT, offs=ends)
+
+
+def two(*operands: torch.Tensor) -> torch.Tensor:
+    return sum_of_two(other_weight, *operands)
+
+
+def with_other_ends(*operands: torch.Tensor) -> torch.Tensor:
+    return sum_of_two(lambda rows, weight, ends: other_weight(rows, weight, ends // 2 * 2), *operands)
+
+
+def of_wide_rows(*operands: torch.Tensor) -> torch.Tensor:
+    return sum_of_two(
+        lambda rows, weight, ends: other_weight(rows.repeat(1, 2), weight.repeat(1, 1, 2), ends), *operands
+    )
+
+
+def by_rows(*operands: torch.Tensor) -> torch.Tensor:
+    """The second weight lies row by row."""
+    return sum_of_two(
+        lambda rows, weight, ends: torch._grouped_mm(rows.sin(), weight.mT.contiguous(), offs=ends), *operands
+    )
+
+
+def twice_the_same(*operands: torch.Tensor) -> torch.Tensor:
+    rows, ends, _, order = sorted_rows(*operands)
+    products = torch._grouped_mm(rows, operands[3].mT, offs=ends)
+    return all_reduce(torch.zeros_like(operands[1]).index_put((order // K,), products + products, accumulate=True))
+
+
+def second_read_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kept: list[torch.Tensor] = []
+
+    def second(*given: torch.Tensor) -> torch.Tensor:
+        kept.append(other_weight(*given))
+        return kept[0]
+
+    return sum_of_two(second, *operands), kept[0].cos()
+
+
+def test_products_of_two_weights_are_added_in_the_node() -> None:
+    after = fused(two)
+    task, operands = only_task(after, KIND)
+    assert task.has_second and not any(node.name.startswith("add") for node in after.graph.nodes)
+    assert operands["second_x"].startswith("sin") and operands["second_weight"].startswith("permute")
+
+
 REFUSED = {
+    with_other_ends: "grouped_matmul",
+    of_wide_rows: "grouped_matmul",
+    by_rows: "grouped_matmul",
+    twice_the_same: "no_matmul",
+    second_read_elsewhere: "intermediate_used",
     of_other_rows: "grouped_matmul",
     of_no_rows: "grouped_matmul",
     used_elsewhere: "intermediate_used",
