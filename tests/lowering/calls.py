@@ -44,10 +44,12 @@ class Site:
     group_name: str = ""
     world_size: int = 0
     trials: bool = False
+    overlap: str = ""
 
     def node(self, ctx: RankContext, kind: type[Kind], **fields: Any) -> Kind:
         """The node of this site, with the fields of its kind."""
-        policy = Policy(self.strategy, self.workspace_limit, self.timeout_s, self.trials)
+        limits = self.workspace_limit, self.timeout_s
+        policy = Policy(self.strategy, *limits, trials=self.trials, overlap=self.overlap)
         return kind(**self.group(ctx), site=self.name, policy=policy, **fields)
 
     def call(

@@ -97,9 +97,9 @@ def _ring(ctx: RankContext) -> tuple[torch.Tensor, torch.Tensor]:
     return ring.ctl, areas.view(IN_BAND_AREAS.value, -1)
 
 
-def _problems(ctx: RankContext, label: str, timeout_s: float = calls.TIMEOUT_S) -> list[Problem]:
+def _problems(ctx: RankContext, label: str, timeout_s: float = calls.TIMEOUT_S, overlap: str = "") -> list[Problem]:
     sizes = enumerate(SIZES[ctx.device.type])
-    sites = {Site(f"{label}/{place}:in_band", "tile", timeout_s): size for place, size in sizes}
+    sites = {Site(f"{label}/{place}:in_band", "tile", timeout_s, overlap=overlap): size for place, size in sizes}
     return [Problem(ctx, NORM_KINDS[0], size, site=site, dtype=FP16, few=size.rows) for site, size in sites.items()]
 
 
@@ -220,32 +220,35 @@ def test_replayed_in_a_graph(gpu_pool: RankPool) -> None:
     gpu_pool.run(_replayed, timeout=100)
 
 
-def _reset_and_work(ctx: RankContext) -> None:
+def _reset_and_work(ctx: RankContext, overlap: str = "") -> None:
     reset(ctx)
     ctl, areas = _ring(ctx)
     assert not areas.any() and int(ctl[IN_BAND_USES.value]) == 0
     dist.barrier()
-    for problem in _problems(ctx, "works"):
+    for problem in _problems(ctx, "works", overlap=overlap):
         for _ in range(2):
             problem.check(problem())
 
 
-def _late(ctx: RankContext) -> Failure | None:
-    return call_without_the_last(ctx, _problems(ctx, "late", TIMEOUT_S[ctx.device.type])[1])
+def _late(ctx: RankContext, place: int, overlap: str) -> Failure | None:
+    return call_without_the_last(ctx, _problems(ctx, "late", TIMEOUT_S[ctx.device.type], overlap)[place])
 
 
-def test_a_rank_that_comes_too_late(fragile_pool: RankPool) -> None:
-    check_left_waiting(fragile_pool.run(_late, timeout=100), "late/1")
-    fragile_pool.run(_reset_and_work)
+@pytest.mark.parametrize(("place", "overlap"), [(1, ""), (0, "follows")])
+def test_a_rank_that_comes_too_late(fragile_pool: RankPool, place: int, overlap: str) -> None:
+    """Also where the launches of a single row begin before the one in front of them has given up."""
+    check_left_waiting(fragile_pool.run(_late, place, overlap, timeout=100), f"late/{place}")
+    fragile_pool.run(_reset_and_work, overlap)
 
 
-def _poisoned_launch(ctx: RankContext) -> bool:
-    return nan_once_poisoned(ctx, _problems(ctx, "failed"))
+def _poisoned_launch(ctx: RankContext, overlap: str) -> bool:
+    return nan_once_poisoned(ctx, _problems(ctx, "failed", overlap=overlap))
 
 
-def test_a_poisoned_launch_is_nan_and_sends_nothing(fragile_pool: RankPool) -> None:
-    assert all(fragile_pool.run(_poisoned_launch))
-    fragile_pool.run(_reset_and_work)
+@pytest.mark.parametrize("overlap", ["", "follows"])
+def test_a_poisoned_launch_is_nan_and_sends_nothing(fragile_pool: RankPool, overlap: str) -> None:
+    assert all(fragile_pool.run(_poisoned_launch, overlap))
+    fragile_pool.run(_reset_and_work, overlap)
 
 
 def _at_another_site(ctx: RankContext, kinds: tuple[str, str]) -> Failure:
