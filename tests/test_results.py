@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode_floors, expert_floors, figures, floors, report, sources
+from benchmarks import decode_floors, expert_floors, figures, floors, reduced_floors, report, sources
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.ops import targets
@@ -396,3 +396,22 @@ def test_floors_of_experts_are_over_the_experts_that_are_read() -> None:
     assert line[4:8] == [f"{read:.0f}", "1.60", "1.60", "yes"]
     assert line[8:] == ["one-shot + norm, grouped experts", "1.49", "1.50", "no", "2.39", "abc"]
     assert expert_floors.experts_read(expert_floors.ARCHITECTURES["qwen3-30b-a3b"], 2) == 15.5
+
+
+def test_reduced_experts_are_compared_with_floors_and_limits() -> None:
+    shape = "model=mixtral-8x7b;T=2048;routing=uniform"
+    of_cell = {"op": "grouped_matmul_all_reduce", "shape": shape, "gpu": "NVIDIA H200", "world": 2, "limit_us": 80.0}
+    times = {"inductor": 120.0, "triton:sorted": 110.0, "ditron:library": 105.0, "ditron:tile": 99.0, "ditron": 100.0}
+    rows = [dataclasses.replace(ROW, contestant=name, p50_us=us, **of_cell) for name, us in times.items()]
+    (line,) = reduced_floors.lines([*rows, *[dataclasses.replace(row, shape=f"{shape};products=2") for row in rows]])
+    assert line[:-1] == [
+        *("mixtral-8x7b", "2048", "uniform", "all-reduce", "80", "tuned Triton and NCCL", "110", "105", "99", "100"),
+        *("1.10", "1.10", "yes", "1.38"),
+    ]
+    assert (
+        reduced_floors.lines([dataclasses.replace(row, shape=shape.replace("uniform", "skewed")) for row in rows])[0][
+            11
+        ]
+        == "-"
+    )
+    assert reduced_floors.lines(rows[-1:]) == []
