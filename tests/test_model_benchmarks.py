@@ -40,7 +40,8 @@ def test_cells_of_a_model() -> None:
     tokens = [cell.batch * cell.tokens for cell in found if cell.phase == "prefill"]
     assert min(tokens) == 512 and max(tokens) == 32768
     assert {1, 128} <= {cell.batch for cell in found if cell.phase == "decode"}
-    assert [cell.batch for cell in Selection(models=("llama3-70b",), phases=("decode",), batches=(8,)).cells()] == [8]
+    of_eight = Selection(models=("llama3-70b",), forms=("ar",), phases=("decode",), batches=(8,))
+    assert [cell.batch for cell in of_eight.cells()] == [8]
 
 
 def test_skewed_routing_has_popular_experts() -> None:

@@ -149,7 +149,7 @@ MODELS |= {
     f"{name}-vllm": replace(MODELS[name], engine=True, note="; ".join(filter(None, (AS_VLLM, MODELS[name].note))))
     for name in OF_ENGINES
 }
-OF_SKEWED = ("mixtral-8x7b", "qwen3-30b-a3b")
+OF_SKEWED = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3")
 MODELS |= {
     f"{name}-skewed": replace(
         MODELS[name], skew=SKEW, note="experts are chosen by drawn scores, of which a few experts have the highest ones"
@@ -182,9 +182,12 @@ DECODES = (1, 32, 128, 8)
 TRAININGS = ((1, 4096), (2, 4096), (1, 2048))
 CONTEXTS = ((1, 32768), (1, 65536))
 """Tokens of all ranks."""
-CACHES = ((1, 65536), (8, 65536), (1, 262144), (32, 16384), (1, 4096))
+CACHES = (
+    *((1, 65536), (8, 65536), (1, 262144), (32, 16384), (1, 4096)),
+    *((32, 4096), (128, 4096), (32, 65536)),
+)
 """(batch, tokens of all ranks)."""
-LONG = ("llama3-8b",)
+LONG = ("llama3-8b", "llama3-70b")
 """The models of `cp` and `kv`."""
 MAIN = {"prefill": 2, "decode": 3, "training": 1, "cp": 1, "kv": 2}
 """How many sizes of each list a run has that does not ask for all."""
