@@ -11,6 +11,13 @@ OF_KERNELS = "tests/lowering/test_overlap.py"
 
 OVERLAPPING: tuple[Mutation, ...] = (
     Mutation(
+        "a launch that leads begins early too, and does not wait",
+        DEVICES,
+        "if overlap == FOLLOWS.value else {}",
+        "if overlap else {}",
+        f"{OF_KERNELS}::test_a_single_row_overlaps_since_hopper",
+    ),
+    Mutation(
         "a launch follows though no norm is in front of it",
         PASS,
         "depends = any(source in behind for source in node.all_input_nodes)",

@@ -106,10 +106,26 @@ class Protection(Enum):
     RESET_COUNTERS = auto()  # reset keeps the tiles that a failed launch has counted
     RESET_DUE = auto()  # reset keeps the use whose credits are due
     GROWTH_BARRIER = auto()  # growth lets a rank go on while peers have not zeroed their new memory yet
+    WAIT_FOR_LAST = auto()  # a launch that has begun early does not wait for the one in front of it
+    EVERY_PROGRAM_WAITS = auto()  # only the first program of a launch that has begun early waits
+    EVERY_LAUNCH_WAITS = auto()  # a launch that needs nothing of the one in front of it does not wait
+    WORDS_BEHIND_WAIT = auto()  # a launch reads the words of the protocol before it waits
+    ROW_BEHIND_WAIT = auto()  # a launch reads what others have computed before it waits
+    ALL_BEGUN = auto()  # the next launch begins when the first program of this one has begun
     ONE_VERDICT = auto()  # a rank that has waited long enough for a meeting decides for itself alone
 
 
 Without = frozenset[Protection]
+
+OVERLAPPING = {
+    Protection.WAIT_FOR_LAST,
+    Protection.EVERY_PROGRAM_WAITS,
+    Protection.EVERY_LAUNCH_WAITS,
+    Protection.WORDS_BEHIND_WAIT,
+    Protection.ROW_BEHIND_WAIT,
+    Protection.ALL_BEGUN,
+}
+"""Those of launches that begin early."""
 
 
 def items(kind: str, me: int, world: int, without: Without, tiles: int = TILES) -> tuple[Item, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from tests.protocol_model.launch import IN_BAND, ZERO_COPY, Protection, Without
+from tests.protocol_model.early import focused, is_early, unfocused
+from tests.protocol_model.launch import IN_BAND, OVERLAPPING, ZERO_COPY, Protection, Without
 from tests.protocol_model.programs import Programs, Step
 from tests.protocol_model.state import (
     SLOTS,
@@ -37,7 +38,8 @@ class Machine:
 
     def initial(self) -> State:
         """Zeroed memory, as after a reset, with all epochs at the scenario's start."""
-        return (self._zeroed(Rank((), (), (), (), (), (0,) * self.world, ()), self.scenario.start),) * self.world
+        first = Rank((), (), (), (), (), (0,) * self.world, (), memory=self.programs.early.first_memory())
+        return (self._zeroed(first, self.scenario.start),) * self.world
 
     def done(self, state: State, me: int) -> bool:
         """Whether `me` takes no further step."""
@@ -46,9 +48,11 @@ class Machine:
     def steps(self, state: State, ranks: Collection[int] | None = None) -> tuple[list[Step], list[tuple[int, int]]]:
         """The steps of `ranks`, or all, from `state`, labelled, and the blocked waits as (rank, program).
 
-        A step that no other rank can observe or disturb (a launch begins, a tile for the own rank) is taken alone.
+        A step that no other rank can observe or disturb (a launch begins, a tile for the own rank) is taken alone. So
+        is what only touches the own memory, unless a protection is missing that keeps the launches of a rank apart.
         """
         fine = self.scenario.fine
+        eager = not fine and not OVERLAPPING & self.without
         found: list[Step] = []
         blocked: list[tuple[int, int]] = []
         for me, rank in enumerate(state):
@@ -60,6 +64,10 @@ class Machine:
                     return host, []
                 found += host
                 continue
+            early = list(self._early(state, me, rank))
+            if eager and early and not self.programs.call(state, me).may_fail:
+                return early[:1], []
+            found += early
             for index in range(len(rank.launch.programs)):
                 step = self.programs.run(state, me, index)
                 if step is None and rank.poisoned:
@@ -72,11 +80,26 @@ class Machine:
                     found.append(step)
         mortal = self.scenario.mortal
         if mortal is not None and not self.done(state, mortal):
-            found.append((f"rank {mortal} dies", put(state, mortal, state[mortal]._replace(dead=True, launch=None))))
+            dead = state[mortal]._replace(dead=True, launch=None, behind=())
+            found.append((f"rank {mortal} dies", put(state, mortal, dead)))
         if self.scenario.impatient:
             may_fail = [(me, index) for me, index in blocked if self.programs.call(state, me).may_fail]
             found += [self.programs.expire(state, me, index) for me, index in may_fail]
         return found, blocked
+
+    def _early(self, state: State, me: int, rank: Rank) -> Iterator[Step]:
+        """Programs of `me` that can begin, and the steps of those that have begun behind the launch that is running.
+
+        With all protections the latter have nothing to do but to load weights. Both can be taken as soon as possible:
+        nobody observes it, and the later weights are loaded, the more of them are complete.
+        """
+        yield from self.programs.early.begins(state, me)
+        for depth, launch in enumerate(rank.behind, 1):
+            view = focused(state, me, depth)
+            for index in range(len(launch.programs)):
+                step = self.programs.run(view, me, index)
+                if step is not None:
+                    yield f"call {view[me].event} of {step[0]}", unfocused(step[1], me)
 
     def _zeroed(self, rank: Rank, epoch: int) -> Rank:
         words = SLOTS * self.programs.regions * self.world
@@ -125,6 +148,10 @@ class Machine:
             yield self._launch(state, me, rank, event)
 
     def _launch(self, state: State, me: int, rank: Rank, event: Call) -> Step:
+        if is_early(event.kind):
+            launch = self.programs.early.launch(state, me, event)
+            label = f"rank {me} launches {event.kind} {event.site}: call {rank.event}, slot {launch.slot}"
+            return label, put(state, me, rank._replace(launch=launch))
         slot = rank.calls % SLOTS if event.slot is None else event.slot
         epoch = (rank.epochs[slot] + 1) % self.scenario.modulus
         if Protection.DEVICE_EPOCH in self.without and event.baked is not None:

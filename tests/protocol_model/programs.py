@@ -8,11 +8,13 @@ them there, which can be moved right as a wait, or settles, which can be moved l
 
 from __future__ import annotations
 
+from itertools import dropwhile, takewhile
 from typing import Any
 
+from tests.protocol_model.early import OPS, Early, early_items, is_early, is_in_band
 from tests.protocol_model.launch import (
     CHUNK,
-    IN_BAND,
+    OVERLAPPING,
     PULLED,
     PULLED_RESULT,
     PULLS,
@@ -37,7 +39,8 @@ from tests.protocol_model.state import (
     put,
 )
 
-WAITS, ACCESSES = ("credit", "await", "watch"), ("write", "read", "fill", "pull", "check", "drop", "clear")
+WAITS = ("credit", "await", "watch", "last")
+ACCESSES = ("write", "read", "fill", "pull", "check", "drop", "clear")
 NAMES = {"timeout": "no progress", "diverged": "another use of the slot", "revoked": "the slot was overwritten"}
 Step = tuple[str, State]
 
@@ -49,14 +52,22 @@ class Programs:
         self.scenario, self.without, self.world = scenario, without, scenario.world
         kinds = {event.kind for script in scenario.scripts for event in script if isinstance(event, Call)}
         self.items = {
-            (kind, me): items(kind, me, self.world, without, scenario.tiles)
+            (kind, me): (early_items if is_early(kind) else items)(kind, me, self.world, without, scenario.tiles)
             for kind in kinds
             for me in range(self.world)
+        }
+        self.early = Early(scenario, without, self.items)
+        self.own = {
+            (kind, me, place, first)
+            for (kind, me), programs in self.items.items()
+            for place, item in enumerate(programs)
+            for first in range(len(item))
+            if is_early(kind) and not OVERLAPPING & without and _is_own(item[first:])
         }
         self.closing = {(kind, me): closing(kind, me, self.world, without) for kind, me in self.items}
         self.work = {key: (*work, self.closing[key]) for key, work in self.items.items()}
         # Of each slot: the regions of launches that pull only where there are any.
-        self.areas = scenario.areas if IN_BAND in kinds else 0
+        self.areas = scenario.areas if any(map(is_in_band, kinds)) else 0
         self.regions = 1 + (PULLED_RESULT if kinds & set(PULLS) else RESULT)
 
     def call(self, state: State, me: int) -> Call:
@@ -99,9 +110,9 @@ class Programs:
             if op[0] in WAITS:
                 if not self._is_over(state, me, launch, op):
                     return None
-                seen = self._seen(state, me, op)
-                if op[0] == "await" and (seen.site, seen.epoch) != (self.call(state, me).site, launch.epoch):
-                    if Protection.SITE_HASH not in self.without:
+                if op[0] == "await" and Protection.SITE_HASH not in self.without:
+                    seen = self._seen(state, me, launch, op)
+                    if (seen.site, seen.epoch) != (self.call(state, me).site, launch.epoch):
                         return self._fail(state, me, index, "diverged")
             if op[0] == "check" and not state[me].poisoned and self._is_revoked(state, me, op[1]):
                 return self._fail(state, me, index, "revoked")
@@ -111,11 +122,15 @@ class Programs:
         return f"rank {me}: " + ", ".join(" ".join(map(str, op)) for op in done), state
 
     def is_local(self, state: State, me: int, index: int) -> bool:
-        """Whether the program's next step is one that no other rank can observe or disturb: a tile of its own."""
+        """Whether the program's next step is one that no other rank can observe or disturb: in its own memory."""
         launch = state[me].launch
         assert launch is not None
         if launch.programs[index].item < 0 or not launch.programs[index].alive:
             return False
+        call = self.call(state, me)
+        if is_early(call.kind):
+            place = call.kind, me, launch.programs[index].item, launch.programs[index].op
+            return place in self.own and not call.may_fail
         _, program, op = self._at(state, me, index)
         return op[0] == "write" and op[1] == me and not program.pending
 
@@ -151,7 +166,7 @@ class Programs:
         if launch.closed:
             return state
         kind = self.call(state, me).kind
-        if self.closing[kind, me] or launch.next_item < len(self.items[kind, me]):
+        if is_early(kind) or self.closing[kind, me] or launch.next_item < len(self.items[kind, me]):
             return state
         counted = [program.item >= 0 for program in launch.programs]
         if Protection.LAST_OUT in self.without:
@@ -177,7 +192,7 @@ class Programs:
         """Whether a program that asks settles: a credit of its item is missing, and a peer has not got its own yet."""
         launch, program, _ = self._at(state, me, index)
         waits = [op for op in self._item(state, me, program) if op[0] == "credit"]
-        if all(self._reached(self._seen(state, me, op).epoch, launch.epoch - 1) for op in waits):
+        if all(self._reached(self._seen(state, me, launch, op).epoch, launch.epoch - 1) for op in waits):
             return False
         return self.settle_all(state, me, self.due(state, me)) != state
 
@@ -191,6 +206,9 @@ class Programs:
         launch = state[me].launch
         assert launch is not None
         program = launch.programs[index]
+        if program.words:
+            epoch, use, due = program.words
+            launch = launch._replace(epoch=epoch, use=use, due=due)
         return launch, program, self._item(state, me, program)[program.op]
 
     def _item(self, state: State, me: int, program: Program) -> Item:
@@ -211,15 +229,13 @@ class Programs:
         launch = state[me].launch
         assert launch is not None
         begin = item.index(("end",)) + 1
-        credits = [self._seen(state, me, op).epoch for op in item if op[0] == "credit"]
+        credits = [self._seen(state, me, launch, op).epoch for op in item if op[0] == "credit"]
         if all(self._reached(seen, launch.epoch - 1) for seen in credits):
             begin += sum(op[0] == "revoke" for op in item)
         return begin
 
-    def _seen(self, state: State, me: int, op: Op) -> Word:
+    def _seen(self, state: State, me: int, launch: Launch, op: Op) -> Word:
         """The word that the wait `op` polls."""
-        launch = state[me].launch
-        assert launch is not None
         if op[0] == "credit":
             return state[me].credits[launch.slot * self.world + op[1]]
         if op[0] == "watch":
@@ -228,7 +244,9 @@ class Programs:
 
     def _is_over(self, state: State, me: int, launch: Launch, op: Op) -> bool:
         """Whether the wait `op` has what it waits for."""
-        seen = self._seen(state, me, op).epoch
+        if op[0] == "last":
+            return not state[me].front or state[me].front[-1].ended
+        seen = self._seen(state, me, launch, op).epoch
         if op[0] == "watch":
             signed = seen >= launch.use or Protection.SIGNED in self.without
             return signed and state[me].band[self._place(launch.use, op[1])] is not None
@@ -301,8 +319,12 @@ class Programs:
             state = self._arrive(state, me, index)
         elif name == "close":
             state = self._close(state, me)
+        elif name in OPS:
+            state = self.early.perform(state, me, index, self.call(state, me))
+            if not self._at(state, me, index)[1].alive:
+                return self._leave_item(state, me, index)
         elif name == "settle":
-            use = self.due(state, me)
+            use = launch.due if is_early(self.call(state, me).kind) else self.due(state, me)
             state = state if use is None else self.give(state, me, op[1], use)
         return self._advance(state, me, index)
 
@@ -429,6 +451,8 @@ class Programs:
     def _leave_item(self, state: State, me: int, index: int) -> tuple[State, int | None]:
         """The program takes the next item, closes the launch, or goes out."""
         call, rank = self.call(state, me), state[me]
+        if is_early(call.kind):
+            return self.early.end(state, me, index, call), None
         launch = rank.launch
         assert launch is not None
         program = launch.programs[index]
@@ -488,3 +512,10 @@ class Programs:
         if Protection.RESULT_OK in self.without:
             return next((i for i, op in enumerate(item) if op[0] == "write" and op[2] == RESULT), None)
         return None
+
+
+def _is_own(ops: Item) -> bool:
+    """Whether the step that begins with the first of `ops` touches only what no other rank does."""
+    behind = dropwhile(lambda op: op == ("last",), ops)
+    step = [op[0] for op in takewhile(lambda op: op[0] not in (*WAITS, *ACCESSES), behind)]
+    return bool(step) and all(name in (*OPS, "own", "sum") for name in step)

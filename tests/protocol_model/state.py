@@ -70,10 +70,12 @@ Event = Call | Capture | Reset | Grow | Meet | Raised | Poisoned
 class Scenario:
     """One exploration: a script per rank, and how the machine runs it.
 
-    `programs`: resident programs per launch. `start`, `modulus`: first epoch, and where epochs wrap.
+    `programs`: resident programs per launch, of all launches together where they overlap. `start`, `modulus`: first
+    epoch, and where epochs wrap.
     `impatient`: a wait of a call that may fail can expire while its peer is only slow, not just when all are stuck.
     `mortal`: this rank may stop for good between any two steps. `fine`: one memory operation per step.
-    `areas`: that launches in band take in turn. `tiles`: of a launch, for each destination where it has several.
+    `areas`: that launches in band take in turn. `tiles`: of a launch, for each destination where it has several; of
+    early.py the parts of a row.
     """
 
     scripts: tuple[tuple[Event, ...], ...]
@@ -100,6 +102,8 @@ class Program(NamedTuple):
     value: Any = None  # what its writes carry, after a "sum"
     pending: tuple[tuple[int, int, Any], ...] = ()  # stores that no release has ordered yet: destination, word, data
     alive: bool = True  # the workspace was healthy when it started; else its items do nothing
+    words: tuple[Any, ...] = ()  # epoch, use and due, if it has read others than its launch (early.py)
+    counted: bool | None = None  # whether it was counted last, where it has counted itself (early.py)
 
 
 class Launch(NamedTuple):
@@ -111,6 +115,7 @@ class Launch(NamedTuple):
     suspect: str = ""  # what was wrong with the first wrong data that was pulled
     due: tuple[int, int] | None = None  # of the rank, as its programs read it when they start
     closed: bool = False  # all programs are counted
+    ended: bool = False  # all programs have ended, although a launch in front of it is still in flight
 
 
 class Word(NamedTuple):
@@ -119,6 +124,15 @@ class Word(NamedTuple):
     site: str | None
     epoch: int
     writer: int | None = None
+
+
+class Memory(NamedTuple):
+    """What launches of early.py use of their rank's own memory: the event that has stored each part."""
+
+    rows: tuple[tuple[int, ...], ...]  # [turn][part]
+    sums: tuple[tuple[int, ...], ...]  # [turn][part]
+    weights: tuple[int, ...]  # [part]
+    done: tuple[int, ...]  # [slot] programs that have counted themselves
 
 
 class Rank(NamedTuple):
@@ -141,6 +155,9 @@ class Rank(NamedTuple):
     met: tuple[tuple[str, bool], ...] = ()  # (site, fused), as this rank has learnt it
     verdicts: tuple[tuple[str, bool], ...] = ()  # (site, fused) in the store of the group: rank 0 stands for it
     launch: Launch | None = None
+    behind: tuple[Launch, ...] = ()  # launches that have begun although `launch` has not ended, in their order
+    front: tuple[Launch, ...] = ()  # those in front of `launch`, while the step of one from `behind` is taken
+    memory: Memory | None = None
     poisoned: bool = False
     record: tuple[str, int, int] | None = None  # the first failure: kind, event, peer
     dead: bool = False

@@ -19,6 +19,7 @@ from tests.protocol_model import (
     Scenario,
     explore,
 )
+from tests.protocol_model.launch import OVERLAPPING
 
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
@@ -369,7 +370,7 @@ BROKEN = [
 TOLD = {P.COMPLETE_CHUNKS, P.WITHHELD_CREDITS}
 
 OF_THE_HOST = {P.GROWTH_BARRIER, P.ONE_VERDICT}
-"""See test_host_events.py."""
+"""See test_host_events.py, and test_early_launches.py for OVERLAPPING."""
 
 
 @pytest.mark.parametrize("fine", [False, True], ids=["groups", "fine"])
@@ -389,4 +390,4 @@ def test_limit_of_wrap_safe_comparison() -> None:
 
 
 def test_every_protection_is_needed() -> None:
-    assert {missing for missing, _, _ in BROKEN} | TOLD | OF_THE_HOST == set(Protection)
+    assert {missing for missing, _, _ in BROKEN} | TOLD | OF_THE_HOST | OVERLAPPING == set(Protection)
