@@ -6,7 +6,7 @@
     README.md                                likewise, from models.csv
     docs/index.md                            its number
     docs/deleted.md, docs/four_gpus.md       likewise, from all of them
-    docs/taxes.md                            likewise, from models.csv
+    docs/taxes.md, docs/tuning.md            likewise, from models.csv
     docs/guide/serving.md                    likewise, from generation.csv
     docs/kernels/grouped_matmul_all_reduce.md  likewise, from moe.csv
     benchmarks/results/models.html           all of models.csv and models_facts.csv
@@ -26,7 +26,17 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import decode_floors, deleted, expert_floors, floors, generate_table, prose, reduced_floors, sources
+from benchmarks import (
+    decode_floors,
+    deleted,
+    expert_floors,
+    floors,
+    generate_table,
+    prose,
+    reduced_floors,
+    sources,
+    without_table,
+)
 from benchmarks.comparison import (
     COMMIT,
     MEASURED_OPS,
@@ -61,6 +71,7 @@ FOUR_PAGE = ROOT / "docs" / "four_gpus.md"
 TAXES_PAGE = ROOT / "docs" / "taxes.md"
 SERVING_PAGE = ROOT / "docs" / "guide" / "serving.md"
 EXPERTS_PAGE = ROOT / "docs" / "guide" / "mixture_of_experts.md"
+TUNING_PAGE = ROOT / "docs" / "tuning.md"
 REDUCED_PAGE = ROOT / "docs" / "kernels" / "grouped_matmul_all_reduce.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
@@ -236,6 +247,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         FOUR_PAGE: with_part(FOUR_PAGE.read_text(), floors.part()),
         TAXES_PAGE: with_part(TAXES_PAGE.read_text(), decode_floors.part()),
         EXPERTS_PAGE: with_part(EXPERTS_PAGE.read_text(), expert_floors.part()),
+        TUNING_PAGE: with_part(TUNING_PAGE.read_text(), without_table.part()),
         REDUCED_PAGE: with_part(REDUCED_PAGE.read_text(), reduced_floors.part()),
         SERVING_PAGE: with_part(SERVING_PAGE.read_text(), generate_table.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), summary),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode_floors, expert_floors, figures, floors, reduced_floors, report, sources
+from benchmarks import decode_floors, expert_floors, figures, floors, reduced_floors, report, sources, without_table
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.ops import targets
@@ -415,3 +415,17 @@ def test_reduced_experts_are_compared_with_floors_and_limits() -> None:
         == "-"
     )
     assert reduced_floors.lines(rows[-1:]) == []
+
+
+def test_with_and_without_the_table_is_of_one_run() -> None:
+    shape = "model=llama3-8b;layers=2;form=sp;batch=8;tokens=512"
+
+    def ran(commit: str, **us: float) -> list[Row]:
+        names = {"untabled": "ditron:untabled"}
+        same = dataclasses.replace(ROW, bench="models", op="prefill", shape=shape, gpu="NVIDIA H200", commit=commit)
+        return [dataclasses.replace(same, contestant=names.get(name, name), p50_us=each) for name, each in us.items()]
+
+    rows = [*ran("a", ditron=3000.0, untabled=3300.0, inductor=4000.0), *ran("b", ditron=2000.0, inductor=4000.0)]
+    (line,) = without_table.lines(rows)
+    assert line[2:] == ["llama3-8b x 2", "sp", "8 x 512", "3.00", "3.30", "1.100", "Inductor", "4.00", "a"]
+    assert without_table.lines(rows[3:]) == []
