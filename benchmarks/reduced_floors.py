@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from tabulate import tabulate
 
 from benchmarks.decode_floors import answer
+from benchmarks.models.tables import number
 from benchmarks.records import MOE, Row, grouped, newest, read_csv
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, GroupedMatmulReduceScatter
 
@@ -44,16 +45,20 @@ def line(rows: Iterable[Row]) -> list[str] | None:
     if not rivals or "ditron" not in cell:
         return None
     best, first = min(rivals, key=lambda row: row.p50_us or 0.0), cell["ditron"]
-    us, limit, ours = best.p50_us or 0.0, first.limit_us or 0.0, first.p50_us or 0.0
+    us, limit, ours = best.p50_us or 0.0, first.limit_us, first.p50_us or 0.0
     sizes, gain = first.sizes, us / ours
     least = LEAST.get((sizes["model"], int(sizes["T"]))) if sizes["routing"] == "uniform" else None
     forced = [cell.get(f"ditron:{name}") for name in ("library", "tile")]
     return [
-        *(sizes["model"], sizes["T"], sizes["routing"], REDUCTIONS[first.op], f"{limit:.0f}"),
+        *(sizes["model"], sizes["T"], sizes["routing"], REDUCTIONS[first.op], number(limit, 0)),
         *(RIVALS[best.contestant], f"{us:.0f}"),
         *("-" if one is None else f"{one.p50_us:.0f}" for one in forced),
         *(f"{ours:.0f}", f"{gain:.2f}", "-" if least is None else f"{least:.2f}"),
-        *("-" if least is None else answer(round(gain, 2) >= least), f"{us / limit:.2f}", first.commit),
+        *(
+            "-" if least is None else answer(round(gain, 2) >= least),
+            number(us / limit if limit else None, 2),
+            first.commit,
+        ),
     ]
 
 

@@ -415,6 +415,8 @@ def test_reduced_experts_are_compared_with_floors_and_limits() -> None:
         == "-"
     )
     assert reduced_floors.lines(rows[-1:]) == []
+    (line,) = reduced_floors.lines([dataclasses.replace(row, limit_us=None) for row in rows])
+    assert (line[4], line[-2]) == ("-", "-")
 
 
 def test_with_and_without_the_table_is_of_one_run() -> None:

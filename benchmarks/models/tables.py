@@ -308,14 +308,18 @@ def docs_part(rows: Sequence[Row], facts: Sequence[Fact] = ()) -> str:
     return "\n".join([*parts, "", "Inductor / Ditron, geometric means:", "", *sorted(means)])
 
 
-def limits_part(every: Iterable[Row]) -> str:
+def limits_part(every: Sequence[Row]) -> str:
     """How much of what there is to gain is gained, for the docs. every: the rows of all runs, with some limits."""
     limits = sorted(
         (phase, model, str(world), str(cells), *(number(value, 2) for value in values))
         for phase, model, world, cells, *values in limit_lines(limited(every))
     )
     headers = ["phase", "model", "ranks", "cells", "Inductor / Ditron", "Inductor / limit", "limit / Ditron"]
-    text = "How much of what there is to gain, geometric means over the cells whose limit was measured:"
+    commits = sorted({row.commit for row in limited(every)})
+    text = (
+        "How much of what there is to gain, geometric means over the newest runs in which the limit was measured. They "
+        f"may be older than those of the other tables (commits {', '.join(commits)}):"
+    )
     return "\n".join([text, "", tabulate(limits, headers, "github", disable_numparse=True)])
 
 

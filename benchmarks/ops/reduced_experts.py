@@ -14,7 +14,8 @@ expert already. Contestants, interleaved, outside of CUDA graphs:
     ditron             what the plan picks of both, after its trial
 
 With `--second` it is the gradient of rows that two weights multiply, as in the backward of training with gate and up
-apart: the products of two grouped matmuls are added, and summed without weights. Then there is no `triton:sorted`.
+apart: the products of two grouped matmuls are added, and summed without weights. The limit does not add them, and
+`triton:sorted` has both weights as one, and so both products in one loop.
 
 The difference between `inductor` and `ditron:library` is that of a kernel, and between this and `ditron:tile` that of
 the overlap.
@@ -66,7 +67,8 @@ CHOICES = MODELS | BIASED_MODELS | TINY | BIASED_TINY
 class Operands:
     """x [S, K], weight [E, K, N], ends [E], places [S], scale [S]; with biases [E, N] the expert of each slot, too.
     second_x, second_weight: what another product is of, or None, and then the scale is 1. token_by_token: x and scale
-    in the order of the tokens' slots, and `sorted_slots` of these.
+    in the order of the tokens' slots, and `sorted_slots` of these. merged: the weight; with a second product both, one
+    behind the other along K, as is x in token_by_token.
     """
 
     x: torch.Tensor
@@ -79,13 +81,25 @@ class Operands:
     second_x: torch.Tensor | None
     second_weight: torch.Tensor | None
     token_by_token: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    merged: torch.Tensor
+
+    def multiplied(self) -> list[torch.Tensor]:
+        """What torch's grouped matmuls return: the limit does not add them."""
+        return [torch._grouped_mm(x, weight, offs=self.ends) for x, weight in self.factors()]
+
+    def factors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The operands of each matmul."""
+        first = [(self.x, self.weight)]
+        return (
+            first
+            if self.second_x is None or self.second_weight is None
+            else [*first, (self.second_x, self.second_weight)]
+        )
 
     def products(self) -> torch.Tensor:
         """What torch's grouped matmul returns, or the sum of what two return."""
-        first = torch._grouped_mm(self.x, self.weight, offs=self.ends)
-        if self.second_x is None or self.second_weight is None:
-            return first
-        return first + torch._grouped_mm(self.second_x, self.second_weight, offs=self.ends)
+        first, *others = self.multiplied()
+        return first + others[0] if others else first
 
 
 def drawn(model: str, T: int, routing: str, session: Session, seed: int, *, second: bool) -> Operands:
@@ -103,17 +117,18 @@ def drawn(model: str, T: int, routing: str, session: Session, seed: int, *, seco
     places[order] = torch.arange(len(order), device=device)
     ends = torch.bincount(ids, minlength=whole.E).cumsum(0).int()
     F = whole.F // session.world_size
-    shape = (whole.E, F, whole.D) if whole.biased else (whole.E, whole.D, F)
-    weight = normal(*shape, scale=F**-0.5)
+    # Those of GPT-OSS lie row by row, and so do others in a backward.
+    by_rows = whole.biased or second
+    lying = [normal(whole.E, *((F, whole.D) if by_rows else (whole.D, F)), scale=F**-0.5) for _ in range(1 + second)]
+    factors = [(normal(T * whole.k, F), weight if by_rows else weight.mT) for weight in lying]
     bias = normal(whole.E, whole.D, scale=0.1) if whole.biased else None
-    rows = normal(T * whole.k, F)
     blocks = sorted_slots(experts.reshape(-1), whole.E, rows_of_blocks(len(order), whole.E))
     scale = torch.ones_like(weights).reshape(-1) if second else weights.reshape(-1)
+    (x, weight), *others = factors
+    rows, merged = (torch.cat(parts, dim=1) for parts in zip(*factors, strict=True)) if second else (x, weight)
     by_token = rows[places], scale, *blocks
-    lying = [weight, *[normal(*shape, scale=F**-0.5)] * second]
-    first, *others = [one if whole.biased else one.mT for one in lying]
-    more = (normal(T * whole.k, F), others[0]) if second else (None, None)
-    return Operands(rows, first, ends, places, scale[order], bias, ids, *more, by_token)
+    more = others[0] if second else (None, None)
+    return Operands(x, weight, ends, places, scale[order], bias, ids, *more, by_token, merged)
 
 
 def reduced(terms: torch.Tensor, group_name: str, top_k: int, scatters: bool) -> torch.Tensor:
@@ -142,7 +157,7 @@ def in_triton(group_name: str, top_k: int, scatters: bool) -> Callable[[Operands
 
     def layer(given: Operands) -> torch.Tensor:
         rows, scale, order, blocks = given.token_by_token
-        terms = sorted_matmul(rows, given.weight, given.bias, scale, order, blocks, rows.shape[0])
+        terms = sorted_matmul(rows, given.merged, given.bias, scale, order, blocks, rows.shape[0])
         return reduced(terms, group_name, top_k, scatters)
 
     return layer
@@ -178,8 +193,6 @@ def contestants(
         "triton:sorted": torch.compile(in_triton(session.group_name, top_k, scatters), dynamic=False),
     }
     first = given[0]
-    if first.second_x is not None:
-        del layers["triton:sorted"]
     for name, strategy in OURS.items():
         layers[name] = ours(session, kind, strategy, top_k, first, f"{cell}:{strategy}")
     wanted = reference.combined(top_k, first.products(), first.places, first.scale, None, None, first.bias, first.ids)
@@ -195,7 +208,7 @@ def contestants(
         return call
 
     calls = session.right(layers, checked)
-    return {"gemm": lambda i: given[i % len(given)].products(), **calls}
+    return {"gemm": lambda i: given[i % len(given)].multiplied(), **calls}
 
 
 def parser() -> argparse.ArgumentParser:

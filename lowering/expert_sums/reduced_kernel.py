@@ -517,7 +517,7 @@ def geometry(node: ReducedExperts, launch: Launch, x: torch.Tensor, columns: int
     """Returns the Geometry for x [S, K]. columns: N."""
     T, world = x.shape[0] // node.top_k, node.world_size
     owned, gathers = ceil_div(T, world), not node.scatters
-    config = select_grouped_config(k=x.shape[1], dtype=x.dtype, interpreted=launch.interpreted)
+    config = select_grouped_config(k=node.num_products * x.shape[1], dtype=x.dtype, interpreted=launch.interpreted)
     block, _, _ = sizes_of(launch)
     # Each chunk has a flag row for its sums, and one for its results.
     while (1 + gathers) * ceil_div(columns, block) > MAX_CHUNKS.value:

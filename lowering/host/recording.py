@@ -163,6 +163,10 @@ class Recording:
         active = self.active
         return active if active is not None and active.is_here() else None
 
+    def records(self) -> bool:
+        """Returns whether a Recorder watches this thread, which takes a call much longer."""
+        return isinstance(self.here(), Recorder)
+
 
 recording = Recording()
 """The Recording of this process."""

@@ -105,11 +105,11 @@ class SiteCall:
         return result
 
     def _tried(self, trial: SiteTrial, tensors: Sequence[torch.Tensor]) -> Any:
-        """A call of a trial. So that `tile` is timed as later calls run, its untimed calls are recorded, and its timed
-        ones repeat the record.
+        """A call of a trial. So that `tile` is timed as later calls run, an untimed call is recorded, or, if there is
+        none that can be, a timed one; timed calls repeat the record.
         """
         repeated, (strategy, is_timed) = self._of_trial, trial.upcoming() or ("", False)
-        if strategy == "tile" and not is_timed and repeated is None:
+        if strategy == "tile" and repeated is None and (not is_timed or trial.may_skip()):
             result, self._of_trial = self._recorded(tensors)
             return result
         addresses = None if repeated is None else repeated.addresses(tensors)
@@ -123,8 +123,8 @@ class SiteCall:
         with Recorder(tensors) as recorder:
             result = self.implementation(*self.arguments(recorder.operands))
         record = record_of(recorder, result)
-        if isinstance(record, str):
-            self.problem = record
+        if isinstance(record, str) or record.chosen.choice is None or record.chosen.choice[2].strategy != "tile":
+            self.problem = record if isinstance(record, str) else "another strategy"
             return result, None
         return result, Repeated(record)
 

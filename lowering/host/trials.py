@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ditron_inductor.device import Workspace, streams
 from ditron_inductor.device.workspace import SharedWorkspace
 from ditron_inductor.lowering.host.chosen import Chosen, Runner
+from ditron_inductor.lowering.host.recording import recording
 from ditron_inductor.task import trial
 from ditron_inductor.task.plan import Choice, PlanRequest, choose
 from ditron_inductor.task.policy import shared_site
@@ -36,6 +37,10 @@ from ditron_inductor.task.watch import watch
 logger = logging.getLogger(__name__)
 MOST_TRIALS = 128
 """The most trials of a workspace. Further problems run as planned."""
+MOST_SKIPPED = 2
+"""The timed calls by `tile` that a rank may record instead: where several graphs share a trial, the calls that it does
+not time may be those of other graphs.
+"""
 UNKNOWN_NS = 1 << 60
 """The time that a rank reports of a strategy that it could not time. Such a strategy is never chosen for its time."""
 
@@ -99,6 +104,7 @@ class Trial:
         self.times: Mapping[str, Times] | None = None
         self._calls: Counter[str] = Counter()
         self._counting = threading.Lock()
+        self._skipped = 0
         self._samples: dict[str, list[tuple[Sample, float]]] = {strategy: [] for strategy in tried}
 
     def upcoming(self, site: str) -> tuple[str, bool] | None:
@@ -117,6 +123,13 @@ class Trial:
         with self._counting:
             found = self.upcoming(site) == (strategy, True)
             self._calls[site] += found
+        return found
+
+    def may_skip(self) -> bool:
+        """Returns whether a timed call may be recorded instead, which gives it no time; each True counts."""
+        with self._counting:
+            found = self._skipped < MOST_SKIPPED
+            self._skipped += found
         return found
 
     def timed(self, strategy: str, run: Runner, workspace: Workspace, scale: float) -> Runner:
@@ -184,7 +197,12 @@ class SiteTrial:
             self._trial.decide(self._workspace)
             return self._planned
         strategy, is_timed = step
-        return self._chosen(strategy, self._runners[strategy], is_timed=is_timed and watch.observer is None)
+        is_alone = watch.observer is None and not recording.records()
+        return self._chosen(strategy, self._runners[strategy], is_timed=is_timed and is_alone)
+
+    def may_skip(self) -> bool:
+        """Returns whether the next call may be recorded although it is timed; each True counts."""
+        return self._trial.may_skip()
 
     def repeating(self, strategy: str, run: Runner) -> Chosen | None:
         """Returns what times `run`, which does what the strategy's runner does, if that is what the next call is for,

@@ -435,6 +435,26 @@ def during_a_trial(ctx: Any) -> None:
             assert len(called.site.repeated) == static
 
 
+def two_graphs_in_a_trial(ctx: Any) -> None:
+    """Two graphs that share a site take turns, so each has one untimed call, its first one, which no record covers."""
+    started, timed = [], []
+    sites = [Site(name=f"calls/35:tried@{key}", strategy="auto", trials=True, timeout_s=30.0) for key in "ab"]
+    problems = [Problem(ctx, "matmul_reduce_scatter", SIZE, site=site) for site in sites]
+    with tried({"library": 90.0, "tile": 50.0, "chunked": 95.0}), noting(Sample, "take", timed):
+        # These are the first two calls of the trial, by the op.
+        graphs = [Called.of(problem) for problem in problems]
+        with noting(Repeated, "start", started):
+            for index in range(len(ORDER) - 2):
+                graphs[index % 2].by_site()
+        # Two timed calls are recorded instead, and the three others repeat the records.
+        assert len(timed) == len(ORDER) - len(TRIED) * trial.UNTIMED - 2, len(timed)
+        assert len(started) == 3, [graph.site.problem for graph in graphs]
+        for graph, site in zip(graphs, sites, strict=True):
+            # The call in which the ranks decide runs as planned.
+            repeated(graph)
+            assert decisions.last(ctx.group_name, site.name)[1].strategy == "tile"  # type: ignore[index]
+
+
 def after_a_reset(ctx: Any, called: Called) -> None:
     import ditron_inductor
 
@@ -489,6 +509,7 @@ def check_all(rank: Any, device: torch.device, folder: str) -> None:
         precision(ctx)
         left_alone(ctx)
         during_a_trial(ctx)
+        two_graphs_in_a_trial(ctx)
         other_classes(ctx, repeated(Called(called.op, called.arguments)))
         nothing_kept(ctx, called)
         after_an_exception(ctx, called)
