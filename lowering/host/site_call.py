@@ -91,12 +91,12 @@ class SiteCall:
             # A call that looks nothing up, such as one of `projections`, is not recorded: nothing would end the record.
             self.static = scout.prepared is not None
             return result
-        if not _can_be_recorded(prepared, tensors):
-            return self._run(tensors)
         if prepared.trial is not None:
-            return self._tried(prepared.trial, tensors)
+            can = _can_be_recorded(prepared, tensors)
+            return self._tried(prepared.trial, tensors) if can else self._run(tensors)
         choice = prepared.now().choice
-        if self._attempts >= MOST_ATTEMPTS or choice is None or choice[2].strategy != "tile":
+        may = self._attempts < MOST_ATTEMPTS and choice is not None and choice[2].strategy == "tile"
+        if not may or not _can_be_recorded(prepared, tensors):
             return self._run(tensors)
         self._attempts += 1
         result, repeated = self._recorded(tensors)
