@@ -33,7 +33,19 @@ RIVALS = {
     "triton:sorted": "tuned Triton and NCCL",
 }
 HEADERS = (
-    *("experts", "tokens", "routing", "reduction", "limit", "best rival", "its us", "`library`", "`tile`", "`auto`"),
+    *(
+        "experts",
+        "tokens",
+        "routing",
+        "products",
+        "reduction",
+        "limit",
+        "best rival",
+        "its us",
+        "`library`",
+        "`tile`",
+        "`auto`",
+    ),
     *("best rival / `auto`", "at least", "reached", "best rival / limit", "commit"),
 )
 
@@ -47,10 +59,12 @@ def line(rows: Iterable[Row]) -> list[str] | None:
     best, first = min(rivals, key=lambda row: row.p50_us or 0.0), cell["ditron"]
     us, limit, ours = best.p50_us or 0.0, first.limit_us, first.p50_us or 0.0
     sizes, gain = first.sizes, us / ours
-    least = LEAST.get((sizes["model"], int(sizes["T"]))) if sizes["routing"] == "uniform" else None
+    products = sizes.get("products", "1")
+    judged = (sizes["routing"], products) == ("uniform", "1")
+    least = LEAST.get((sizes["model"], int(sizes["T"]))) if judged else None
     forced = [cell.get(f"ditron:{name}") for name in ("library", "tile")]
     return [
-        *(sizes["model"], sizes["T"], sizes["routing"], REDUCTIONS[first.op], number(limit, 0)),
+        *(sizes["model"], sizes["T"], sizes["routing"], products, REDUCTIONS[first.op], number(limit, 0)),
         *(RIVALS[best.contestant], f"{us:.0f}"),
         *("-" if one is None else f"{one.p50_us:.0f}" for one in forced),
         *(f"{ours:.0f}", f"{gain:.2f}", "-" if least is None else f"{least:.2f}"),
@@ -63,7 +77,7 @@ def line(rows: Iterable[Row]) -> list[str] | None:
 
 
 def lines(rows: Iterable[Row]) -> list[list[str]]:
-    """A line for each cell on two H200s of one product, by reductions, routing, models and tokens."""
+    """A line for each cell on two H200s, by products, reductions, routing, models and tokens."""
     cells = [
         found
         for found in grouped(newest(rows)).values()
@@ -71,13 +85,13 @@ def lines(rows: Iterable[Row]) -> list[list[str]]:
         and "H200" in found[0].gpu
         and found[0].world == 2
         and (found[0].sizes["model"], int(found[0].sizes["T"])) in LEAST
-        and "products" not in found[0].sizes
     ]
 
-    def place(found: list[Row]) -> tuple[int, bool, int]:
+    def place(found: list[Row]) -> tuple[str, int, bool, int]:
         sizes = found[0].sizes
         of_model = list(LEAST).index((sizes["model"], int(sizes["T"])))
-        return list(REDUCTIONS).index(found[0].op), sizes["routing"] != "uniform", of_model
+        reduction = list(REDUCTIONS).index(found[0].op)
+        return sizes.get("products", "1"), reduction, sizes["routing"] != "uniform", of_model
 
     return [made for found in sorted(cells, key=place) if (made := line(found)) is not None]
 

@@ -403,20 +403,18 @@ def test_reduced_experts_are_compared_with_floors_and_limits() -> None:
     of_cell = {"op": "grouped_matmul_all_reduce", "shape": shape, "gpu": "NVIDIA H200", "world": 2, "limit_us": 80.0}
     times = {"inductor": 120.0, "triton:sorted": 110.0, "ditron:library": 105.0, "ditron:tile": 99.0, "ditron": 100.0}
     rows = [dataclasses.replace(ROW, contestant=name, p50_us=us, **of_cell) for name, us in times.items()]
-    (line,) = reduced_floors.lines([*rows, *[dataclasses.replace(row, shape=f"{shape};products=2") for row in rows]])
+    two = [dataclasses.replace(row, shape=f"{shape};products=2") for row in rows]
+    line, of_two = reduced_floors.lines([*two, *rows])
     assert line[:-1] == [
-        *("mixtral-8x7b", "2048", "uniform", "all-reduce", "80", "tuned Triton and NCCL", "110", "105", "99", "100"),
-        *("1.10", "1.10", "yes", "1.38"),
+        *("mixtral-8x7b", "2048", "uniform", "1", "all-reduce", "80", "tuned Triton and NCCL", "110", "105", "99"),
+        *("100", "1.10", "1.10", "yes", "1.38"),
     ]
-    assert (
-        reduced_floors.lines([dataclasses.replace(row, shape=shape.replace("uniform", "skewed")) for row in rows])[0][
-            11
-        ]
-        == "-"
-    )
+    assert (of_two[3], of_two[11:14]) == ("2", ["1.10", "-", "-"])
+    skewed = [dataclasses.replace(row, shape=shape.replace("uniform", "skewed")) for row in rows]
+    assert reduced_floors.lines(skewed)[0][12] == "-"
     assert reduced_floors.lines(rows[-1:]) == []
     (line,) = reduced_floors.lines([dataclasses.replace(row, limit_us=None) for row in rows])
-    assert (line[4], line[-2]) == ("-", "-")
+    assert (line[5], line[-2]) == ("-", "-")
 
 
 def test_with_and_without_the_table_is_of_one_run() -> None:
