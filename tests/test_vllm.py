@@ -27,11 +27,23 @@ from benchmarks.tolerances import assert_near
 from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPools
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install vllm==0.32.0")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-stacks")
+# A vLLM that has been built for GPUs runs on the CPU too.
+ON_CPU = {"VLLM_TARGET_DEVICE": "cpu"}
+# With this value, as in a process of Ray, vLLM takes its own Triton kernels, and the interpreter runs them. Otherwise,
+# where there is no GPU, it calls a function instead of one of them, which takes other arguments in 0.32.0 and fails.
+OWN_KERNELS = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ON_CPU.items():
+        monkeypatch.setenv(name, value)
 
 
 def run_layer(ctx: RankContext) -> Counter[str]:
     """What the passes counted while a compiled function computed what the eager one does."""
+    os.environ.update(ON_CPU)
     from vllm.distributed.parallel_state import GroupCoordinator
 
     torch._dynamo.reset()
@@ -55,7 +67,7 @@ def run_layer(ctx: RankContext) -> Counter[str]:
 
 def test_vllms_ops_are_fused(rank_pools: RankPools) -> None:
     kinds = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather"
-    for counted in rank_pools.get("cpu", 2).run(run_layer, timeout=200.0):
+    for counted in rank_pools.get("cpu", 2, label="vllm").run(run_layer, timeout=200.0):
         assert {kind: counted[kind] for kind in kinds} == dict.fromkeys(kinds, 1)
 
 
@@ -116,7 +128,7 @@ ENGINE_S = 400
 
 
 def engine(folder: Path, *settings: str) -> list[dict[str, Any]]:
-    """What the ranks of an engine write; see `tests/models/run_vllm.py`."""
+    """What the ranks of an engine write; see `tests/stacks/vllm_on_cpu.py`."""
     (folder / "config.json").write_text(json.dumps(TINY))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -125,9 +137,9 @@ def engine(folder: Path, *settings: str) -> list[dict[str, Any]]:
     for rank in range(2):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {**os.environ, **{name: str(value) for name, value in names.items()}, "OMP_NUM_THREADS": "1"}
-        environment |= {"TRITON_INTERPRET": "1", "VLLM_CACHE_ROOT": str(folder), "VLLM_DIST_IDENT": folder.name}
+        environment |= ON_CPU | OWN_KERNELS | {"VLLM_CACHE_ROOT": str(folder), "VLLM_DIST_IDENT": folder.name}
         log = (folder / f"rank{rank}.log").open("w")
-        command = [sys.executable, "-m", "tests.models.run_vllm", str(folder), *settings]
+        command = [sys.executable, "-m", "tests.stacks.vllm_on_cpu", str(folder), *settings]
         ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         codes = [rank.wait(ENGINE_S) for rank in ranks]

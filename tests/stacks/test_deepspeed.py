@@ -16,7 +16,7 @@ from tests.ranks import RankContext, RankPools
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("deepspeed", "transformers")),
-    reason="needs DeepSpeed: DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation deepspeed==0.19.8",
+    reason="needs DeepSpeed: make test-stacks",
 )
 
 
@@ -28,9 +28,10 @@ def run_model(ctx: RankContext) -> Counter[str]:
         import deepspeed
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        deepspeed.init_distributed("gloo")
-        # DeepSpeed's own kernel for shared memory ends the process on some CPUs, in eager mode as well.
-        deepspeed.comm.comm.cdb.shm_vector_kernel_level = 0
+        # DeepSpeed's own kernel for shared memory takes minutes to build where cores are few, and ends the process on
+        # some CPUs, in eager mode as well.
+        with mock.patch("deepspeed.comm.torch.build_shm_op", return_value=None):
+            deepspeed.init_distributed("gloo")
         torch._dynamo.reset()
         counters.clear()
         torch.manual_seed(1)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.ranks import RankContext, RankPools
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lightning_fabric") is None, reason="needs Fabric: pip install lightning-fabric==2.6.6"
+    importlib.util.find_spec("lightning_fabric") is None, reason="needs Fabric: make test-stacks"
 )
 
 

@@ -18,7 +18,7 @@ from benchmarks.tolerances import assert_near
 from tests.ranks import RankContext, RankPools
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="needs Megatron: pip install --no-deps megatron-core==0.16.1"
+    importlib.util.find_spec("megatron") is None, reason="needs Megatron: make test-stacks"
 )
 
 

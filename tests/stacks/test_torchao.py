@@ -15,7 +15,7 @@ import ditron_inductor
 from tests.ranks import RankContext, RankPools
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install --no-deps torchao==0.18.0"
+    importlib.util.find_spec("torchao") is None, reason="needs torchao: make test-stacks"
 )
 
 
