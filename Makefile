@@ -41,6 +41,7 @@ test-all: $(READY) $(EXTRA)
 	    tests/test_torchtitan.py tests/test_results.py tests/test_model_benchmarks.py
 
 $(EXTRA): $(READY) .ci/extra.txt
+	rm -rf $@
 	$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps --target $@ --requirement .ci/extra.txt
 	@touch $@
 
