@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.tolerances import narrow_limit, relative_error
+from benchmarks.tolerances import MODEL_TOLERANCES, narrow_limit, relative_error
 from benchmarks.transformers_generation import compiled_by, cut_over, fed_logits
 from ditron_inductor import serving
 from ditron_inductor.passes.attention import cached_attention
@@ -220,15 +220,24 @@ def test_what_is_checked_does_not_grow_with_the_layers() -> None:
 
 @dataclass(frozen=True)
 class Generation:
-    """A model of `transformers` in one of its forms, the cache of its keys and values, and how its experts compute."""
+    """A model of `transformers` in one of its forms, the cache of its keys and values, how its experts compute, and the
+    strategy that is forced.
+    """
 
     name: str
     form: str = "hf"
     cache: str = "static"
     experts: str = "grouped_mm"
+    strategy: str = "auto"
 
     def __str__(self) -> str:
         return f"{self.name}-{self.form}-{self.cache}" + f"-{self.experts}" * (self.experts != "grouped_mm")
+
+    def compiled(self, cudagraphs: bool) -> dict[str, Any]:
+        """Arguments of `generate` with a static cache and compiled steps."""
+        how = compiled_by("ditron", cudagraphs=cudagraphs)
+        how["compile_config"].options["ditron.strategy"] = self.strategy
+        return how
 
 
 @contextlib.contextmanager
@@ -257,25 +266,33 @@ def from_one_folder(ctx: RankContext, case: Generation, sizes: Sizes) -> Iterato
         yield load
 
 
-def generated(ctx: RankContext, case: Generation) -> dict[str, int]:
-    """What was fused while the compiled model's `generate` made the tokens of eager mode."""
+FOUR = Sizes(kv_heads=4, experts=8)
+"""On four ranks every one has a head of keys, and two experts as a whole."""
+
+
+def generated(ctx: RankContext, case: Generation, count: int = 4) -> dict[str, int]:
+    """What was fused while the compiled model's `generate` made as many tokens, those of eager mode, by its logits."""
     torch._dynamo.reset()
     here = mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda"))
-    with from_one_folder(ctx, case, Sizes()) as load, without_generated_code(), here:
+    sizes = FOUR if ctx.world_size == 4 else Sizes()
+    with from_one_folder(ctx, case, sizes) as load, without_generated_code(), here:
         model = load(torch.float32)
         tokens = torch.arange(1, 17).view(2, -1)
-        how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        how = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        how |= {"return_dict_in_generate": True, "output_logits": True}
         wanted = model.generate(tokens, **how, disable_compile=True)
         with pytest.raises(ValueError, match="was replaced"):
             serving.local_parameters(model)
         counters.clear()
         if case.cache == "static":
-            got = model.generate(tokens, **how, **compiled_by("ditron", cudagraphs=False))
+            got = model.generate(tokens, **how, **case.compiled(cudagraphs=False))
         else:
-            options = serving.options(cudagraphs=False)
+            options = serving.options(cudagraphs=False, **{"ditron.strategy": case.strategy})
             model.forward = torch.compile(model.forward, backend="ditron", options=options)
             got = model.generate(tokens, **how)
-    assert got.shape == (2, 8 + 4) and torch.equal(got, wanted)
+    assert got.sequences.shape == (2, 8 + count) and torch.equal(got.sequences, wanted.sequences)
+    error = relative_error(torch.stack(got.logits), torch.stack(wanted.logits))
+    assert error <= MODEL_TOLERANCES[torch.float32], f"{case}: {error:.1e}"
     return dict(counters["ditron"])
 
 
@@ -297,7 +314,7 @@ def as_near_as_eager(ctx: RankContext, case: Generation, sizes: Sizes, count: in
         eager = fed_logits(model, tokens, fed, disable_compile=True)
         counters.clear()
         decisions._last.clear()
-        found = fed_logits(model, tokens, fed, **compiled_by("ditron", cudagraphs=cuda))
+        found = fed_logits(model, tokens, fed, **case.compiled(cuda))
         for step in range(count):
             limit = narrow_limit(sizes.dtype, relative_error(eager[step], exact[step]))
             error = relative_error(found[step], exact[step])
@@ -346,9 +363,14 @@ the attentions to a cache. GPT-OSS has two graphs, and latent attention is none 
     ids=str,
 )
 def test_generate_of_a_mixture(rank_pools: RankPools, case: Generation) -> None:
+    check_fused(case, rank_pools.get("cpu", 2, label="accelerate").run(generated, case, timeout=200.0))
+
+
+def check_fused(case: Generation, by_rank: list[dict[str, int]]) -> None:
+    """AssertionError unless each rank has fused what it should, in the graphs of `generate`."""
     _, sites, projections, attentions = MIXTURES[case.name]
     projections = projections if case.experts == "batched_mm" else 0
-    for fused in rank_pools.get("cpu", 2, label="accelerate").run(generated, case, timeout=200.0):
+    for fused in by_rank:
         found = fused["name_sites"], fused["expert_projections"]
         if case.cache == "static":
             assert (*found, fused["cached_attention"]) == (sites, projections, attentions)

@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 
 from benchmarks.tolerances import MODEL_TOLERANCES
 from ditron_inductor.report.explain import without_caches
+from ditron_inductor.task.plan import decisions
 from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.run_hugging_face import Setup, compiled_model, inputs_of, run_model, step_of
@@ -184,6 +185,7 @@ def test_training_reduces_in_a_call(rank_pools: RankPools, setup: Setup, forward
 
 DECODED_BY_FOUR = rare(
     (Setup("gpt_oss", "ep", sizes=FOUR, batch=3, seq_len=1), (2, 1, 1)),
+    (Setup("mixtral", "ep", sizes=FOUR, batch=3, seq_len=1), (2, 3, 1)),
     (Setup("deepseek_v3", "hf", sizes=Sizes(kv_heads=4), batch=1, seq_len=1), (2, 2, 0)),
 )
 
@@ -194,12 +196,24 @@ def test_four_ranks_decode(rank_pools: RankPools, setup: Setup, wanted: tuple[in
     assert rank_pools.get("cpu", 4).run(_decoded, setup, timeout=200) == [wanted] * 4
 
 
+def _reduced_by(ctx: RankContext, setup: Setup) -> tuple[int, set[str]]:
+    """(What `_reduced` returns, the strategies by which the sites ran)."""
+    decisions._last.clear()
+    return _reduced(ctx, setup), {choice.strategy for _, choice in decisions._last.values()}
+
+
 @pytest.mark.timeout(220)
-@pytest.mark.all_cases
-@pytest.mark.parametrize(("name", "form"), [("qwen3_moe", "hf"), ("qwen3_moe", "ep"), ("gpt_oss", "ep")])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    rare(
+        *((name, form) for name in ("mixtral", "qwen3_moe", "deepseek_v3") for form in ("hf", "ep")),
+        ("gpt_oss", "ep"),
+    ),
+)
 def test_four_ranks_reduce_a_prompt_in_a_call(rank_pools: RankPools, name: str, form: str) -> None:
-    setup = Setup(name, form, sizes=FOUR, batch=5, seq_len=16)
-    assert rank_pools.get("cpu", 4).run(_reduced, setup, timeout=200) == [setup.num_layers] * 4
+    setup = Setup(name, form, sizes=FOUR, batch=5, seq_len=14)
+    found = rank_pools.get("cpu", 4).run(_reduced_by, setup, timeout=200)
+    assert found == [(setup.num_layers, {"tile"})] * 4
 
 
 @pytest.mark.timeout(220)
@@ -212,7 +226,7 @@ def test_four_ranks_train(rank_pools: RankPools) -> None:
 MIXED = replace(WIDE, inner=2048, experts=8)
 ON_GPUS = [
     Setup("mixtral", "hf", sizes=MIXED, inductor=True),
-    Setup("qwen3_moe", "ep", sizes=MIXED, inductor=True),
+    *(Setup("qwen3_moe", form, sizes=MIXED, inductor=True) for form in ("hf", "ep")),
     # Its config says how many heads of keys there are.
     Setup("deepseek_v3", "hf", sizes=replace(MIXED, heads=4), inductor=True),
     Setup("gpt_oss", "ep", sizes=MIXED, inductor=True),

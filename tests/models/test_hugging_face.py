@@ -80,6 +80,8 @@ MIXTURES = [
     for name, form, train in (
         ("mixtral", "hf", False),
         ("mixtral", "hf", True),
+        ("mixtral", "ep", False),
+        ("mixtral", "ep", True),
         ("gpt_oss", "ep", False),
         ("qwen3_moe", "hf", True),
         ("qwen3_moe", "ep", True),
