@@ -33,9 +33,9 @@ FORMS = [(name, form) for name, (form, *_) in MIXTURES.items()]
 @pytest.mark.parametrize(
     ("case", "count"),
     [
-        # A prompt and a step. The step after it would be another graph, of a length that is a symbol.
-        (Generation("qwen3_moe", "hf", "dynamic", COPIES), 2),
         *rare(
+            # A prompt and a step. The step after it would be another graph, of a length that is a symbol.
+            (Generation("qwen3_moe", "hf", "dynamic", COPIES), 2),
             *((Generation(*model, cache, COPIES), 4) for model in FORMS for cache in ("static", "dynamic")),
             *((Generation(name, "ep", "dynamic", GROUPED), 4) for name in ("mixtral", "gpt_oss")),
         ),

@@ -94,10 +94,11 @@ def by_descriptors(gathers: bool, k_major: bool, config: Config) -> Form:
 
 
 SECOND = Form("sm_90", False, True, False, second=True)
-FORMS = (by_descriptors(True, False, LARGE), by_descriptors(True, True, SHORT), SECOND)
+FORMS = (by_descriptors(True, False, LARGE), by_descriptors(True, True, SHORT))
 ELSEWHERE = Form("gfx942", True, False, config=NARROW, biased=True, second=True)
 # A reduce-scatter has less of the same.
 MORE_FORMS = (
+    SECOND,
     *(by_descriptors(True, k_major, config) for k_major, config in ((True, LARGE), (False, SHORT))),
     *(by_descriptors(False, k_major, config) for k_major in (False, True) for config in (LARGE, SHORT)),
 )

@@ -114,8 +114,13 @@ def check(rank_pools: RankPools, setup: Setup, device_type: str, world_size: int
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
     [
-        ("mixtral", "tile", 2),
-        *rare(("qwen3_moe", "tile", 2), ("mixtral", "library", 2), ("mixtral", "tile", 4), ("qwen3_moe", "tile", 4)),
+        *rare(
+            ("mixtral", "tile", 2),
+            ("qwen3_moe", "tile", 2),
+            ("mixtral", "library", 2),
+            ("mixtral", "tile", 4),
+            ("qwen3_moe", "tile", 4),
+        ),
     ],
 )
 def test_training(rank_pools: RankPools, name: str, strategy: str, world_size: int) -> None:

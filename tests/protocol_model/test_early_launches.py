@@ -59,7 +59,7 @@ HEALTHY = {
     "fine-product-w2": replace(early(2, LEADS, PRODUCT, room=2), fine=True),
     "fine-in-band-w2": replace(early(2, LEADS, FOLLOWS, room=2), fine=True),
 }
-MANY_STATES = ("in-band-w3-room2-more", "fine-in-band-w2")
+MANY_STATES = ("in-band-w3-room2", "in-band-w3-room2-more", "fine-product-w2", "fine-in-band-w2")
 
 
 @pytest.mark.parametrize(
