@@ -65,15 +65,17 @@ def percent(ratio: float) -> str:
 
 def slower(gain: float | None) -> str:
     """By how many per cent Ditron is slower. gain: how many times as fast it is. ValueError if it is not slower."""
-    if gain is None or gain >= 1:
-        raise ValueError(f"the prose says slower, and Ditron is {gain} times as fast: write the sentence anew")
-    return percent(gain)
+    return _said("slower", gain, gain is not None and gain < 1)
 
 
 def faster(gain: float | None) -> str:
     """By how many per cent Ditron is faster. gain: how many times as fast it is. ValueError if it is not faster."""
-    if gain is None or gain <= 1:
-        raise ValueError(f"the prose says faster, and Ditron is {gain} times as fast: write the sentence anew")
+    return _said("faster", gain, gain is not None and gain > 1)
+
+
+def _said(text: str, gain: float | None, holds: bool) -> str:
+    if gain is None or not holds:
+        raise ValueError(f"the prose says {text}, and Ditron is {gain} times as fast: write the sentence anew")
     return percent(gain)
 
 

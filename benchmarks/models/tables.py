@@ -310,12 +310,13 @@ def docs_part(rows: Sequence[Row], facts: Sequence[Fact] = ()) -> str:
 
 def limits_part(every: Sequence[Row]) -> str:
     """How much of what there is to gain is gained, for the docs. every: the rows of all runs, with some limits."""
+    rows = limited(every)
     limits = sorted(
         (phase, model, str(world), str(cells), *(number(value, 2) for value in values))
-        for phase, model, world, cells, *values in limit_lines(limited(every))
+        for phase, model, world, cells, *values in limit_lines(rows)
     )
     headers = ["phase", "model", "ranks", "cells", "Inductor / Ditron", "Inductor / limit", "limit / Ditron"]
-    commits = sorted({row.commit for row in limited(every)})
+    commits = sorted({row.commit for row in rows})
     text = (
         "How much of what there is to gain, geometric means over the newest runs in which the limit was measured. They "
         f"may be older than those of the other tables (commits {', '.join(commits)}):"

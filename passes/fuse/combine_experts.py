@@ -43,7 +43,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -78,9 +78,9 @@ class SlotBias:
 @dataclass(frozen=True)
 class ScaledProducts:
     """The scaled products of all slots. second: another grouped matmul, and the sum of its products and those of
-    `grouped`, or None. bias: what is added to the products, or None. scale: [S, 1], or None if there
-    is none. absent: bool [S, 1], the slots that count as 0, or None. late: they do so whatever their scale is. steps:
-    the nodes from behind `summed` to the terms.
+    `grouped`, or None. bias: what is added to the products, or None. scale: [S, 1], or None if there is none. absent:
+    bool [S, 1], the slots that count as 0, or None. late: they do so whatever their scale is. steps: the nodes from
+    behind `summed` to the terms.
     """
 
     grouped: fx.Node
@@ -201,30 +201,32 @@ def _terms(node: fx.Node) -> ScaledProducts | None:
 
 def _two_products(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Reads `node` as the sum, in their dtype, of the products of two grouped matmuls; None if it is not."""
+    added = _added(node)
+    if added is None or added[0] is added[1] or any(one.target is not proofs.GROUPED for one in added):
+        return None
+    return added
+
+
+def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Returns the two tensors whose sum `node` is, if they have its shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
     first, second = node.args
-    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
-    grouped = first.target is proofs.GROUPED and second.target is proofs.GROUPED
-    same = grouped and proofs.alike(node, first) and proofs.alike(node, second)
-    dtypes = {proofs.fake(one).dtype for one in (node, first, second)}
-    return (first, second) if same and len(dtypes) == 1 else None
+    same = proofs.alike(node, first) and proofs.alike(node, second)
+    return (first, second) if same and len({proofs.fake(one).dtype for one in (node, first, second)}) == 1 else None
 
 
 def _biased(node: fx.Node) -> SlotBias | None:
     """Reads `node` as a sum, in their dtype, of products of a grouped matmul and of a row of a table for each of them;
     None if it is not.
     """
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return None
-    for products, rows in (node.args, node.args[::-1]):
+    added = _added(node)
+    for products, rows in () if added is None else (added, added[::-1]):
         indexed = proofs.indexed_rows(rows)
-        if indexed is None or not isinstance(products, fx.Node) or products.target is not proofs.GROUPED:
-            continue
-        dtypes = {proofs.fake(one).dtype for one in (node, products, rows)}
-        if len(dtypes) == 1 and proofs.alike(node, products) and proofs.alike(node, rows):
-            return SlotBias(node, products, cast("fx.Node", rows), *indexed)
+        if indexed is not None and products.target is proofs.GROUPED:
+            return SlotBias(node, products, rows, *indexed)
     return None
 
 

@@ -13,7 +13,7 @@ from tests.protocol_model import Call, Capture, Event, Protection, Raised, Reset
 from tests.protocol_model.launch import OVERLAPPING
 from tests.protocol_model.machine import Machine
 from tests.protocol_model.state import State
-from tests.protocol_model.test_protocol_model import GATHER, SCATTER, same
+from tests.protocol_model.test_protocol_model import GATHER, SCATTER, check_breaks_without, in_both_grains, same
 
 P = Protection
 LEADS, FOLLOWS, APART = (Call(f"in_band:{overlap}", "A") for overlap in ("leads", "follows", "apart"))
@@ -217,13 +217,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("fine", [False, True], ids=["groups", "fine"])
-@pytest.mark.parametrize(("missing", "scenario", "text"), BROKEN, ids=lambda value: getattr(value, "name", ""))
+@in_both_grains(BROKEN)
 def test_breaks_without(missing: Protection, scenario: Scenario, text: str, fine: bool) -> None:
-    found = explore(replace(scenario, fine=fine), frozenset({missing}))
-    assert found.violation is not None
-    assert text in found.violation
-    assert found.trace
+    check_breaks_without(missing, scenario, text, fine)
 
 
 def test_every_protection_of_them_is_needed() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -373,13 +375,25 @@ OF_THE_HOST = {P.GROWTH_BARRIER, P.ONE_VERDICT}
 """See test_host_events.py, and test_early_launches.py for OVERLAPPING."""
 
 
-@pytest.mark.parametrize("fine", [False, True], ids=["groups", "fine"])
-@pytest.mark.parametrize(("missing", "scenario", "text"), BROKEN, ids=lambda value: getattr(value, "name", ""))
-def test_breaks_without(missing: Protection, scenario: Scenario, text: str, fine: bool) -> None:
+def in_both_grains(broken: Sequence[tuple[Protection, Scenario, str]]) -> Callable[[Any], Any]:
+    """Gives a test each protection that is taken away, in a scenario, with a part of what is found, in both grains."""
+    names = ("missing", "scenario", "text")
+    cases = pytest.mark.parametrize(names, broken, ids=lambda value: getattr(value, "name", ""))
+    grains = pytest.mark.parametrize("fine", [False, True], ids=["groups", "fine"])
+    return lambda test: grains(cases(test))
+
+
+def check_breaks_without(missing: Protection, scenario: Scenario, text: str, fine: bool) -> None:
+    """Without the protection the exploration finds a violation that has this text, and its trace."""
     found = explore(replace(scenario, fine=fine), frozenset({missing}))
     assert found.violation is not None
     assert text in found.violation
     assert found.trace
+
+
+@in_both_grains(BROKEN)
+def test_breaks_without(missing: Protection, scenario: Scenario, text: str, fine: bool) -> None:
+    check_breaks_without(missing, scenario, text, fine)
 
 
 def test_limit_of_wrap_safe_comparison() -> None:

@@ -14,8 +14,10 @@ from tests.protocol_model.test_protocol_model import (
     PULL_SCATTER,
     REDUCE,
     SCATTER,
+    check_breaks_without,
     diverged,
     fails_then_resets,
+    in_both_grains,
     in_one_slot,
     long_graph,
     names_rank_0,
@@ -149,10 +151,6 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("fine", [False, True], ids=["groups", "fine"])
-@pytest.mark.parametrize(("missing", "scenario", "text"), BROKEN, ids=lambda value: getattr(value, "name", ""))
+@in_both_grains(BROKEN)
 def test_breaks_without(missing: Protection, scenario: Scenario, text: str, fine: bool) -> None:
-    found = explore(replace(scenario, fine=fine), frozenset({missing}))
-    assert found.violation is not None
-    assert text in found.violation
-    assert found.trace
+    check_breaks_without(missing, scenario, text, fine)
