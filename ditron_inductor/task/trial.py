@@ -4,6 +4,9 @@ The plan predicts; what it predicts is wrong where nobody measured. With the opt
 site run by each strategy that is not hopeless, some calls each, and are timed (lowering/host/trials.py). Then the ranks
 compare their times once, and the fastest strategy stays. Everything here is a pure function of facts that all ranks
 share, so that all ranks try and decide alike.
+
+The first calls of a program are not like its later ones: the GPU is cool, and waits for the host. So what is nearly as
+fast as the best strategy is timed a second time, many calls later, and decided once more.
 """
 
 from __future__ import annotations
@@ -20,9 +23,15 @@ CALLS = 7
 UNTIMED = 2
 """The first of these calls, which compile kernels and make memory, and are not timed. The others are made in turns, as
 the GPU's clock drifts by some per cent within the time of a trial."""
-ALL_CALLS = 1 + 3 * CALLS + 1
-"""After so many calls of a site its trial has ended: the one that makes what a capture needs, those by each of three
-strategies, and the one that decides."""
+CALLS_BETWEEN = 200
+"""Calls of a site, as decided, between the first look of a trial and the second one."""
+NEAR = 1.10
+"""A strategy that took at most so many times as long as the best one at the first look is timed at the second one."""
+FIRST_CALLS = 1 + 3 * CALLS + 1
+"""After so many calls of a site the first look has ended: the call that makes what a capture needs, those by each of
+three strategies, and the one that decides."""
+ALL_CALLS = FIRST_CALLS + CALLS_BETWEEN + 3 * CALLS + 1
+"""After so many calls of a site its trial has ended."""
 HOPELESS = 2.0
 """A strategy that is predicted to take so many times as long as the best one is not tried."""
 GAIN, LEAST_GAIN_US = 0.02, 2.0
@@ -32,7 +41,8 @@ HOST_SHARE = 2.0
 """In eager mode a call counts with at least so many times what it takes on the host. The host has the rest of the step
 to launch as well, and a strategy whose launches take as long as its kernels leaves no time for that."""
 HEAD_START_US = 800.0
-"""What a timed call waits for on the device before it begins, so that the host is ahead of the device."""
+"""What a timed call waits for on the device before it begins, so that the host is ahead of the device, unless it is
+anyway."""
 HOST_BOUND = 0.8
 """Where the host takes more than its head start and this part of the device's time, the device may have waited for it,
 and the device's time says nothing about a CUDA graph, in which the host does not count."""
@@ -79,10 +89,12 @@ def candidates(request: PlanRequest, eager: Choice, captured: Choice) -> tuple[s
 
 
 def strategy_of_call(tried: Sequence[str], calls: int) -> tuple[str, bool] | None:
-    """What runs the next call of a site after so many calls, and whether it is timed; None when all are made."""
+    """What runs the next call of a site after so many calls of a look, and whether it is timed; None when all are made.
+    Before a look, when `calls` is below 0, it is the first strategy.
+    """
     untimed = UNTIMED * len(tried)
     if calls < untimed:
-        return tried[calls // UNTIMED], False
+        return tried[max(calls, 0) // UNTIMED], False
     if calls >= CALLS * len(tried):
         return None
     turn, place = divmod(calls - untimed, len(tried))
@@ -102,6 +114,16 @@ def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, 
     """Returns (what runs in eager mode from now on, what inside CUDA graphs), given what was planned for each."""
     on_device = {strategy: time.device_us for strategy, time in times.items() if time.is_of_device}
     return fastest(eager, {strategy: time.eager_us for strategy, time in times.items()}), fastest(captured, on_device)
+
+
+def second_look(planned: str, times: Mapping[str, Times]) -> tuple[str, ...]:
+    """Returns the strategies that are timed a second time, that which runs in eager mode first; empty if no other one
+    is near the fastest. planned: what was planned for eager mode.
+    """
+    us = {strategy: time.eager_us for strategy, time in times.items()}
+    kept = fastest(planned, us)
+    near = [strategy for strategy in us if us[strategy] <= NEAR * min(us.values()) and strategy != kept]
+    return (kept, *near) if near else ()
 
 
 def times_text(times: Mapping[str, Times]) -> str:

@@ -106,7 +106,7 @@ class SiteCall:
 
     def _tried(self, trial: SiteTrial, tensors: Sequence[torch.Tensor]) -> Any:
         """A call of a trial. So that `tile` is timed as later calls run, an untimed call is recorded, or, if there is
-        none that can be, a timed one; timed calls repeat the record.
+        none that can be, a timed one; the other calls repeat the record.
         """
         repeated, (strategy, is_timed) = self._of_trial, trial.upcoming() or ("", False)
         if strategy == "tile" and repeated is None and (not is_timed or trial.may_skip()):

@@ -6,6 +6,9 @@ counts which call comes next, and all try the same strategy in it. The host does
 call. Only the decision waits for the last event, which has usually passed long before. Nothing is tried on the CPU
 device.
 
+A trial looks twice: at the first calls, and, if other strategies were nearly as fast, at these again many calls later,
+when the GPU is as warm and as busy as the program keeps it. In between the site runs as decided.
+
 A reset of the group drops its trials, and so does a growth of the workspace that changes which strategies can run.
 """
 
@@ -46,19 +49,25 @@ UNKNOWN_NS = 1 << 60
 
 
 class Sample:
-    """The time of one call of a group's ranks on the host and, on a GPU, between two events."""
+    """The time of one call of a group's ranks on the host and, on a GPU, between two events. is_clean: whether the
+    device began the call after the host had launched all of it, so that it did not wait for the host.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
         self.host_ns = 0
+        self.is_clean = True
         self._workspace = workspace
         self._events = None
         if workspace.device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def take(self, run: Runner, operands: Sequence[Any]) -> Any:
-        """Runs a call and times it. Collective on a GPU."""
+    def take(self, run: Runner, operands: Sequence[Any], before: Sample | None) -> Any:
+        """Runs a call and times it. Collective on a GPU. before: the trial's last timed call. If the device has not
+        ended that, the host is ahead enough, and the device goes on without a pause, as it does in the program.
+        """
         if self._events is not None:
-            streams.delay(trial.HEAD_START_US)
+            if before is None or before.is_over():
+                streams.delay(trial.HEAD_START_US)
             # All ranks leave it together, whereas the delay takes longer on a device with a slower clock.
             dist.all_reduce(torch.zeros(1, device=self._workspace.device), group=self._workspace.group.process_group())
             self._events[0].record()
@@ -67,7 +76,12 @@ class Sample:
         self.host_ns = time.perf_counter_ns() - begun
         if self._events is not None:
             self._events[1].record()
+            self.is_clean = not self._events[0].query()
         return result
+
+    def is_over(self) -> bool:
+        """Returns whether the device has ended the call."""
+        return self._events is None or self._events[1].query()
 
     def device_ns(self) -> int:
         """Returns the nanoseconds that the call took on the device, after waiting for its end."""
@@ -80,9 +94,10 @@ class Sample:
 
 class Trial:
     """A trial of one problem. name: a text that is equal on all ranks. number: how many trials the workspace's ranks
-    began before it. request: that of the site that began the trial. tried: the strategies, the planned one first.
-    refused: whether some rank asks for determinism, so that nothing is tried. `begun` is the result of
-    `Workspace.agreed` when the trial began. `times` are the times by which the ranks decided, None until then.
+    began before it. request: that of the site that began the trial. tried: the strategies of the look that is running,
+    the one that runs in eager mode first; empty after the last look. refused: whether some rank asks for determinism,
+    so that nothing is tried. `begun` is the result of `Workspace.agreed` when the trial began. `looks` is the number of
+    looks that have ended. `times` are the times by which the ranks decided last, None until then.
     """
 
     def __init__(
@@ -101,15 +116,18 @@ class Trial:
         self.tried = tried
         self.refused = refused
         self.begun = workspace.agreed(name)
+        self.looks = 0
         self.times: Mapping[str, Times] | None = None
+        self._planned = tried[0]
         self._calls: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._skipped = 0
         self._samples: dict[str, list[tuple[Sample, float]]] = {strategy: [] for strategy in tried}
+        self._last: Sample | None = None
 
     def upcoming(self, site: str) -> tuple[str, bool] | None:
         """Returns (the next call's strategy, whether it is timed); None for the call in which the ranks decide."""
-        return trial.strategy_of_call(self.tried, self._calls[site])
+        return trial.strategy_of_call(self.tried, self._calls[site] - trial.CALLS_BETWEEN * self.looks)
 
     def next(self, site: str) -> tuple[str, bool] | None:
         """Returns what `upcoming` does, and counts the call."""
@@ -118,11 +136,12 @@ class Trial:
             self._calls[site] += 1
         return upcoming
 
-    def is_next(self, site: str, strategy: str) -> bool:
-        """Returns whether the next call is timed and runs by the strategy, and counts it if so."""
+    def next_by(self, site: str, strategy: str) -> tuple[str, bool] | None:
+        """Does what `next` does if the next call is by the strategy, and otherwise returns None, counting nothing."""
         with self._counting:
-            found = self.upcoming(site) == (strategy, True)
-            self._calls[site] += found
+            upcoming = self.upcoming(site)
+            found = upcoming if upcoming is not None and upcoming[0] == strategy else None
+            self._calls[site] += found is not None
         return found
 
     def may_skip(self) -> bool:
@@ -134,34 +153,42 @@ class Trial:
 
     def timed(self, strategy: str, run: Runner, workspace: Workspace, scale: float) -> Runner:
         """Returns `run` with time measurement. scale: the work of the trial's problem relative to that of this call."""
+        samples = self._samples[strategy]
 
         def call(*operands: Any) -> Any:
             sample = Sample(workspace)
-            result = sample.take(run, operands)
-            self._samples[strategy].append((sample, scale))
+            before, self._last = self._last, sample
+            result = sample.take(run, operands, before)
+            samples.append((sample, scale))
             return result
 
         return call
 
     def decide(self, workspace: Workspace) -> None:
-        """Compares the times of all ranks. Collective."""
-        times = {}
+        """Compares the times of all ranks, and ends a look. Collective."""
+        times = dict(self.times or {})
         for strategy, samples in self._samples.items():
+            clean = [sample for sample in samples if sample[0].is_clean]
             own = [
-                _median([int(sample.device_ns() * scale) for sample, scale in samples]),
+                _median([int(sample.device_ns() * scale) for sample, scale in clean or samples]),
                 # What else the host had to do made some of these calls longer, and none shorter.
                 min((int(sample.host_ns * scale) for sample, scale in samples), default=UNKNOWN_NS),
             ]
             what = ("on the device", "on the host")
             largest = [
                 # The ranks have agreed on the times of an earlier trial of this name.
-                workspace.largest(f"{self.name}, number {self.number}: ns by {strategy} {where}", ns)
+                workspace.largest(f"{self.name}, number {self.number}.{self.looks}: ns by {strategy} {where}", ns)
                 for where, ns in zip(what, own, strict=True)
             ]
             if max(largest) < UNKNOWN_NS:
                 times[strategy] = Times(largest[0] / 1e3, largest[1] / 1e3)
         self.times = times
-        self._samples.clear()
+        self.looks += 1
+        self.tried = trial.second_look(self._planned, times) if self.looks == 1 else ()
+        with self._counting:
+            self._calls.clear()
+        self._skipped, self._last = 0, None
+        self._samples = {strategy: [] for strategy in self.tried}
         logger.info("%s: us on the device / on the host: %s", self.name, trial.times_text(times))
 
 
@@ -176,6 +203,7 @@ class SiteTrial:
         self, own: Trial, workspace: Workspace, site: str, planned: Chosen, runners: Mapping[str, Runner], scale: float
     ) -> None:
         self._trial = own
+        self._look = own.looks
         self._workspace = workspace
         self._site = site
         self._planned = planned
@@ -183,15 +211,15 @@ class SiteTrial:
         self._scale = scale
 
     def is_running(self) -> bool:
-        """Returns whether the trial has not ended and has not been dropped."""
-        return self._trial.times is None and self._workspace.agreed(self._trial.name) is self._trial.begun
+        """Returns whether this look of the trial has not ended and the trial has not been dropped."""
+        return self._trial.looks == self._look and self._workspace.agreed(self._trial.name) is self._trial.begun
 
     def upcoming(self) -> tuple[str, bool] | None:
         """Returns (the strategy of the next call, whether it is timed); None for the call in which the ranks decide."""
         return self._trial.upcoming(self._site)
 
     def next(self) -> Chosen:
-        """Returns what runs this call, and counts it, so ask once for a call. Collective when the trial ends."""
+        """Returns what runs this call, and counts it, so ask once for a call. Collective when a look ends."""
         step = self._trial.next(self._site)
         if step is None:
             self._trial.decide(self._workspace)
@@ -205,16 +233,19 @@ class SiteTrial:
         return self._trial.may_skip()
 
     def repeating(self, strategy: str, run: Runner) -> Chosen | None:
-        """Returns what times `run`, which does what the strategy's runner does, if that is what the next call is for,
-        and counts the call; otherwise None.
+        """Returns what runs the next call by `run`, which does what the strategy's runner does, and counts the call;
+        returns None if the next call is by another strategy.
         """
-        return self._chosen(strategy, run, is_timed=True) if self._trial.is_next(self._site, strategy) else None
+        step = self._trial.next_by(self._site, strategy)
+        return None if step is None else self._chosen(strategy, run, is_timed=step[1])
 
     def _chosen(self, strategy: str, run: Runner, *, is_timed: bool) -> Chosen:
         assert self._planned.choice is not None
         group_name, request, planned = self._planned.choice
         if is_timed:
             run = self._trial.timed(strategy, run, self._workspace, self._scale)
+        elif self._look > 0 and strategy == planned.strategy:
+            return Chosen(run, self._planned.choice)
         return Chosen(run, (group_name, request, trial.running(planned, strategy, self._trial.tried)))
 
 
@@ -274,7 +305,7 @@ def choose_both(
             Chosen(runners[eager.strategy], (group_name, request, eager)),
             Chosen(runners[captured.strategy], (group_name, request.inside_graphs(), captured)),
         )
-    if known is None or known.times is not None:
+    if known is None or not known.tried:
         return *chosen, None
     m = request.problem.m
     site = shared_site(node.site) or node.kind

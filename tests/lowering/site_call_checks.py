@@ -435,6 +435,25 @@ def during_a_trial(ctx: Any) -> None:
             assert len(called.site.repeated) == static
 
 
+def between_looks(ctx: Any) -> None:
+    """Where a trial looks again later, calls repeat a record until then, and the record is kept for the rest."""
+    started, timed = [], []
+    site = Site(name="calls/36:looks", strategy="auto", trials=True, timeout_s=30.0)
+    problem = Problem(ctx, "matmul_reduce_scatter", SIZE, site=site)
+    with mock.patch.object(trial, "CALLS_BETWEEN", 9), tried({"library": 90.0, "tile": 85.0, "chunked": 95.0}):
+        called = repeated(Called.of(problem), times=STEPS)
+        with noting(Repeated, "start", started), noting(Sample, "take", timed):
+            # The first one looks up anew, and the second one is recorded.
+            repeated(called, times=9)
+            assert (len(started), len(timed)) == (7, 0), called.site.problem
+            assert decisions.last(ctx.group_name, site.name)[1].tried_us is not None  # type: ignore[index]
+            repeated(called, times=2 * trial.CALLS + 1)
+            assert len(timed) == 2 * (trial.CALLS - trial.UNTIMED), "only what is near is timed again"
+            assert len(started) == 7 + trial.CALLS, "and the call in which the ranks decide has no record"
+        repeated(called)
+        assert len(called.site.repeated) == 1, called.site.problem
+
+
 def two_graphs_in_a_trial(ctx: Any) -> None:
     """Two graphs that share a site take turns, so each has one untimed call, its first one, which no record covers."""
     started, timed = [], []
@@ -509,6 +528,7 @@ def check_all(rank: Any, device: torch.device, folder: str) -> None:
         precision(ctx)
         left_alone(ctx)
         during_a_trial(ctx)
+        between_looks(ctx)
         two_graphs_in_a_trial(ctx)
         other_classes(ctx, repeated(Called(called.op, called.arguments)))
         nothing_kept(ctx, called)

@@ -65,7 +65,7 @@ def _replayed(ctx: RankContext, setup: Setup) -> None:
     x = given[0].clone()
     with torch.no_grad(), code_generated(on_gpu):
         call = compiled(setup, model)
-        for _ in range(trial.ALL_CALLS if on_gpu else 1):
+        for _ in range(trial.FIRST_CALLS if on_gpu else 1):
             call(x, setup.seq_len)
         step = captured(lambda _: call(x, setup.seq_len), calls=1) if on_gpu else lambda _: call(x, setup.seq_len)
 
@@ -130,7 +130,7 @@ def _generated(ctx: RankContext, one: Cached) -> None:
         call = torch.compile(
             serving.local_parameters(model), backend="ditron", options=serving.options(cudagraphs=False)
         )
-        for _ in range(trial.ALL_CALLS if on_gpu else 1):
+        for _ in range(trial.FIRST_CALLS if on_gpu else 1):
             call(tokens, position)
         assert counters["ditron"]["cached_attention"] == 1
         step = captured(lambda _: call(tokens, position)[1], calls=1) if on_gpu else lambda _: call(tokens, position)[1]

@@ -22,7 +22,7 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "each rank decides a trial by its own times",
         HOST_TRIALS,
-        'workspace.largest(f"{self.name}, number {self.number}: ns by {strategy} {where}", ns)',
+        'workspace.largest(f"{self.name}, number {self.number}.{self.looks}: ns by {strategy} {where}", ns)',
         "ns",
         f"{ON_RANKS}::test_every_strategy_has_its_calls_and_the_slowest_rank_decides",
     ),
@@ -50,8 +50,8 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "a trial that is dropped keeps its times",
         HOST_TRIALS,
-        "{self.name}, number {self.number}: ns by",
-        "{self.name}: ns by",
+        "{self.name}, number {self.number}.{self.looks}: ns by",
+        "{self.name}, {self.looks}: ns by",
         f"{ON_RANKS}::test_a_trial_that_is_dropped_measures_anew",
     ),
     Mutation(
@@ -62,10 +62,10 @@ DECIDING: tuple[Mutation, ...] = (
         RECORDS,
     ),
     Mutation(
-        "a call that is not timed repeats a record",
+        "a call by another strategy repeats a record",
         HOST_TRIALS,
-        "self.upcoming(site) == (strategy, True)",
-        "self.upcoming(site) is not None",
+        "upcoming is not None and upcoming[0] == strategy else None",
+        "upcoming is not None else None",
         RECORDS,
     ),
     Mutation(

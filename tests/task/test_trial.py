@@ -60,6 +60,20 @@ def test_every_strategy_has_its_calls_and_the_first_ones_are_not_timed() -> None
     assert steps == [*untimed, *there, *back, *there, *back, *there]
 
 
+def test_before_a_look_the_first_strategy_runs() -> None:
+    assert {trial.strategy_of_call(("tile", "library"), calls) for calls in (-200, -1, 0, 1)} == {("tile", False)}
+
+
+def test_what_is_near_the_fastest_is_timed_again() -> None:
+    times = {"library": Times(100.0, 20.0), "chunked": Times(108.0, 20.0), "tile": Times(111.0, 20.0)}
+    assert trial.second_look("library", times) == ("library", "chunked")
+    # A gain of less than two per cent replaces nothing.
+    assert trial.second_look("chunked", times | {"library": Times(107.0, 0.0)}) == ("chunked", "library", "tile")
+    assert trial.second_look("tile", {"tile": times["tile"], "library": times["library"]}) == ()
+    slow_launches = {"library": Times(100.0, 20.0), "chunked": Times(90.0, 80.0)}
+    assert trial.second_look("library", slow_launches) == ()
+
+
 def test_a_clock_that_slows_down_favours_nobody() -> None:
     tried, us = ("chunked", "tile"), {"chunked": 1030.0, "tile": 1000.0}
     samples: dict[str, list[float]] = {strategy: [] for strategy in tried}
