@@ -124,6 +124,10 @@ def test_slow_moments_of_the_host_do_not_count(rank_pools: RankPools) -> None:
         assert set(times.values()) == {trial.Times(50.0, 20.0)}
 
 
+LATER = 5 + 5 + 2 * trial.CALLS
+"""Calls behind a second look in which there would be a third one."""
+
+
 def _looks_again(ctx: RankContext, chosen: str) -> list[str]:
     """The calls of both looks and between them, where `library` or `chunked` is as slow later as the other one is
     fast, and `tile` is not near.
@@ -131,7 +135,7 @@ def _looks_again(ctx: RankContext, chosen: str) -> list[str]:
     problem, name, us = _problem(ctx, "trials/again"), "trials/again", {"library": 93.0, "tile": 200.0, "chunked": 90.0}
     ran = []
     with mock.patch.object(trial, "CALLS_BETWEEN", 5), tried(us):
-        for step in range(STEPS + 1 + 5 + 2 * trial.CALLS + 3):
+        for step in range(STEPS + 1 + 5 + 2 * trial.CALLS + 1 + LATER):
             if step == STEPS + 3:
                 assert last(ctx, name) == ("chunked", "trial")
                 us |= {"library": 100.0, "chunked": 100.0, "tile": 1.0} | {chosen: 80.0}
@@ -147,9 +151,10 @@ def _looks_again(ctx: RankContext, chosen: str) -> list[str]:
 @on_two
 @pytest.mark.parametrize("chosen", ["library", "chunked"])
 def test_what_is_near_is_decided_again(pool: RankPool, chosen: str) -> None:
-    second = [step[0] for calls in range(2 * trial.CALLS) if (step := trial.strategy_of_call(("chunked", "library"), calls))]
+    near = ("chunked", "library")
+    second = [step[0] for calls in range(2 * trial.CALLS) if (step := trial.strategy_of_call(near, calls))]
     # The call in which the ranks decide runs as before.
-    wanted = [*ORDER, "library", *["chunked"] * 5, *second, "chunked", chosen, chosen]
+    wanted = [*ORDER, "library", *["chunked"] * 5, *second, "chunked", *[chosen] * LATER]
     for ran in pool.run(_looks_again, chosen):
         assert ran == wanted
 

@@ -69,6 +69,27 @@ DECIDING: tuple[Mutation, ...] = (
         RECORDS,
     ),
     Mutation(
+        "a second look follows the first one at once",
+        HOST_TRIALS,
+        " - trial.CALLS_BETWEEN * self.looks",
+        "",
+        f"{ON_RANKS}::test_what_is_near_is_decided_again",
+    ),
+    Mutation(
+        "a second look forgets the first one",
+        HOST_TRIALS,
+        "times = dict(self.times or {})",
+        "times = {}",
+        f"{ON_RANKS}::test_what_is_near_is_decided_again",
+    ),
+    Mutation(
+        "a trial looks again for ever",
+        HOST_TRIALS,
+        "if self.looks == 1 else ()",
+        "if self.looks else ()",
+        f"{ON_RANKS}::test_what_is_near_is_decided_again",
+    ),
+    Mutation(
         "the host counts inside CUDA graphs",
         TRIAL,
         "for name, found in times.items() if found.is_of_device}",
