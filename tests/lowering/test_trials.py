@@ -138,13 +138,13 @@ def _looks_again(ctx: RankContext, chosen: str) -> list[str]:
         for step in range(STEPS + 1 + 5 + 2 * trial.CALLS + 1 + LATER):
             if step == STEPS + 3:
                 assert last(ctx, name) == ("chunked", "trial")
-                us |= {"library": 100.0, "chunked": 100.0, "tile": 1.0} | {chosen: 80.0}
+                us |= {"library": 100.0, "chunked": 100.0, "tile": 1.0} | {chosen: 94.0}
             problem.check(problem())
             ran.append(last(ctx, name)[0])
         found = decisions.last(ctx.group_name, name)
         assert found is not None and found[1].source == "trial"
         # The time of `tile` is that of the first look.
-        assert found[1].tried_us == {"library": 100.0, "tile": 200.0, "chunked": 100.0} | {chosen: 80.0}
+        assert found[1].tried_us == {"library": 100.0, "tile": 200.0, "chunked": 100.0} | {chosen: 94.0}
     return ran
 
 
