@@ -31,7 +31,7 @@ it was before.
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * Inductor unrolls the sum, in the first form, or there are few tokens, in the second one;
-* anything between the grouped matmul and the sum is used elsewhere;
+* anything between the grouped matmul and the sum is used elsewhere, except that a forward keeps the masked products;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
 * the places are those of no sort, in the second form: tokens may then have any number of slots. In a backward they
   are those of the forward's sort, see normalize/mark_sorts.py;
@@ -79,8 +79,9 @@ class SlotBias:
 class ScaledProducts:
     """The scaled products of all slots. second: another grouped matmul, and the sum of its products and those of
     `grouped`, or None. bias: what is added to the products, or None. scale: [S, 1], or None if there is none. absent:
-    bool [S, 1], the slots that count as 0, or None. late: they do so whatever their scale is. steps: the nodes from
-    behind `summed` to the terms.
+    bool [S, 1], the slots that count as 0, or None. late: they do so whatever their scale is. masked: the products with
+    0 in the absent slots, if they are masked before they are scaled, or None. steps: the nodes from behind `summed` to
+    the terms.
     """
 
     grouped: fx.Node
@@ -89,6 +90,7 @@ class ScaledProducts:
     scale: fx.Node | None
     absent: fx.Node | None
     late: bool
+    masked: fx.Node | None
     steps: tuple[fx.Node, ...]
 
     @property
@@ -195,7 +197,8 @@ def _terms(node: fx.Node) -> ScaledProducts | None:
             behind = tuple(dict.fromkeys((kept, factor, scaled, masked, node)))
             steps = tuple(step for step in behind if step is not summed)
             second = None if two is None else (two[1], summed)
-            return ScaledProducts(grouped, second, bias, scale, absent, late is not None, steps)
+            early = None if absent is late else kept
+            return ScaledProducts(grouped, second, bias, scale, absent, late is not None, early, steps)
     return None
 
 
@@ -273,10 +276,11 @@ def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any) -> 
 
 
 def _checked(found: Match, total: fx.Node) -> Match | None:
-    """Returns the match if nothing else reads its steps, and its result is what the node returns. total: [T, N]."""
-    *inner, last = found.steps
-    value = proofs.fake(found.result)
-    terms = found.terms
+    """Returns the match if nothing else reads its steps, but for the masked products, which then stay beside the node,
+    and its result is what the node returns. total: [T, N].
+    """
+    terms, last, value = found.terms, found.steps[-1], proofs.fake(found.result)
+    inner = [step for step in found.steps[:-1] if step is not terms.masked]
     biases = () if terms.bias is None else (terms.bias.table, terms.bias.experts)
     optional = [one for one in (terms.scale, terms.absent, found.added, *biases) if one is not None]
     operands = [terms.grouped, found.index, *optional]

@@ -14,7 +14,8 @@ products and for the sum of a rank, before it is sent.
 It must not fire when
 * combine_experts.py could not make a node of the sum, except that any number of experts and tokens is taken here;
 * the sum, or a view of it in front of the collective, is used elsewhere, or the products are, except that a forward
-  may keep them for its backward: then they are a second output of the node;
+  may keep them for its backward: then they are a second output of the node, behind which they are masked if the forward
+  keeps them so;
 * a view has rows of another length;
 * the grouped matmul has another dtype than its operands, or strides of which the kernel would need a copy; of two whose
   products are added, the rows end elsewhere or operands differ in shape, dtype or strides;
@@ -83,7 +84,7 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     # Rows of another length would be those of another site to a rank that reduces them without experts.
     if not whole or not proofs.known_equal(whole[-1], N):
         return ReasonCode.GROUPED_MATMUL.at(source)
-    refusal = _refusal(sums.terms, sums.steps[0])
+    refusal = _refusal(sums)
     if refusal is not None:
         return refusal
     behind = (*views, *between)
@@ -93,18 +94,24 @@ def find_sums(collective: Collective, operand: fx.Node, between: tuple[fx.Node, 
     return Match(collective, sums, behind) if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
 
 
-def _refusal(terms: combine_experts.ScaledProducts, reader: fx.Node) -> Refused | None:
-    """Returns why the node cannot compute the products of the grouped matmuls, which `reader` sums, with their biases.
-    The graph may return them too, in row-major order. None: it can compute them.
+def _refusal(sums: combine_experts.Match) -> Refused | None:
+    """Returns why the node cannot compute the products of the grouped matmuls, with their biases, which the first step
+    of the sum reads. The graph may return them too, masked or not, in row-major order. None: it can compute them.
     """
+    terms, (reader, behind, *_) = sums.terms, sums.steps
     grouped, summed = terms.grouped, terms.summed
     matmuls = (grouped,) if terms.second is None else (grouped, terms.second[0])
     wrong = next((matmul for matmul in matmuls if not _is_taken(matmul)), None)
     if wrong is not None or not _are_alike(matmuls):
         return ReasonCode.GROUPED_MATMUL.at(wrong or matmuls[-1])
-    ends, made = proofs.arguments(grouped)["offs"], proofs.fake(summed)
-    row_major = proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
-    others = [user for user in summed.users if user is not reader and not (user.op == "output" and row_major)]
+    ends = proofs.arguments(grouped)["offs"]
+    readers = {summed: reader} if terms.masked is None else {summed: reader, terms.masked: behind}
+    others = [
+        user
+        for source, known in readers.items()
+        for user in source.users
+        if user is not known and not (user.op == "output" and _is_row_major(source))
+    ]
     if summed is not grouped:
         others += [user for matmul in matmuls for user in matmul.users if user is not summed]
     if others:
@@ -113,6 +120,11 @@ def _refusal(terms: combine_experts.ScaledProducts, reader: fx.Node) -> Refused 
     if terms.bias is not None and not _are_biases(terms.bias, ends, num_experts):
         return ReasonCode.EXPERT_BIAS.at(terms.bias.rows)
     return None
+
+
+def _is_row_major(node: fx.Node) -> bool:
+    made = proofs.fake(node)
+    return proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
 
 
 def _is_taken(grouped: fx.Node) -> bool:
@@ -164,9 +176,14 @@ def fields_of(match: Match, options: Options) -> dict[str, Any]:
         "has_bias": sums.terms.bias is not None,
         "has_second": sums.terms.second is not None,
         # Beside the sum only the graph's result reads them.
-        "returns_products": len(sums.terms.summed.users) > 1,
+        "returns_products": len(sums.terms.summed.users) > 1 or _keeps_masked(sums.terms),
     }
     return {"reduce_op": collective.reduce_op, "top_k": sums.top_k, **optional, **site}
+
+
+def _keeps_masked(terms: combine_experts.ScaledProducts) -> bool:
+    """Returns whether the graph returns the products with 0 in the absent slots."""
+    return terms.masked is not None and len(terms.masked.users) > 1
 
 
 def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
@@ -193,6 +210,9 @@ def replaced(graph: fx.Graph, match: Match, task: ReducedExperts) -> fx.Node:
         if task.returns_products:
             products = rewriting.output(graph, call, 1, source)
             source.replace_all_uses_with(products, delete_user_cb=lambda user: user.op == "output")
+            if (masked := sums.terms.masked) is not None and _keeps_masked(sums.terms):
+                kept_so = rewriting.computed(graph, aten.where.self, (*masked.args[:2], products), masked)
+                masked.replace_all_uses_with(kept_so, delete_user_cb=lambda user: user.op == "output")
         if not proofs.same_shape(tuple(wanted.shape), shape):
             result = rewriting.computed(graph, aten.reshape.default, (result, [*wanted.shape]), collective.wait)
     collective.wait.replace_all_uses_with(result)

@@ -1,4 +1,4 @@
-"""The mutations of masks of decode attention."""
+"""The mutations of masks: of decode attention, and of the slots of experts elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 PARTS = "passes/attention/attention_parts.py"
 DECODED = "tests/passes/test_flash_decode.py"
+REDUCED = "tests/passes/test_grouped_matmul_all_reduce.py"
 STAYS = f"{DECODED}::test_other_attention_is_left_alone"
 
 MASKING: tuple[Mutation, ...] = (
@@ -36,5 +37,19 @@ MASKING: tuple[Mutation, ...] = (
         "if proofs.fake(added).dtype not in FLOATS:",
         "if False:",
         f"{STAYS}[integers]",
+    ),
+    Mutation(
+        "masked products that a forward keeps are multiplied again",
+        "passes/fuse/grouped_matmul_all_reduce.py",
+        "is not None and _keeps_masked(sums.terms):",
+        "is None:",
+        f"{REDUCED}::test_masked_products_that_the_graph_returns_are_masked_behind_the_node",
+    ),
+    Mutation(
+        "masked products that are read elsewhere are not made",
+        "passes/fuse/grouped_matmul_all_reduce.py",
+        "{summed: reader, terms.masked: behind}",
+        "{summed: reader}",
+        f"{REDUCED}::test_it_must_not_fire[masked_read_elsewhere-intermediate_used]",
     ),
 )

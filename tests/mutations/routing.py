@@ -457,8 +457,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "products that are read elsewhere are not made",
         "passes/fuse/grouped_matmul_all_reduce.py",
-        'if user is not reader and not (user.op == "output" and row_major)]',
-        "if False]",
+        'if user is not known and not (user.op == "output" and _is_row_major(source))',
+        "if False",
         "tests/passes/test_grouped_matmul_all_reduce.py::test_it_must_not_fire[products_read_elsewhere-intermediate_used]",
     ),
     Mutation(

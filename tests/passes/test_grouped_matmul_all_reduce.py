@@ -87,10 +87,12 @@ def scattered(*operands: torch.Tensor) -> torch.Tensor:
     return all_reduce(total.view(2, -1, D))
 
 
-def masked(
+def kept_masked(
     scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, fill: float = 0.0
-) -> torch.Tensor:
-    """Under expert parallelism: the second half of the experts is elsewhere."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Under expert parallelism: the second half of the experts is elsewhere. With the masked products, as the forward
+    of training keeps them for the backward.
+    """
     here = E // 2
     weights, chosen = scores.topk(K)
     ids, order = chosen.reshape(-1).sort()
@@ -99,11 +101,20 @@ def masked(
     rows = torch._grouped_mm(x[order // K], up[:here].mT, offs=ends).masked_fill(elsewhere, 0.0)
     products = torch._grouped_mm(rows, down[:here].mT, offs=ends).masked_fill(elsewhere, fill)
     terms = products * weights.reshape(-1)[order].unsqueeze(-1)
-    return all_reduce(side_by_side(terms, order).sum(1).bfloat16())
+    return all_reduce(side_by_side(terms, order).sum(1).bfloat16()), products
+
+
+def masked(*operands: torch.Tensor) -> torch.Tensor:
+    return kept_masked(*operands)[0]
+
+
+def masked_read_elsewhere(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total, products = kept_masked(*operands)
+    return total, products.sin()
 
 
 def masked_by_ones(*operands: torch.Tensor) -> torch.Tensor:
-    return masked(*operands, fill=1.0)
+    return kept_masked(*operands, fill=1.0)[0]
 
 
 def masked_by_columns(*operands: torch.Tensor) -> torch.Tensor:
@@ -196,6 +207,17 @@ def test_products_that_the_graph_returns_are_an_output() -> None:
 def test_slots_of_experts_elsewhere_count_as_nothing() -> None:
     task, operands = only_task(fused(masked), KIND)
     assert task.has_absent and operands["absent"].startswith("reshape") and operands["x"].startswith("where")
+
+
+def test_masked_products_that_the_graph_returns_are_masked_behind_the_node() -> None:
+    after = fused(kept_masked)
+    task, _ = only_task(after, KIND)
+    assert task.has_absent and task.returns_products
+    returned = next(node for node in after.graph.nodes if node.op == "output").args[0][1]
+    mask, zero, products = returned.args
+    assert returned.target is torch.ops.aten.where.self and products.args[1] == 1
+    assert products.args[0].target is torch.ops.ditron.grouped_matmul_all_reduce.default
+    assert mask.meta["val"].shape == (T * K, 1) and zero.meta["val"].ndim == 0
 
 
 @pytest.mark.parametrize("fn", [masked_by_ones, masked_by_columns])
@@ -307,6 +329,7 @@ REFUSED = {
     of_no_rows: "grouped_matmul",
     used_elsewhere: "intermediate_used",
     products_read_elsewhere: "intermediate_used",
+    masked_read_elsewhere: "intermediate_used",
     viewed_elsewhere: "intermediate_used",
     sums_over_tokens: "no_matmul",
     summed_in_fp32: "no_matmul",
