@@ -186,7 +186,7 @@ DECLARED: tuple[Option, ...] = (
     ),
     Option(
         "trials", True, _switch, _switch_of_text, values="True or False",
-        meaning="The first calls of a site try several strategies, and the fastest is kept.",
+        meaning="Calls of a site try several strategies, the first ones and some later ones, and the fastest is kept.",
     ),
     Option(
         "summary", True, _switch, _switch_of_text, values="True or False",

@@ -26,7 +26,7 @@ class ExplainedSite:
     ``task.plan.Choice``; empty for a collective that was left alone. predictions: the cost model's microseconds by
     strategy. measured: the measured microseconds by strategy, the maximum over ranks; None if nothing was timed.
     request: the question that the plan was asked, None if nothing ran. tried_us: the microseconds by strategy that a
-    trial of the first calls ended with; empty without a trial.
+    trial decided by last; empty without a trial.
     """
 
     direction: str

@@ -2,8 +2,8 @@
 
 The plan predicts; what it predicts is wrong where nobody measured. With the option `ditron.trials` the first calls of a
 site run by each strategy that is not hopeless, some calls each, and are timed (lowering/host/trials.py). Then the ranks
-compare their times once, and the fastest strategy stays. Everything here is a pure function of facts that all ranks
-share, so that all ranks try and decide alike.
+compare their times, and the site runs by the fastest strategy. Everything here is a pure function of facts that all
+ranks share, so that all ranks try and decide alike.
 
 The first calls of a program are not like its later ones: the GPU is cool, and waits for the host. So what is nearly as
 fast as the best strategy is timed a second time, many calls later, and decided once more.
@@ -30,8 +30,9 @@ NEAR = 1.10
 FIRST_CALLS = 1 + 3 * CALLS + 1
 """After so many calls of a site the first look has ended: the call that makes what a capture needs, those by each of
 three strategies, and the one that decides."""
-ALL_CALLS = FIRST_CALLS + CALLS_BETWEEN + 3 * CALLS + 1
-"""After so many calls of a site its trial has ended."""
+ALL_CALLS = FIRST_CALLS + 1 + CALLS_BETWEEN + 3 * CALLS + 1
+"""After so many calls of a site its trial has ended: those of the first look, another one for captures, those between
+the looks, and those of the second one."""
 HOPELESS = 2.0
 """A strategy that is predicted to take so many times as long as the best one is not tried."""
 GAIN, LEAST_GAIN_US = 0.02, 2.0
@@ -118,12 +119,29 @@ def decide(eager: str, captured: str, times: Mapping[str, Times]) -> tuple[str, 
 
 def second_look(planned: str, times: Mapping[str, Times]) -> tuple[str, ...]:
     """Returns the strategies that are timed a second time, that which runs in eager mode first; empty if no other one
-    is near the fastest. planned: what was planned for eager mode.
+    is near the fastest, in eager mode or on the device. planned: what was planned for eager mode.
     """
-    us = {strategy: time.eager_us for strategy, time in times.items()}
-    kept = fastest(planned, us)
-    near = [strategy for strategy in us if us[strategy] <= NEAR * min(us.values()) and strategy != kept]
-    return (kept, *near) if near else ()
+    eager = {strategy: time.eager_us for strategy, time in times.items()}
+    on_device = {strategy: time.device_us for strategy, time in times.items() if time.is_of_device}
+    kept, near = fastest(planned, eager), set[str]()
+    for us in (eager, on_device):
+        near |= {strategy for strategy, time in us.items() if time <= NEAR * min(us.values())}
+    others = [strategy for strategy in times if strategy in near and strategy != kept]
+    return (kept, *others) if others else ()
+
+
+def later(first: Mapping[str, Times], second: Mapping[str, Times]) -> dict[str, Times]:
+    """Returns the times of both looks as if all were of the second one. Where all that was timed twice took longer
+    then, as on a device that is warm, so would the rest have.
+    """
+    both = [(first[strategy], time) for strategy, time in second.items() if strategy in first]
+    device = min((new.device_us / old.device_us for old, new in both if old.device_us > 0.0), default=1.0)
+    host = min((new.host_us / old.host_us for old, new in both if old.host_us > 0.0), default=1.0)
+    scaled = {
+        strategy: Times(time.device_us * max(device, 1.0), time.host_us * max(host, 1.0))
+        for strategy, time in first.items()
+    }
+    return scaled | dict(second)
 
 
 def times_text(times: Mapping[str, Times]) -> str:
@@ -140,8 +158,8 @@ def decided(planned: Choice, strategy: str, times: Mapping[str, Times]) -> Choic
 
 
 def running(planned: Choice, strategy: str, tried: Sequence[str]) -> Choice:
-    """The choice for a call of a trial."""
-    reason = f"a trial is running, {CALLS} calls each by {', '.join(tried)}; planned was {planned.strategy}"
+    """The choice for a call of a look. planned: what the site runs by before it."""
+    reason = f"a trial is running, {CALLS} calls each by {', '.join(tried)}; it runs by {planned.strategy} otherwise"
     return replace(planned, strategy=strategy, reason=reason, source="trial")
 
 

@@ -9,10 +9,10 @@ from ditron_inductor.tune.tune_command import add_entries, entry_of_times, writa
 
 
 def save_trials(path: str | None = None) -> int:
-    """Adds the times of all trials in place that have ended in this process to a table, and returns how many lines they
-    are. path: the table's file; the default is the one that the option ``ditron.table`` or the environment names. All
-    ranks have the same times. Rank 0 of the default group writes, so every rank may call this. Groups that are first
-    used later, in this process or in another one, take the table, and try nothing at shapes that it has. Raises
+    """Adds the times of all trials in place that have decided in this process to a table, and returns how many lines
+    they are. path: the table's file; the default is the one that the option ``ditron.table`` or the environment names.
+    All ranks have the same times. Rank 0 of the default group writes, so every rank may call this. Groups that are
+    first used later, in this process or in another one, take the table, and try nothing at shapes that it has. Raises
     InvalidOptionValue and InvalidTable for a file that cannot be a table, and OSError for one that cannot be written.
     """
     import torch.distributed as dist
@@ -24,7 +24,7 @@ def save_trials(path: str | None = None) -> int:
 
 
 def ended_entries() -> list[Entry]:
-    """Returns the trials that have ended as lines of a table, one for each mode that a trial says something about."""
+    """Returns the trials that have decided as lines of a table, one for each mode that a trial says something about."""
     from ditron_inductor.lowering.host import trials
     from ditron_inductor.task import trial
 

@@ -99,9 +99,11 @@ def prepare(
 def begun(calls: PreparedCalls, key: Hashable, prepared: Prepared, launch: Launch) -> Callable[..., Any]:
     """Keeps a prepared call under `key`, and returns what runs its first call."""
     calls.keep(key, prepared)
-    if prepared.eager is not prepared.captured and launch.workspace.shared.is_first(launch.site_text):
+    captured = prepared.captured
+    if prepared.eager is not captured and captured.choice is not None:
         # This makes what a later capture needs and cannot make: memory and compiled kernels. All ranks do the same.
-        return prepared.captured.noted()
+        if launch.workspace.shared.is_first(f"{launch.site_text} by {captured.choice[2].strategy}"):
+            return captured.noted()
     return prepared.now().noted()
 
 

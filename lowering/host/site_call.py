@@ -109,7 +109,9 @@ class SiteCall:
         none that can be, a timed one; the other calls repeat the record.
         """
         repeated, (strategy, is_timed) = self._of_trial, trial.upcoming() or ("", False)
-        if strategy == "tile" and repeated is None and (not is_timed or trial.may_skip()):
+        may = strategy == "tile" and repeated is None and self._attempts < MOST_ATTEMPTS
+        if may and (not is_timed or trial.skips()):
+            self._attempts += 1
             result, self._of_trial = self._recorded(tensors)
             return result
         addresses = None if repeated is None else repeated.addresses(tensors)

@@ -1,4 +1,4 @@
-"""Trials in the running program: the first calls of a site are timed with each strategy, and the ranks decide together.
+"""Trials in the running program: calls of a site are timed with each strategy, and the ranks decide together.
 
 docs/tuning.md says what is tried, how it is timed and what follows. Sites with equal problems share a trial, and so do
 sizes near each other (`trial.bucket`). All ranks make the same calls of the same sites in the same order, so each
@@ -65,11 +65,10 @@ class Sample:
         """Runs a call and times it. Collective on a GPU. before: the trial's last timed call. If the device has not
         ended that, the host is ahead enough, and the device goes on without a pause, as it does in the program.
         """
+        if self._events is not None and (before is None or before.is_over()):
+            streams.delay(trial.HEAD_START_US)
+        meet(self._workspace)
         if self._events is not None:
-            if before is None or before.is_over():
-                streams.delay(trial.HEAD_START_US)
-            # All ranks leave it together, whereas the delay takes longer on a device with a slower clock.
-            dist.all_reduce(torch.zeros(1, device=self._workspace.device), group=self._workspace.group.process_group())
             self._events[0].record()
         begun = time.perf_counter_ns()
         result = run(*operands)
@@ -90,6 +89,15 @@ class Sample:
         begin, end = self._events
         end.synchronize()
         return int(begin.elapsed_time(end) * 1e6)
+
+
+def meet(workspace: Workspace) -> None:
+    """Makes the ranks' GPUs wait for each other in front of a timed call, so that they begin it together, whereas a
+    delay takes longer on a device with a slower clock. Each rank does so in each timed call, also if it does not time
+    it.
+    """
+    if workspace.device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=workspace.device), group=workspace.group.process_group())
 
 
 class Trial:
@@ -124,6 +132,7 @@ class Trial:
         self._skipped = 0
         self._samples: dict[str, list[tuple[Sample, float]]] = {strategy: [] for strategy in tried}
         self._last: Sample | None = None
+        self._is_confirmed = False
 
     def upcoming(self, site: str) -> tuple[str, bool] | None:
         """Returns (the next call's strategy, whether it is timed); None for the call in which the ranks decide."""
@@ -166,11 +175,12 @@ class Trial:
 
     def decide(self, workspace: Workspace) -> None:
         """Compares the times of all ranks, and ends a look. Collective."""
-        times = dict(self.times or {})
+        times = {}
         for strategy, samples in self._samples.items():
             clean = [sample for sample in samples if sample[0].is_clean]
+            counted = clean if 2 * len(clean) >= len(samples) else samples
             own = [
-                _median([int(sample.device_ns() * scale) for sample, scale in clean or samples]),
+                _median([int(sample.device_ns() * scale) for sample, scale in counted]),
                 # What else the host had to do made some of these calls longer, and none shorter.
                 min((int(sample.host_ns * scale) for sample, scale in samples), default=UNKNOWN_NS),
             ]
@@ -182,14 +192,33 @@ class Trial:
             ]
             if max(largest) < UNKNOWN_NS:
                 times[strategy] = Times(largest[0] / 1e3, largest[1] / 1e3)
-        self.times = times
+        self.times = times if self.times is None else trial.later(self.times, times)
+        logger.info("%s: us on the device / on the host: %s", self.name, trial.times_text(self.times))
+        self._go_on(trial.second_look(self._planned, self.times) if self.looks == 0 else ())
+
+    def confirm(self, workspace: Workspace, site: str) -> None:
+        """Ends the trial where a second look would begin with the next call of the site, and some rank has come to ask
+        for determinism. Collective at the last call before a look, which is the same on all ranks.
+        """
+        with self._counting:
+            begins = self.looks > 0 and self._calls[site] == trial.CALLS_BETWEEN * self.looks
+            asks = begins and not self._is_confirmed
+            self._is_confirmed |= begins
+        if asks and workspace.largest(f"{self.name}, number {self.number}: same bits", _wants_same_bits()):
+            self._go_on(())
+
+    def _go_on(self, tried: tuple[str, ...]) -> None:
+        """Ends a look. tried: the strategies of the next one, if there is one."""
         self.looks += 1
-        self.tried = trial.second_look(self._planned, times) if self.looks == 1 else ()
+        self.tried = tried
         with self._counting:
             self._calls.clear()
-        self._skipped, self._last = 0, None
-        self._samples = {strategy: [] for strategy in self.tried}
-        logger.info("%s: us on the device / on the host: %s", self.name, trial.times_text(times))
+        self._skipped, self._last, self._is_confirmed = 0, None, False
+        self._samples = {strategy: [] for strategy in tried}
+
+
+def _wants_same_bits() -> int:
+    return int(torch.are_deterministic_algorithms_enabled())
 
 
 def _median(values: Sequence[int]) -> int:
@@ -219,25 +248,38 @@ class SiteTrial:
         return self._trial.upcoming(self._site)
 
     def next(self) -> Chosen:
-        """Returns what runs this call, and counts it, so ask once for a call. Collective when a look ends."""
+        """Returns what runs this call, and counts it, so ask once for a call. Collective when a look begins or ends."""
         step = self._trial.next(self._site)
         if step is None:
             self._trial.decide(self._workspace)
             return self._planned
+        self._trial.confirm(self._workspace, self._site)
         strategy, is_timed = step
-        is_alone = watch.observer is None and not recording.records()
+        # Where a Recorder watches the call, the ranks have met before it.
+        is_alone = not recording.records()
+        if is_timed and is_alone and watch.observer is not None:
+            meet(self._workspace)
+            is_timed = False
         return self._chosen(strategy, self._runners[strategy], is_timed=is_timed and is_alone)
 
-    def may_skip(self) -> bool:
-        """Returns whether the next call may be recorded although it is timed; each True counts."""
-        return self._trial.may_skip()
+    def skips(self) -> bool:
+        """Returns whether the next call may be recorded although it is timed. If so, this counts it as recorded, and
+        the ranks have met for it.
+        """
+        if not self._trial.may_skip():
+            return False
+        meet(self._workspace)
+        return True
 
     def repeating(self, strategy: str, run: Runner) -> Chosen | None:
         """Returns what runs the next call by `run`, which does what the strategy's runner does, and counts the call;
         returns None if the next call is by another strategy.
         """
         step = self._trial.next_by(self._site, strategy)
-        return None if step is None else self._chosen(strategy, run, is_timed=step[1])
+        if step is None:
+            return None
+        self._trial.confirm(self._workspace, self._site)
+        return self._chosen(strategy, run, is_timed=step[1])
 
     def _chosen(self, strategy: str, run: Runner, *, is_timed: bool) -> Chosen:
         assert self._planned.choice is not None
@@ -263,8 +305,9 @@ _trials: WeakKeyDictionary[SharedWorkspace, Trials] = WeakKeyDictionary()
 
 
 def begin_again() -> None:
-    """Makes the next site of every problem begin a new trial, also where one has ended. Sites that know a result keep
-    it. Call it on all ranks alike, to compare what two plans lead to.
+    """Makes the next site of every problem begin a new trial, also where one has ended. Sites that know the result of a
+    trial that has ended keep it. Call it on all ranks alike, where no trial is running, to compare what two plans lead
+    to.
     """
     for trials in _trials.values():
         trials.by_name.clear()
@@ -331,7 +374,7 @@ def _trial_of(
         if known is None and len(trials.by_name) >= MOST_TRIALS:
             return None
         # If any rank has to give the same bits in every run, no rank tries anything.
-        refused = workspace.largest(name, int(torch.are_deterministic_algorithms_enabled()))
+        refused = workspace.largest(name, _wants_same_bits())
         known = Trial(name, workspace, request, tried, refused=bool(refused), number=trials.begun)
         trials.by_name[name] = known
         trials.begun += 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.host import stand_in_for_kernels
 from ditron_inductor.core.signals import FIRST_SLOT, Pointers
 from ditron_inductor.errors import DitronError
+from ditron_inductor.lowering.host import trials
+from ditron_inductor.lowering.host.recording import Recorder
 from ditron_inductor.lowering.host.repeat import Repeated
+from ditron_inductor.lowering.host.site_call import MOST_ATTEMPTS
 from ditron_inductor.lowering.host.trials import Sample
 from ditron_inductor.task import schema, trial
 from ditron_inductor.task.nodes import NORM_KINDS, AllGatherMatmul, MatmulReduceScatter, ShardNorm
@@ -454,6 +457,38 @@ def between_looks(ctx: Any) -> None:
         assert len(called.site.repeated) == 1, called.site.problem
 
 
+def ranks_that_differ(ctx: Any) -> None:
+    """Whatever keeps one rank from timing a call, or from making a record, all ranks meet in the same calls."""
+    observer = SimpleNamespace(call=lambda run, *given: run, collective=lambda run: run())
+    calls = STEPS + 1 + 9 + 2 * trial.CALLS + 2
+    # Between the looks the site runs by the first of these.
+    for what, kept, other in (("watched", "library", "tile"), ("not recorded", "tile", "library")):
+        met, recorded, ran = [], [], []
+        site = Site(name=f"calls/37:{what}", strategy="auto", trials=True, timeout_s=30.0)
+        problem = Problem(ctx, "matmul_reduce_scatter", SIZE, site=site)
+        if ctx.rank == 0 and what == "not recorded":
+            problem.left = torch.randn(64, 2 * len(problem.left)).bfloat16().t()[::2]
+        us = {kept: 85.0, other: 90.0, "chunked": 200.0}
+        with (
+            mock.patch.object(trial, "CALLS_BETWEEN", 9),
+            tried(us),
+            mock.patch.object(trials, "meet", lambda _: met.append(len(ran))),  # noqa: B023
+            noting(Recorder, "__enter__", recorded),
+        ):
+            called = Called.of(problem)
+            for index in range(1, calls):
+                watched = ctx.rank == 0 and what == "watched" and index % 5 > 1
+                with watch.by(observer) if watched else nullcontext():  # type: ignore[arg-type]
+                    called.by_site()
+                ran.append(decisions.last(ctx.group_name, site.name)[1].strategy)  # type: ignore[index]
+        assert len(met) == 5 * (trial.CALLS - trial.UNTIMED), "in every timed call, and in no other one"
+        # A record is tried anew for each look and behind them.
+        assert len(recorded) <= 3 * MOST_ATTEMPTS, called.site.problem
+        of_all: list[Any] = [None] * ctx.world_size
+        dist.all_gather_object(of_all, (met, ran))
+        assert of_all[0] == of_all[1], what
+
+
 def two_graphs_in_a_trial(ctx: Any) -> None:
     """Two graphs that share a site take turns, so each has one untimed call, its first one, which no record covers."""
     started, timed = [], []
@@ -529,6 +564,7 @@ def check_all(rank: Any, device: torch.device, folder: str) -> None:
         left_alone(ctx)
         during_a_trial(ctx)
         between_looks(ctx)
+        ranks_that_differ(ctx)
         two_graphs_in_a_trial(ctx)
         other_classes(ctx, repeated(Called(called.op, called.arguments)))
         nothing_kept(ctx, called)

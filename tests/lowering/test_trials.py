@@ -138,13 +138,13 @@ def _looks_again(ctx: RankContext, chosen: str) -> list[str]:
         for step in range(STEPS + 1 + 5 + 2 * trial.CALLS + 1 + LATER):
             if step == STEPS + 3:
                 assert last(ctx, name) == ("chunked", "trial")
-                us |= {"library": 100.0, "chunked": 100.0, "tile": 1.0} | {chosen: 94.0}
+                us |= {"library": 98.0, "chunked": 98.0, "tile": 1.0} | {chosen: 90.0}
             problem.check(problem())
             ran.append(last(ctx, name)[0])
         found = decisions.last(ctx.group_name, name)
         assert found is not None and found[1].source == "trial"
         # The time of `tile` is that of the first look.
-        assert found[1].tried_us == {"library": 100.0, "tile": 200.0, "chunked": 100.0} | {chosen: 94.0}
+        assert found[1].tried_us == {"library": 98.0, "tile": 200.0, "chunked": 98.0} | {chosen: 90.0}
     return ran
 
 
@@ -157,6 +157,75 @@ def test_what_is_near_is_decided_again(pool: RankPool, chosen: str) -> None:
     wanted = [*ORDER, "library", *["chunked"] * 5, *second, "chunked", *[chosen] * LATER]
     for ran in pool.run(_looks_again, chosen):
         assert ran == wanted
+
+
+def _warm(ctx: RankContext) -> tuple[str, dict[str, float]]:
+    """What a trial ends with whose calls all take longer later, though `chunked` is timed at the first look alone."""
+    problem, name, us = _problem(ctx, "trials/warm"), "trials/warm", {"library": 100.0, "tile": 104.0, "chunked": 111.0}
+    with mock.patch.object(trial, "CALLS_BETWEEN", 5), tried(us):
+        for step in range(STEPS + 1 + 5 + 2 * trial.CALLS + 2):
+            if step == STEPS + 3:
+                us |= {strategy: 1.2 * time for strategy, time in us.items()}
+            problem()
+    found = decisions.last(ctx.group_name, name)
+    assert found is not None and found[1].tried_us is not None
+    return found[1].strategy, {strategy: round(time, 1) for strategy, time in found[1].tried_us.items()}
+
+
+def test_a_gpu_that_is_warm_later_favours_nobody(rank_pools: RankPools) -> None:
+    for found in rank_pools.get("cpu", 2).run(_warm):
+        assert found == ("library", {"library": 120.0, "tile": 124.8, "chunked": 133.2})
+
+
+def _same_bits_later(ctx: RankContext) -> list[str]:
+    """The calls of a trial, between whose looks one rank asks for determinism."""
+    problem, ran = _problem(ctx, "trials/later"), []
+    with mock.patch.object(trial, "CALLS_BETWEEN", 5), tried({"library": 90.0, "tile": 85.0, "chunked": 200.0}):
+        try:
+            for step in range(STEPS + 1 + LATER):
+                if step == STEPS + 3:
+                    torch.use_deterministic_algorithms(ctx.rank == 0, warn_only=True)
+                problem.check(problem())
+                ran.append(last(ctx, "trials/later")[0])
+        finally:
+            torch.use_deterministic_algorithms(False)
+    return ran
+
+
+def test_who_wants_the_same_bits_later_gets_no_second_look(rank_pools: RankPools) -> None:
+    for ran in rank_pools.get("cpu", 2, label="deterministic").run(_same_bits_later):
+        assert ran[STEPS + 1 :] == ["tile"] * LATER
+
+
+def _for_captures(ctx: RankContext) -> list[str]:
+    """The calls of a site that shares a trial and is rarely called, where captures take another strategy: after each
+    look it makes what they need.
+    """
+    often, rarely = (_problem(ctx, f"trials/captures/{name}") for name in ("often", "rarely"))
+    ran = []
+
+    def decided(eager: str, captured: str, times: Any) -> tuple[str, str]:
+        return "library", "tile" if times["chunked"].device_us < 89.0 else "chunked"
+
+    us = {"library": 85.0, "tile": 90.0, "chunked": 88.0}
+    with (
+        mock.patch.object(trial, "CALLS_BETWEEN", 5),
+        mock.patch.object(trial, "decide", decided),
+        tried(us),
+    ):
+        for calls_before in (STEPS + 4, STEPS + 10):
+            for _ in range(calls_before):
+                often()
+            for _ in range(2):
+                rarely()
+                ran.append(last(ctx, "trials/captures/rarely")[0])
+            us["chunked"] = 92.0
+    return ran
+
+
+def test_a_capture_finds_what_it_needs_after_each_look(rank_pools: RankPools) -> None:
+    for ran in rank_pools.get("cpu", 2).run(_for_captures):
+        assert ran == ["tile", "library", "chunked", "library"]
 
 
 def _share(ctx: RankContext) -> None:
