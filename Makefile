@@ -6,6 +6,8 @@ RUN := $(VENV)/bin/python
 OLDEST := $(VENV)/oldest
 EXTRA := $(VENV)/extra
 STACKS := $(VENV)/stacks
+# The tests that need what is in EXTRA.
+WITH_EXTRA := $(addprefix tests/test_,torchtitan.py results.py model_benchmarks.py)
 # The tests start several processes each; without this every one of them takes all cores.
 export OMP_NUM_THREADS ?= 1
 # For the same reason Python keeps what it has compiled, also where the environment tells it not to.
@@ -36,9 +38,8 @@ test: $(READY)
 	$(RUN) -m pytest -q -m "not gpu" -n 4
 
 test-all: $(READY) $(EXTRA)
-	$(RUN) -m pytest -q -m "not gpu" -n 3 --all-cases
-	PYTHONPATH=$(EXTRA) $(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases \
-	    tests/test_torchtitan.py tests/test_results.py tests/test_model_benchmarks.py
+	$(RUN) -m pytest -q -m "not gpu" -n 3 --all-cases $(addprefix --ignore=,$(WITH_EXTRA))
+	PYTHONPATH=$(EXTRA) $(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases $(WITH_EXTRA)
 
 $(EXTRA): $(READY) .ci/extra.txt
 	rm -rf $@

@@ -252,7 +252,7 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
         Claim("of a gain that is {} to {} % outside", tuple(map(percent, _ends(outside)))),
         Claim("of 2048 tokens took {} ms, where the best rival took {}: the host", _milliseconds(every, **in_reduces)),
         Claim("now they take {}, where it takes {}", _milliseconds(every, -1, **in_reduces)),
-        Claim("64 x 128 tokens take {} ms, where async TP takes {}; their samples", _milliseconds(every, **batched)),
+        Claim("64 x 128 tokens take {} ms, where async TP takes {}; their", _milliseconds(every, -1, **batched)),
         Claim("were {} and {} % slower than the best rival in two of", tuple(map(slower, lost_runs))),
         Claim("in two of {} runs. The host", (str(len(host)),)),
         Claim("of the usual speed they are {} to {} % faster", tuple(map(faster, _ends(won_runs)))),

@@ -31,7 +31,7 @@ it was before.
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * Inductor unrolls the sum, in the first form, or there are few tokens, in the second one;
-* anything between the grouped matmul and the sum is used elsewhere, except that a forward keeps the masked products;
+* anything between the grouped matmul and the sum is used elsewhere, except for the masked products, which then stay;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
 * the places are those of no sort, in the second form: tokens may then have any number of slots. In a backward they
   are those of the forward's sort, see normalize/mark_sorts.py;
@@ -276,14 +276,14 @@ def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any) -> 
 
 
 def _checked(found: Match, total: fx.Node) -> Match | None:
-    """Returns the match if nothing else reads its steps, but for the masked products, which then stay beside the node,
-    and its result is what the node returns. total: [T, N].
+    """Returns the match if nothing else reads its steps, and its result is what the node returns. Anything may read the
+    masked products, which then stay beside the node. total: [T, N].
     """
     terms, last, value = found.terms, found.steps[-1], proofs.fake(found.result)
     inner = [step for step in found.steps[:-1] if step is not terms.masked]
     biases = () if terms.bias is None else (terms.bias.table, terms.bias.experts)
-    optional = [one for one in (terms.scale, terms.absent, found.added, *biases) if one is not None]
-    operands = [terms.grouped, found.index, *optional]
+    optional = (terms.scale, terms.absent, terms.masked, found.added, *biases)
+    operands = [terms.grouped, terms.summed, found.index, *[one for one in optional if one is not None]]
     wrong = (
         proofs.other_user(inner, {*inner, last}) is not None
         or proofs.fake(total).dtype != proofs.fake(terms.grouped).dtype

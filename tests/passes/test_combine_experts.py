@@ -56,6 +56,20 @@ def slots(
     """here: the products of the experts from this one on are set to 0. behind: some terms are, or with `columns` some
     columns of all.
     """
+    return slots_and_products(up, x, scores, down, here, behind=behind, columns=columns)[0]
+
+
+def slots_and_products(
+    up: torch.Tensor,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    down: torch.Tensor,
+    here: int = E,
+    *,
+    behind: bool = False,
+    columns: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With the products, after the mask of `here`."""
     weights, chosen = scores.topk(K)
     ids, order = chosen.reshape(-1).sort()
     ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
@@ -68,7 +82,7 @@ def slots(
         terms = terms.masked_fill(torch.arange(D) > D // 2 if columns else (ids >= E // 2).unsqueeze(-1), 0.0)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    return terms[places]
+    return terms[places], products
 
 
 def experts(*operands: torch.Tensor) -> torch.Tensor:
@@ -99,6 +113,19 @@ def masked_twice(*operands: torch.Tensor) -> torch.Tensor:
 
 def masked_columns(*operands: torch.Tensor) -> torch.Tensor:
     return masked_behind_the_weights(*operands, columns=True)
+
+
+def masked_and_kept(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As a forward keeps the masked products for its backward."""
+    up, x, scores, down = operands
+    x = all_reduce(x @ up[0].mT @ up[0])
+    terms, products = slots_and_products(up, x, scores, down, E // 2)
+    return all_reduce(terms.view(-1, K, D).sum(1).bfloat16()), products
+
+
+def masked_and_read(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total, products = masked_and_kept(*operands)
+    return total, products.sin()
 
 
 def calls(module: fx.GraphModule, options: Options = DEFAULT) -> int:
@@ -152,7 +179,7 @@ return (wait_tensor_1,)""",
     )
 
 
-@pytest.mark.parametrize("fn", [masked, masked_behind_the_weights])
+@pytest.mark.parametrize("fn", [masked, masked_behind_the_weights, masked_and_kept, masked_and_read])
 def test_masked_rows_are_marked(fn: Callable[..., Any]) -> None:
     call = "ditron.combine_experts([_grouped_mm_1, index_put, reshape_default, reshape_default_1], 'top_k=8 has_absent'"
     assert call in from_products(same_results(fn, made=1))
@@ -504,3 +531,12 @@ def test_what_is_written_later_is_copied_before() -> None:
         return out
 
     same_results(written, made=1)
+
+
+def test_masked_products_that_are_written_are_left_alone() -> None:
+    (after,) = compiled_graphs(masked_and_kept, *OPERANDS)
+    products = next(node for node in after.graph.nodes if node.op == "output").args[0][1]
+    with after.graph.inserting_after(products):
+        written = after.graph.call_function(torch.ops.aten.add_.Tensor, (products, 1.0))
+    written.meta["val"] = products.meta["val"]
+    assert calls(after) == 0
