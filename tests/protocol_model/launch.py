@@ -147,6 +147,8 @@ def phases(kind: str, me: int, world: int, without: Without, tiles: int = TILES)
         "one_shot": _one_shot,
         "two_shots": _two_shots,
         "in_slices": _in_slices,
+        "reduced_experts": _reduced_experts,
+        "scattered_experts": _scattered_experts,
         IN_BAND: _in_band,
         "pull_gather": _pull_gather,
         "pull_scatter": _pull_scatter,
@@ -307,6 +309,19 @@ def _in_slices(me: int, world: int, others: list[int], tiles: int, without: With
         [(*_own_sum(CHUNK, me, world, without), *sums)],
         [row] * tiles,
     ]
+
+
+def _scattered_experts(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """Sums for each peer, and then what the peers have sent, added to the own sums."""
+    sends = [_send(me, world, p, CHUNK, without) for p in others]
+    return [sends, [_own_sum(CHUNK, me, world, without)]]
+
+
+def _reduced_experts(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """The same, whose results go to all peers; then the copies of theirs."""
+    sends, [own] = _scattered_experts(me, world, others, tiles, without)
+    results = _send_all(me, world, RESULT, others, without, credit=False)
+    return [sends, [(*own, *results)], [_reads(RESULT, RESULT, [owner]) for owner in others]]
 
 
 def _in_band(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:

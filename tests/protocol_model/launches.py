@@ -37,6 +37,12 @@ KINDS = {
 SHOTS = ("all_reduce.all_reduce_kernel", "all_reduce_rms_norm.norm_kernel")
 """Kernels that run in one shot or in two."""
 
+OF_EXPERTS = {
+    "grouped_matmul_all_reduce": "reduced_experts",
+    "grouped_matmul_reduce_scatter": "scattered_experts",
+}
+"""The model's kind by the node's, which the name of a site ends with, for launches of `expert_sums.reduced_kernel`."""
+
 PULLING = {
     "all_gather_attention": "pull_gather",
     "all_gather_matmul": "pull_gather",
@@ -51,8 +57,10 @@ PULLING = {
 BY_READER = ("pull_scatter", "pull_reduce", "pull_columns", "pull_pieces")
 """Kinds whose slots have a part for each reader."""
 
-TWO_PHASES = {"pull_reduce": 16}
-"""From which row on flags are of results, where that is not the same as in kernels that push."""
+TWO_PHASES = {"pull_reduce": 16, "reduced_experts": 2}
+"""From which row on flags are of results, where that is not the same as in kernels that push: of experts' reductions
+this is the number of chunks, which is two in all recordings.
+"""
 
 
 class Op(NamedTuple):
@@ -91,8 +99,13 @@ class Use:
                               and event.row != words.CREDIT_ROW.value)  # fmt: skip
                 return "two_shots" if results else "one_shot"
             if name == "lowering.transfers":
-                return PULLING[self.begin.text.partition(":")[2].partition(" ")[0].partition("[")[0]]
+                return PULLING[self._node_kind()]
+            if name == "expert_sums.reduced_kernel":
+                return OF_EXPERTS[self._node_kind()]
         raise KeyError(f"no kind of the model for {modules} at site {self.begin.text}")
+
+    def _node_kind(self) -> str:
+        return self.begin.text.partition(":")[2].partition(" ")[0].partition("[")[0]
 
     def _is_causal(self) -> bool:
         return ":causal" in self.begin.text

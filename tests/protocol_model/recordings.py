@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ditron_inductor.errors import DitronDiverged, DitronTimeout
 from ditron_inductor.lowering.register import register
 from tests.lowering import test_all_gather_attention as attention
 from tests.lowering import test_all_reduce_rms_norm as norms
+from tests.lowering import test_reduced_experts as experts
 from tests.lowering.calls import Site, all_reduce_rms_norm
 from tests.lowering.decode_problems import Decode, DecodeProblem
 from tests.lowering.failures import TIMEOUT_S
@@ -31,6 +33,8 @@ LARGE = Size(64, 16, 36)
 """Of which an all-reduce takes two shots."""
 FULL, CAUSAL = attention.Case("full", 20, 20, heads=2), attention.Case("causal_offset", 20, 20, heads=2)
 DECODES = (Decode(1, 4, 1, 32, 50, torch.bfloat16), Decode(3, 6, 2, 16, 37, page=8), Decode(2, 3, 3, 16, 33))
+MIXTURE = experts.Layer(21, 3, 5, 96, added=True)
+"""Of two chunks of columns."""
 Step = Callable[[], Any]
 
 
@@ -42,6 +46,8 @@ def steps_of(ctx: RankContext, name: str) -> list[Step]:
         "two shots": lambda: two_shots(ctx),
         "norms": lambda: norms_of(ctx),
         "attention": lambda: attentions(ctx),
+        "experts": lambda: experts_of(ctx),
+        "experts reduced": lambda: experts_of(ctx)[:1],
         "decode": lambda: [
             DecodeProblem(ctx, case, site=Site(f"model/{place}:flash_decode", "tile"))
             for place, case in enumerate(DECODES)
@@ -51,6 +57,7 @@ def steps_of(ctx: RankContext, name: str) -> list[Step]:
             attentions(ctx)[1],
             DecodeProblem(ctx, DECODES[1], site=Site("model/9:flash_decode", "tile")),
             *problems(ctx, "chunked", CUT_KINDS),
+            *experts_of(ctx),
         ],
         "gather": lambda: problems(ctx, "tile", KINDS[:1]),
         "two shots large": lambda: two_shots(ctx)[:1],
@@ -86,6 +93,17 @@ def norms_of(ctx: RankContext) -> list[Step]:
         operands, extras = norms.make(ctx, case)
         site = Site(f"model/{place}:all_reduce_rms_norm")
         found.append(lambda case=case, a=operands, e=extras, site=site: all_reduce_rms_norm(ctx, site, a, e, case.norm))
+    return found
+
+
+def experts_of(ctx: RankContext) -> list[Step]:
+    """The reductions behind experts, to all ranks and to the owners of the tokens."""
+    found: list[Step] = []
+    for kind in (experts.WHOLE, experts.SCATTERED):
+        case = replace(MIXTURE, tokens=24, added=False) if kind is experts.SCATTERED else MIXTURE
+        site, given = Site(f"model/{len(found)}:{kind.kind}"), experts.given_to(ctx, case)
+        fields = experts.fields_of(kind, case)
+        found.append(lambda kind=kind, site=site, fields=fields, given=given: site.call(ctx, kind, fields, **given))
     return found
 
 

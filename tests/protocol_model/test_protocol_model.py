@@ -26,10 +26,12 @@ from tests.protocol_model.launch import OVERLAPPING
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
 ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND = "one_shot", "two_shots", "in_slices", "in_band"
+SHOTS = (ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND)
 PRODUCT, FEW_ROWS = "matmul_all_gather", "few_rows"
 """Those of small products, whose programs send, wait and add in one work item."""
 DECODE, ATTENTION, CAUSAL = "flash_decode", "all_gather_attention", "causal_attention"
 TO_HEADS, TO_ROWS = "matmul_all_to_all", "all_to_all_matmul"
+EXPERTS = ["reduced_experts", "scattered_experts"]
 PULL_GATHER, PULL_SCATTER, PULL_REDUCE = "pull_gather", "pull_scatter", "pull_reduce"
 P = Protection
 
@@ -103,7 +105,10 @@ HEALTHY = {
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (TO_HEADS, TO_ROWS)},
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (DECODE, ATTENTION, CAUSAL)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (DECODE, ATTENTION, CAUSAL)},
-    **{f"fine-{k}": replace(same(2, *[Call(k, "A")] * 3), fine=True) for k in (DECODE, CAUSAL)},
+    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in EXPERTS},
+    **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in EXPERTS},
+    **{f"fine-{k}": replace(same(2, *[Call(k, "A")] * 3), fine=True) for k in (DECODE, CAUSAL, *EXPERTS)},
+    "experts-among-others-w2": replace(same(2, *twice_replayed(EXPERTS[0], REDUCE)), programs=2),
     "decode-among-others-w2": replace(same(2, *twice_replayed(DECODE, REDUCE)), programs=2),
     "masked-attention-among-others-w3": same(3, *alternating(CAUSAL, GATHER, 4)),
     "both-around-attention-w2": replace(same(2, *twice_replayed(TO_HEADS, TO_ROWS)), programs=2),
@@ -165,9 +170,7 @@ def test_failure_half_way_then_reset(first: str, second: str, world: int, progra
     assert found.endings and all(any(ending) for ending in found.endings)
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS, DECODE, ATTENTION]
-)
+@pytest.mark.parametrize("kind", [*KINDS, *SHOTS, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS, DECODE, ATTENTION, *EXPERTS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_never_arrives(kind: str, world: int) -> None:
     call = Call(kind, "A", may_fail=True)
@@ -178,7 +181,7 @@ def test_rank_that_never_arrives(kind: str, world: int) -> None:
         assert any(record is not None and record[0] == "timeout" and record[2] == 0 for record in ending)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_BAND, PRODUCT, FEW_ROWS, DECODE])
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_BAND, PRODUCT, FEW_ROWS, DECODE, *EXPERTS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_dies_at_any_moment(kind: str, world: int) -> None:
     scenario = replace(same(world, *[Call(kind, "A", may_fail=True)] * 2), mortal=0, fine=world == 2)
@@ -202,9 +205,7 @@ SLOW = {(3, SCATTER, 2), (3, REDUCE, 2), (3, IN_BAND, 2)}
     ("world", "kind", "programs"),
     [
         pytest.param(*case, marks=[pytest.mark.all_cases] * (case in SLOW))
-        for case in itertools.product(
-            [2, 3], [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND], [1, 2]
-        )
+        for case in itertools.product([2, 3], [GATHER, SCATTER, REDUCE, *SHOTS, *EXPERTS], [1, 2])
     ],
 )
 def test_rank_that_runs_another_site(kind: str, world: int, programs: int) -> None:
@@ -236,6 +237,7 @@ def test_without_complete_chunks_an_innocent_rank_is_named() -> None:
     ("kind", "programs"),
     [
         *((kind, 1) for kind in (GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND, DECODE, CAUSAL)),
+        *((kind, programs) for kind in EXPERTS for programs in (1, 2)),
         *((kind, 2) for kind in (GATHER, SCATTER, TWO_SHOTS, IN_BAND, CAUSAL)),
         *rare(*((kind, 2) for kind in (REDUCE, ONE_SHOT, IN_SLICES, DECODE))),
     ],
@@ -342,6 +344,8 @@ BROKEN = [
     (P.SENDS_FIRST, replace(same(3, Call(GATHER, "A")), programs=2), "no progress"),
     (P.SENDS_FIRST, same(2, Call(TWO_SHOTS, "A")), "no progress"),
     (P.SENDS_FIRST, same(2, Call(IN_SLICES, "A")), "no progress"),
+    (P.SENDS_FIRST, same(2, Call(EXPERTS[1], "A")), "no progress"),
+    (P.CREDITS, same(2, *[Call(EXPERTS[1], "A", slot=0)] * 3), "overwrites slot 0"),
     (P.CREDITS, same(2, Call(GATHER, "B", slot=0), Call(TWO_SHOTS, "A", slot=0)), "overwrites slot 0"),
     (P.SITE_HASH, Scenario(scripts=((Call(GATHER, "A"),), (Call(GATHER, "B"),))), "reads"),
     (P.CLEARED, same(2, *[Call(IN_BAND, "A")] * 5), "in band of rank"),

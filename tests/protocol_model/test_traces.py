@@ -54,6 +54,7 @@ EXPECTED = {
     "norms": {"all_reduce_rms_norm.norm_kernel", "all_reduce_rms_norm.norm_in_band"},
     "attention": {"all_gather_attention.tile", "transfers"},
     "decode": {"flash_decode.tile", "flash_decode.decode_in_band"},
+    "experts": {"expert_sums.reduced_kernel"},
 }
 """The kernels of the protocol that each program launches, at least."""
 
@@ -66,7 +67,7 @@ def test_every_kernel_takes_a_path_of_the_model(two: RankPool, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", [*rare("tile"), "chunked", "two shots", "attention", "in band"]
+    "name", [*rare("tile", "experts"), "chunked", "two shots", "attention", "in band"]
 )
 def test_three_ranks(three: RankPool, name: str) -> None:
     assert refusals(three.run(recordings.run, name)) == []
@@ -125,10 +126,13 @@ def test_a_rank_in_two_groups(three: RankPool) -> None:
 Change = Callable[[Trace], None]
 
 
+CHANGED = ("gather", "pull", "two shots large", "in band", "experts reduced")
+
+
 @pytest.fixture(scope="module")
 def recorded(two: RankPool) -> dict[str, list[Trace]]:
     """Traces to be changed."""
-    return {name: two.run(recordings.run, name, 3) for name in ("gather", "pull", "two shots large", "in band")}
+    return {name: two.run(recordings.run, name, 3) for name in CHANGED}
 
 
 def place(trace: Trace, name: str, count: int = 0, slot: int | None = None, **fields: object) -> int:
@@ -247,6 +251,11 @@ MUTANTS = [
     Mutant("a sum before the partials", "two shots large", drop_all("await", row=0), "no flag has told"),
     Mutant("a result without a flag", "two shots large", drop("publish", row=512), ""),
     Mutant("a result before the partials", "two shots large", swap("credit", "publish", row=512), ""),
+    Mutant("sums of experts before the flag", "experts reduced", drop_all("await", row=0), "no flag has told"),
+    Mutant("sums of experts without a flag", "experts reduced", drop("publish", row=0, peer=1), ""),
+    Mutant("sums of experts without credits", "experts reduced", drop_all("credit"), "without credit"),
+    Mutant("results of experts without a flag", "experts reduced", drop("publish", row=2, peer=1), ""),
+    Mutant("results of experts before the flag", "experts reduced", drop_all("await", row=2), "no flag has told"),
     Mutant("data in band without a sign", "in band", drop("sign"), "sign"),
     Mutant("a sign of another use", "in band", shift("sign", 1), "sign"),
     Mutant("data in band that is not waited for", "in band", drop_all("look"), ""),
