@@ -207,7 +207,7 @@ def left_alone(graph: fx.Graph, devices: tuple[str, ...]) -> list[fx.Node]:
         for node in graph.find_nodes(op="call_function", target=target):
             read = proofs.fake(proofs.operand(node))
             one_query = read.ndim == 4 and proofs.known_equal(read.shape[2], 1)
-            over_tokens = target in SDPA or node.args[1] in (-1, 3, [-1], [3])
+            over_tokens = target in SDPA or proofs.arguments(node)["dim"] in (-1, 3, [-1], [3])
             several = one_query and not proofs.known_equal(read.shape[3], 1)
             if several and over_tokens and read.device.type in devices:
                 found.append(node)

@@ -270,7 +270,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 
 def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
-    """Inserts the lengths, int32 [B]: those that the mask compares with, or the size of the cache."""
+    """Inserts the lengths, int32 [B], from 0 to the size of the cache: those that the mask compares with, or
+    the size.
+    """
     origin = match.q.node
     if match.lengths is None:
         device = origin.meta["val"].device
@@ -282,9 +284,12 @@ def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
     node, more = match.lengths
     if tuple(node.meta["val"].shape) != (batch,):
         node = rewriting.computed(graph, aten.reshape.default, (node, [batch]), node)
-    if more:
-        node = rewriting.computed(graph, aten.add.Tensor, (node, more), node)
-    if node.meta["val"].dtype != torch.int32:
+    dtype = node.meta["val"].dtype
+    if more or dtype != torch.int32:
+        # The mask compares whole numbers of 64 bits, of which the program may have the largest ones as "no limit".
+        node = rewriting.computed(graph, prims.convert_element_type.default, (node, torch.int64), node)
+        node = rewriting.computed(graph, aten.clamp.default, (node, -more, match.k.views.shape[1] - more), node)
+        node = rewriting.computed(graph, aten.add.Tensor, (node, more), node) if more else node
         node = rewriting.computed(graph, prims.convert_element_type.default, (node, torch.int32), node)
     return node
 

@@ -19,7 +19,7 @@ from ditron_inductor.passes.attention import cached_attention
 from ditron_inductor.passes.fuse import all_reduce_rms_norm
 from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.passes.graph.culprits import describe
-from ditron_inductor.passes.graph.launches import is_task
+from ditron_inductor.passes.graph.launches import is_task, takes_local
 from ditron_inductor.passes.graph.norm_forms import rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import schema
@@ -35,8 +35,9 @@ HEADS = f"{', '.join(str(size) for size in HEAD_DIMS[:-1])} or {HEAD_DIMS[-1]}"
 TEXTS: dict[str, str] = {
     ATTENTION_FORM: (
         "attention of one query for each sequence is one call, which turns and stores the new key too and reads only "
-        f"the part of a cache that the mask shows, for known sizes, heads of {HEADS} elements and a mask that is the "
-        "same for all heads, if nothing else is done to the scores, but for sinks"
+        f"the part of a cache that the mask shows, for known sizes, heads of {HEADS} elements in keys and values, "
+        "caches of the query's dtype, and a mask that is the same for all heads, if it is one of torch's attention "
+        "ops, or written out with sinks, and nothing else is done to the scores"
     ),
     EXPERTS_FORM: (
         "their weights are copied for each slot. It is one call, which reads each weight once, for a known number of "
@@ -106,7 +107,7 @@ def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Outsi
         launch = _task_behind(bmm) if expert_rows.COPIED in bmm.meta else None
         if launch is not None:
             add(launch, EXPERTS, EXPERTS_FORM, bmm)
-    if cached_attention.PATTERN in options.fusions:
+    if takes_local(graph, cached_attention.PATTERN, options):
         for attention in cached_attention.left_alone(graph, cached_attention.GPUS):
             launch = _task_behind(attention)
             # A softmax may have several maxima, such as one for each rounding of its scores.

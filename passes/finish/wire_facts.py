@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, digest
+from ditron_inductor.passes.forms.move_across import FACTORS
 from ditron_inductor.passes.graph.collectives import group_size
 from ditron_inductor.passes.graph.launches import group_of, is_task, launches_collective
 from ditron_inductor.passes.graph.proofs import arguments, fake
@@ -110,15 +111,17 @@ def graph_facts(
 
 def _structure(graph: fx.Graph) -> str:
     """Returns a hash of the ops, of what they read, and of the numbers with a fraction among their arguments. Whole
-    numbers are left out, because they are sizes and offsets, which may differ between ranks.
+    numbers are left out, because they are sizes and offsets, which may differ between ranks, except for factors, which
+    passes move.
     """
     numbers: dict[fx.Node, int] = {}
     lines = []
     for number, node in enumerate(graph.nodes):
         numbers[node] = number
         inputs = [numbers[given] for given in node.all_input_nodes]
-        fractions = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
-        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {inputs} {fractions}")
+        values = (int, float) if node.target in FACTORS else float
+        factors = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, values)]
+        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {inputs} {factors}")
     return digest("\n".join(lines))
 
 

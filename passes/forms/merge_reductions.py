@@ -18,7 +18,7 @@ there the all-reduces may have different views. Reduce-scatters along one dimens
 It must not fire when
 * a reduction is used by something other than the sum, a partial sum by something other than the next one, or a summand
   is scaled (`alpha`) or has another dtype;
-* groups, reduce ops, shapes or scattered dimensions differ, or the op is neither sum nor avg;
+* groups, reduce ops, shapes or scattered dimensions differ, or the op is neither sum nor avg, or avg of whole numbers;
 * the operand of a reduce-scatter is padded: only the last rank cuts its result then, and would not see the sum. An
   unpadded operand is the same on all ranks and is cut on none;
 * each reduction would be fused alone, but the merged one would not (tried on a copy of the graph).
@@ -144,6 +144,9 @@ def _same_form(first: SummedReduction, other: SummedReduction) -> bool:
     kinds = [(at.node.target, at.group_name, at.reduce_op) for at in (left, right)]
     dims = [(each.scatter_dim, bool(each.between)) for each in (first, other)]
     if kinds[0] != kinds[1] or dims[0] != dims[1]:
+        return False
+    # A mean of whole numbers is cut, and so would be the sums, at other places.
+    if left.reduce_op == "avg" and not proofs.fake(left.wait).is_floating_point():
         return False
     if left.node.target is ALL_REDUCE and all(_is_static(each.source) for each in (first, other)):
         # Order-keeping views bring both results to the sum's shape, so they can bring the operands to it.

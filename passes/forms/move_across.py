@@ -51,6 +51,8 @@ from ditron_inductor.task.exchange import GATHERED_OPERAND
 aten = torch.ops.aten
 
 FACTORS: frozenset[object] = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+SENT_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+"""What every library gathers; some gather no numbers of 8 bits."""
 FACTOR_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 
 
@@ -163,7 +165,7 @@ def find_widened(node: fx.Node) -> Gather | None:
     if cast.target not in CASTS or set(cast.kwargs) - {"dtype"}:
         return None
     source, result = proofs.fake(cast.args[0]), proofs.fake(cast)
-    floating = source.is_floating_point() and result.is_floating_point() and source.device == result.device
+    floating = source.dtype in SENT_DTYPES and result.is_floating_point() and source.device == result.device
     return find_whole_gather(node) if floating and source.dtype.itemsize < result.dtype.itemsize else None
 
 
@@ -181,10 +183,18 @@ def rewrite_widened(graph: fx.Graph, match: Gather) -> None:
         wide = cast_alike(graph, cast, gathered)
     for user in users:
         user.replace_input_with(gathered, wide)
-    for user in [user for user in wide.users if user.target in CASTS and user.meta["val"].dtype == dtype]:
+    for user in [user for user in wide.users if _casts_to(user, dtype)]:
+        # The caller would get one piece of memory twice.
+        if proofs.is_returned(user) and proofs.is_returned(gathered):
+            continue
         user.replace_all_uses_with(gathered)
         graph.erase_node(user)
     rewriting.erase_unused(graph, [wide, cast])
+
+
+def _casts_to(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Returns whether a node casts to this dtype, and does nothing else."""
+    return node.target in CASTS and not set(node.kwargs) - {"dtype"} and proofs.fake(node).dtype == dtype
 
 
 def move_across(graph: fx.Graph, *, options: Options) -> int:

@@ -21,7 +21,9 @@ graph does not show whether its inputs, and numbers in it, are the same on all r
 while the program runs, and raises if they differ (docs/algebra.md). The result is that of eager mode up to rounding.
 
 Sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel` decide. It must not fire
-* with dynamic sizes, or if no dimension of the rows divides by the number of ranks;
+* with dynamic sizes, without rows, or if no dimension of the rows divides by the number of ranks;
+* if what is reduced comes from the same inputs that it would take for replicated ones, or, unless the option is `on`,
+  if no product is reduced: sums over ranks of what each rank has are not tensor parallelism;
 * in a backward graph, or if gathering values for other readers costs more than is saved: training graphs save
   replicated values for the backward;
 * across ops that are not row-wise, random ones, and operands that are not replicated (see `row_regions`).
@@ -74,13 +76,15 @@ class Match:
 def find_sequence_parallel(region: Region, options: Options) -> Match | None:
     """The region with the first dimension that divides, if the option asks for it or it is predicted to pay."""
     world_size = region.reductions[0].world_size
-    dims = [dim for dim, length in enumerate(region.rows) if length and length % world_size == 0]
-    if not dims:
+    dims = [dim for dim, length in enumerate(region.rows) if length % world_size == 0]
+    if not dims or not all(region.rows):
         return None
     if options.sequence_parallel == "on":
         return Match(region, dims[0])
     fuses = {matmul_of(GATHERED_OPERAND), matmul_of(SCATTERED_PRODUCT)} <= set(options.fusions)
-    return Match(region, dims[0]) if fuses and pays(work(region, options)) else None
+    of_region = work(region, options)
+    multiplies = any(reduced.k for reduced in of_region.reduced)
+    return Match(region, dims[0]) if fuses and multiplies and pays(of_region) else None
 
 
 def work(region: Region, options: Options) -> RegionWork:

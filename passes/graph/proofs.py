@@ -408,6 +408,15 @@ def memory(node: fx.Node) -> int | None:
     return None if value is None else value.untyped_storage()._cdata
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Returns whether the graph returns the memory of a tensor, as it is or as a view of any kind."""
+    (output,) = node.graph.find_nodes(op="output")
+    views = reached([node], lambda view: [user for user in view.users if user.target in MAY_KEEP_ORDER | SLICES])
+    return any(output in view.users for view in views) or any(
+        memory(given) is not None and memory(given) == memory(node) for given in output.all_input_nodes
+    )
+
+
 def is_row(value: torch.Tensor, columns: Any) -> bool:
     """Returns whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
     if value.ndim == 0 or not known_equal(value.shape[-1], columns):

@@ -171,7 +171,9 @@ def is_pointwise(target: object) -> bool:
 
 
 def find_regions(graph: fx.Graph) -> list[Region]:
-    """Returns all regions of a graph whose sizes are known, in graph order."""
+    """Returns all regions of a graph whose sizes are known, in graph order. What is summed over ranks is no replicated
+    tensor, so there is no region with a root from which alone the operand of one of its reductions is made.
+    """
     starts = [read for node in collectives(graph, ALL_REDUCE) if isinstance(read := read_collective(node), Collective)]
     waits = {start.wait: start for start in starts}
     growing: dict[tuple[str, tuple[int, ...]], _Growing] = {}
@@ -187,8 +189,19 @@ def find_regions(graph: fx.Graph) -> list[Region]:
             elif (outside := each.takes(node)) is not None:
                 each.members[node] = outside
     order = {node: index for index, node in enumerate(graph.nodes)}
-    regions = [_region(each, part, waits) for each in growing.values() for part in _connected(each.members)]
+    regions = [
+        region
+        for each in growing.values()
+        for part in _connected(each.members)
+        if not _sums_roots(each, region := _region(each, part, waits))
+    ]
     return sorted(regions, key=lambda region: order[region.members[0]])
+
+
+def _sums_roots(growing: _Growing, region: Region) -> bool:
+    """Returns whether a reduction of the region adds up what comes from its roots and other inputs alone."""
+    operands = [growing.roots_of(reduction.operand) or frozenset() for reduction in region.reductions]
+    return any(found.intersection(region.roots) for found in operands)
 
 
 def _connected(members: Iterable[fx.Node]) -> list[list[fx.Node]]:

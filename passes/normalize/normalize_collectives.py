@@ -170,12 +170,19 @@ def _merge_equal(graph: fx.Graph, chain: set[fx.Node]) -> int:
         if node.target is aten.clone.default:
             continue
         kept = first.setdefault(_key(node), node)
-        if kept is not node:
+        if kept is not node and not _are_two_results(node, kept):
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
             chain.discard(node)
             merged += 1
     return merged
+
+
+def _are_two_results(node: fx.Node, other: fx.Node) -> bool:
+    """Returns whether the graph returns two pieces of memory, and would return one of them twice."""
+    if proofs.memory(node) is not None and proofs.memory(node) == proofs.memory(other):
+        return False
+    return proofs.is_returned(node) and proofs.is_returned(other)
 
 
 def _key(node: fx.Node) -> Hashable:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from ditron_inductor.options import Options
@@ -30,6 +31,12 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.graph.gathered import cats_of_pieces
 from ditron_inductor.passes.graph.reasons import refused
+
+aten = torch.ops.aten
+PIECES: frozenset[object] = frozenset(
+    {aten.select.int, aten.diagonal.default, aten.unbind.int, aten.as_strided.default}
+)
+"""Further ops that take a part of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ def find_whole_gather(node: fx.Node) -> Match | None:
 
 def _is_piece(node: fx.Node) -> bool:
     """Returns whether a node takes a part of a tensor, as far as is known."""
-    return node.target in proofs.SLICES and not proofs.keeps_order(node)
+    return node.target in proofs.SLICES | PIECES and not proofs.keeps_order(node)
 
 
 def _put_together(collective: Collective) -> proofs.Regrouped | None:
@@ -81,13 +88,9 @@ def aliases(node: fx.Node) -> Iterator[fx.Node]:
 
 def can_replace(match: Match, first: Match) -> bool:
     """Returns whether the result of the equal gather `first` may stand for that of `match`."""
-    if _is_returned(match) and _is_returned(first):
+    if proofs.is_returned(match.gathered) and proofs.is_returned(first.gathered):
         return False
     return not _written_between(first.collective, match.collective)
-
-
-def _is_returned(match: Match) -> bool:
-    return any(user.op == "output" for alias in aliases(match.gathered) for user in alias.users)
 
 
 def _written_between(first: Collective, second: Collective) -> bool:

@@ -115,7 +115,23 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("form", [*list(FORMS)[::2], *rare(*list(FORMS)[1::2])])
 def test_computes_the_same(form: str) -> None:
-    fn, args = FORMS[form]
+    assert_computes_the_same(*FORMS[form])
+
+
+@pytest.mark.parametrize(
+    ("last", "dtype", "more"),
+    [(2**40, torch.int64, 0), (2**31 - 1, torch.int32, 1), (255, torch.uint8, 1)],
+)
+def test_a_length_may_be_as_large_as_its_numbers(last: int, dtype: torch.dtype, more: int) -> None:
+    def up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(S) <= lengths[:, None] if more else below(lengths)
+        o, lse = parts(q, k, v, mask)
+        return by_softmax(gathered(o), gathered(lse)).to(q.dtype).view(q.shape)
+
+    assert_computes_the_same(up_to, (*operands(torch.float32), torch.tensor([7, last], dtype=dtype)))
+
+
+def assert_computes_the_same(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
     after = graph_of(fn, args)
     before = twin(after)
     assert fused(after) == 1 and fused(after) == 0
@@ -203,9 +219,11 @@ arg3_1 [2]
 mul [2, 6, 16] = aten.mul.Tensor(arg2_1, 0.25)
 permute_default [2, 40, 2, 16] = aten.permute(arg0_1, [0, 2, 1, 3])
 permute_default_1 [2, 40, 2, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
-add_tensor [2] = aten.add.Tensor(arg3_1, 1)
-convert_element_type_default [2] = prims.convert_element_type(add_tensor, torch.int32)
-flash_decode = ditron.flash_decode([mul, permute_default, permute_default_1, convert_element_type_default], "scale=1.0 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
+convert_element_type_default [2] = prims.convert_element_type(arg3_1, torch.int64)
+clamp_default [2] = aten.clamp(convert_element_type_default, -1, 39)
+add_tensor [2] = aten.add.Tensor(clamp_default, 1)
+convert_element_type_default_1 [2] = prims.convert_element_type(add_tensor, torch.int32)
+flash_decode = ditron.flash_decode([mul, permute_default, permute_default_1, convert_element_type_default_1], "scale=1.0 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem_1 [2, 6, 16] = flash_decode[0]
 reshape_default [2, 6, 1, 16] = aten.reshape(getitem_1, [2, 6, 1, 16])
 view_10 [2, 6, 16] = aten.reshape(reshape_default, [2, 6, 16])

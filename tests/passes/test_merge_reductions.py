@@ -203,3 +203,10 @@ def test_dynamic_shapes() -> None:
         normalize_collectives(module.graph, options=Options())
         assert merge_reductions(module.graph, options=Options()) == 1
     assert merge_reductions(module.graph, options=Options()) == 0
+
+
+def test_means_of_whole_numbers_stay_apart() -> None:
+    """Each is cut to a whole number."""
+    numbers = torch.empty(8, 16, dtype=torch.int64), torch.empty(8, 16, dtype=torch.int64)
+    assert merged(lambda a, b: all_reduce(a, "avg") + all_reduce(b, "avg"), *numbers)[0] == 0
+    assert merged(lambda a, b: all_reduce(a) + all_reduce(b), *numbers)[0] == 1

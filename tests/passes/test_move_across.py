@@ -9,7 +9,10 @@ import expecttest
 import pytest
 import torch
 
+from ditron_inductor import pipeline
+from ditron_inductor.device.facts import compare
 from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.wire_facts import before_passes, facts_of, graph_facts
 from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
@@ -125,10 +128,23 @@ def test_a_cast_back_goes_and_a_fusion_follows() -> None:
     assert "_to_copy" not in text(module.graph)
 
 
+def test_two_casts_back_that_are_returned_stay_two() -> None:
+    def twice(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = all_gather(x.float())
+        return whole.bfloat16(), whole.bfloat16()
+
+    module = traced(twice, NARROW)
+    assert fuse(module) == 0
+    first, second = next(iter(module.graph.find_nodes(op="output"))).args[0]
+    assert first is not second
+
+
 ALONE: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "narrows": (lambda x: all_gather(x.bfloat16()).sin(), (X,)),
     "same_size": (lambda x: all_gather(x.half()).sin(), (NARROW,)),
     "integer": (lambda x: all_gather(x.float()).sin(), (torch.empty(2, 8, dtype=torch.int8),)),
+    # Some libraries gather none of these.
+    "of_8_bits": (lambda x: all_gather(x.float()).sin(), (torch.empty(2, 8, dtype=torch.float8_e4m3fn),)),
     "cut": (lambda x: all_gather(x.float())[:7].sin(), (NARROW,)),
     "inner_cut": (lambda x: gather_dim(x.float(), 1)[:, :31].sin(), (NARROW,)),
     "fused": (lambda x, w: all_gather(x.float()) @ w, (NARROW, W)),
@@ -202,3 +218,21 @@ def test_dynamic_shapes() -> None:
     with assert_no_new_guards(module):
         normalize_collectives(module.graph, options=Options())
         assert move_across(module.graph, options=Options()) == 1
+
+
+def facts(factor: float) -> Any:
+    """What a rank tells the others of a graph whose product has this factor."""
+    module = traced(lambda x, w: all_reduce((x @ w) / factor), X, W)
+    before = before_passes(module.graph)
+    found = pipeline.run(module.graph, Options())
+    moved_by = ", ".join(f"{name} {found[name]}" for name in pipeline.MOVING if found.get(name))
+    assert moved_by
+    return graph_facts(before, facts_of(module.graph), moved_by, {}).groups[0]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_ranks_with_other_factors_run_their_graphs_as_they_are(whole: bool) -> None:
+    """As means over batches of several sizes have."""
+    same, other = (5, 8) if whole else (5.0, 8.0)
+    assert not compare([facts(same)] * 2, [{}, {}]).plain
+    assert compare([facts(same), facts(other)], [{}, {}]).plain

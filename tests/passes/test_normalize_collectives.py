@@ -161,3 +161,13 @@ def test_placeholders_without_tensors_are_no_obstacle() -> None:
     with module.graph.inserting_before(first):
         module.graph.placeholder("mesh")
     assert fuse(module) == 1
+
+
+def test_equal_tensors_that_are_both_returned_stay_two() -> None:
+    def twice(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = all_gather(x)
+        return torch.cat(whole.chunk(4), 1), torch.cat(whole.chunk(4), 1)
+
+    graph, _ = normalized(twice, torch.empty(2, 8))
+    first, second = next(iter(graph.find_nodes(op="output"))).args[0]
+    assert first is not second

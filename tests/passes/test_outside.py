@@ -177,9 +177,14 @@ def test_attention_of_a_decode_step_that_is_no_call(
     run = functools.partial(attention, how=how)
     assert outside(run, *given) == ([] if op is None else [("attention in front", "attention_form", op)])
     assert outside(run, *given, options=Options(fusions=("matmul_all_reduce",))) == []
+    assert outside(run, *given, options=Options(strategy="library")) == [], "nothing is a call of ours then"
     prompt = [torch.empty(2, 4, 12, heads, dtype=torch.bfloat16) for _ in range(3)]
     wide = torch.empty(4 * heads * 12, 8, dtype=torch.bfloat16)
     assert outside(run, *prompt, wide) == [], "a prompt has no such call"
+
+
+def test_a_maximum_of_everything_is_no_attention() -> None:
+    assert outside(lambda a, b: all_reduce(a @ b).relu() / a.abs().amax(), A, B)[1:] == []
 
 
 def test_nothing_is_said_of_attention_on_a_cpu() -> None:

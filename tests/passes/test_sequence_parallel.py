@@ -315,10 +315,17 @@ def test_a_region_that_reads_another_one() -> None:
     assert_same(fn, module, *ARGS)
 
 
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """Of what each rank has, over all ranks."""
+    return (x - all_reduce(x, "avg")) * torch.rsqrt(all_reduce(x * x, "avg") + 1e-5)
+
+
 LEFT: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "odd_rows": (block, (A[:7], X[:7], V, W, G)),
     "max": (lambda a, v: all_reduce(a @ v, "max").relu(), (A, V)),
     "vector": (lambda g: all_reduce(g).relu(), (G,)),
+    "of_its_roots": (spread, (X,)),
+    "empty": (lambda a, v: all_reduce(a @ v).relu(), (A[:0], V)),
     "integers": (lambda g: all_reduce(g).abs(), (torch.empty(8, 4, dtype=torch.int64),)),
 }
 
@@ -385,3 +392,6 @@ def test_auto_asks_the_cost_model(rows: int, count: int) -> None:
     with torch._subclasses.FakeTensorMode():
         args = [torch.empty(*shape, dtype=torch.bfloat16, device="cpu") for shape in shapes]
     assert cut(lambda *args: layer(*args)[0], *args, options=Options())[0] == count
+    # Tensor parallelism reduces products.
+    sums = lambda x, y, z: (all_reduce(x).relu() + all_reduce(y).relu() + all_reduce(z)).sin()  # noqa: E731
+    assert cut(sums, *[args[1]] * 3, options=Options())[0] == 0

@@ -159,3 +159,13 @@ def test_dynamic_shapes() -> None:
         assert share_gathers(module.graph, options=Options()) == 1
     assert share_gathers(module.graph, options=Options()) == 0
     assert group_name() in text(module.graph)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [lambda whole: whole[0], lambda whole: whole.diagonal(0, 1, 2), lambda whole: whole.unbind()[1]],
+    ids=["row", "diagonal", "unbound"],
+)
+def test_a_part_that_is_returned_too_has_its_own_memory(taken: Callable[..., torch.Tensor]) -> None:
+    assert shared(lambda x: (all_gather(x), taken(all_gather(x))), X)[0] == 0
+    assert shared(lambda x: (taken(all_gather(x)), taken(all_gather(x))), X)[0] == 0
