@@ -39,7 +39,7 @@ test: $(READY)
 
 test-all: $(READY) $(EXTRA)
 	$(RUN) -m pytest -q -m "not gpu" -n 3 --all-cases $(addprefix --ignore=,$(WITH_EXTRA))
-	PYTHONPATH=$(EXTRA) $(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases $(WITH_EXTRA)
+	PYTHONPATH=$(CURDIR)/$(EXTRA) $(RUN) -m pytest -q -m "not gpu" -n 2 --all-cases $(WITH_EXTRA)
 
 $(EXTRA): $(READY) .ci/extra.txt
 	rm -rf $@
@@ -48,7 +48,7 @@ $(EXTRA): $(READY) .ci/extra.txt
 
 # Tests with ranks run one after the other, which needs no pytest-xdist; -rs says why a test was skipped.
 test-stacks: $(READY) $(STACKS)
-	PYTHONPATH=$(STACKS) $(RUN) -m pytest -q -rs -n 0 tests/stacks tests/test_vllm.py
+	PYTHONPATH=$(CURDIR)/$(STACKS) $(RUN) -m pytest -q -rs -n 0 tests/stacks tests/test_vllm.py
 
 # DeepSpeed is built from its sources, beside the environment's torch, and without its kernels.
 $(STACKS): $(READY) .ci/stacks.txt
@@ -58,7 +58,7 @@ $(STACKS): $(READY) .ci/stacks.txt
 	@touch $@
 
 test-oldest: $(OLDEST)
-	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -q -n 2 tests/lowering/test_*_compile.py
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(RUN) -m pytest -q -n 2 tests/lowering/test_*_compile.py
 
 $(OLDEST): $(READY)
 	$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps --target $@ triton==3.6.0

@@ -1,4 +1,6 @@
-"""The mutations of experts whose ids are clamped or marked, and of the guards of a served step."""
+"""The mutations of experts whose ids are clamped or marked, of the guards of a served step, and of what passes must not
+take for granted: factors, replicated inputs, results, lengths.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,37 @@ UNREAD = "tests/passes/test_slots_elsewhere.py"
 STAYS = f"{UNREAD}::test_it_must_not_fire"
 SERVING, SERVED = "ditron_inductor/serving.py", "tests/test_serving.py"
 
+ACROSS = "tests/passes/test_move_across.py"
+
 ELSEWHERE: tuple[Mutation, ...] = (
+    Mutation(
+        "ranks do not compare factors that are whole numbers",
+        "passes/finish/wire_facts.py",
+        "(int, float) if node.target in FACTORS else float",
+        "float",
+        f"{ACROSS}::test_ranks_with_other_factors_run_their_graphs_as_they_are",
+    ),
+    Mutation(
+        "what is summed over the ranks is taken for replicated",
+        "passes/graph/row_regions.py",
+        "return any(found.intersection(region.roots) for found in operands)",
+        "return False",
+        "tests/passes/test_sequence_parallel.py::test_left_alone[of_its_roots]",
+    ),
+    Mutation(
+        "two results are one piece of memory",
+        "passes/normalize/normalize_collectives.py",
+        "return proofs.is_returned(node) and proofs.is_returned(other)",
+        "return False",
+        "tests/passes/test_normalize_collectives.py::test_equal_tensors_that_are_both_returned_stay_two",
+    ),
+    Mutation(
+        "a length without a limit wraps",
+        "passes/attention/flash_decode.py",
+        "(node, torch.int64), node)",
+        "(node, torch.int32), node)",
+        "tests/passes/test_flash_decode.py::test_a_length_may_be_as_large_as_its_numbers",
+    ),
     Mutation(
         "slots elsewhere may have weights that are not 0",
         MARKED,
