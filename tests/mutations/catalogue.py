@@ -477,7 +477,7 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "both results of a shared gather may be returned",
         "passes/normalize/share_gathers.py",
-        "    if _is_returned(match) and _is_returned(first):\n        return False\n",
+        "    if proofs.is_returned(match.gathered) and proofs.is_returned(first.gathered):\n        return False\n",
         "",
         "tests/passes/test_share_gathers.py::test_left_alone",
     ),
