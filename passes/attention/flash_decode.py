@@ -22,9 +22,9 @@ It must not fire when
 * a size is dynamic, or the result is wanted in another dtype than that of the query, before it is rounded;
 * there is another mask than that of lengths, dropout, or causal order among several queries.
 
-All sizes except S, the form of the mask, and the ops have to be the same on all ranks. Those of one program are, but for
-a mask by `arange(rank * S, ..)`, which begins at 0 on rank 0 alone: then the ranks do not agree, and all run what they
-wrote.
+All sizes except S, the form of the mask, and the ops have to be the same on all ranks. Those of one program are, except
+for a mask by `arange(rank * S, ..)`, which begins at 0 on rank 0 alone: then the ranks do not agree, and all run what
+they wrote.
 """
 
 from __future__ import annotations
