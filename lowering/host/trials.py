@@ -255,12 +255,13 @@ class SiteTrial:
             return self._planned
         self._trial.confirm(self._workspace, self._site)
         strategy, is_timed = step
-        # Where a Recorder watches the call, the ranks have met before it.
-        is_alone = not recording.records()
-        if is_timed and is_alone and watch.observer is not None:
+        if recording.records():
+            # The ranks have met before the Recorder began.
+            is_timed = False
+        elif is_timed and watch.observer is not None:
             meet(self._workspace)
             is_timed = False
-        return self._chosen(strategy, self._runners[strategy], is_timed=is_timed and is_alone)
+        return self._chosen(strategy, self._runners[strategy], is_timed=is_timed)
 
     def skips(self) -> bool:
         """Returns whether the next call may be recorded although it is timed. If so, this counts it as recorded, and

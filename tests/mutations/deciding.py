@@ -113,8 +113,8 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "a rank that is watched does not meet the others",
         HOST_TRIALS,
-        "if is_timed and is_alone and watch.observer is not None:\n            meet(self._workspace)",
-        "if is_timed and is_alone and watch.observer is not None:",
+        "elif is_timed and watch.observer is not None:\n            meet(self._workspace)",
+        "elif is_timed and watch.observer is not None:",
         RECORDS,
     ),
     Mutation(

@@ -43,20 +43,9 @@ def routed(up: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, down: torch.
     return slots(up, all_reduce(x @ up[0].mT @ up[0]), scores, down, here)
 
 
-def slots(
-    up: torch.Tensor,
-    x: torch.Tensor,
-    scores: torch.Tensor,
-    down: torch.Tensor,
-    here: int = E,
-    *,
-    behind: bool = False,
-    columns: bool = False,
-) -> torch.Tensor:
-    """here: the products of the experts from this one on are set to 0. behind: some terms are, or with `columns` some
-    columns of all.
-    """
-    return slots_and_products(up, x, scores, down, here, behind=behind, columns=columns)[0]
+def slots(*operands: Any, **how: bool) -> torch.Tensor:
+    """The first of what `slots_and_products` returns."""
+    return slots_and_products(*operands, **how)[0]
 
 
 def slots_and_products(
@@ -69,7 +58,9 @@ def slots_and_products(
     behind: bool = False,
     columns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With the products, after the mask of `here`."""
+    """Returns (the scaled products of all slots, token by token, the products of the sorted slots). here: the products
+    of the experts from this one on are set to 0. behind: some terms are, or with `columns` some columns of all.
+    """
     weights, chosen = scores.topk(K)
     ids, order = chosen.reshape(-1).sort()
     ends = torch.histc(ids.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
