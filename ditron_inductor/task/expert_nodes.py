@@ -174,7 +174,17 @@ class ChooseExperts(Node):
 
 
 MOST_EXPERT_TOKENS = 64
-"""The most tokens of `ExpertProjections`: all rows of an expert are in one tile of its kernel."""
+"""The most tokens of `ExpertProjections` whose rows, of any expert, are in one tile of its kernel."""
+
+MOST_ORDERED_TOKENS = 511
+"""The most tokens of `ExpertProjections` by a kernel. More than MOST_EXPERT_TOKENS are ordered by expert first."""
+
+
+def most_expert_tokens(strategy: str) -> int:
+    """Returns the most tokens that the passes make an `ExpertProjections` for. The kernel for more than
+    MOST_EXPERT_TOKENS has not been measured, so it has to be asked for by the strategy `tile`.
+    """
+    return MOST_ORDERED_TOKENS if strategy == "tile" else MOST_EXPERT_TOKENS
 
 
 @dataclass(frozen=True)

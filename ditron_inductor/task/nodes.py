@@ -17,6 +17,7 @@ from ditron_inductor.task.decode_node import CachedAttention as CachedAttention
 from ditron_inductor.task.decode_node import FlashDecode as FlashDecode
 from ditron_inductor.task.exchange import Exchange
 from ditron_inductor.task.expert_nodes import MOST_EXPERT_TOKENS as MOST_EXPERT_TOKENS
+from ditron_inductor.task.expert_nodes import MOST_ORDERED_TOKENS as MOST_ORDERED_TOKENS
 from ditron_inductor.task.expert_nodes import ChooseExperts as ChooseExperts
 from ditron_inductor.task.expert_nodes import CombineExperts as CombineExperts
 from ditron_inductor.task.expert_nodes import ExpertProjections as ExpertProjections
@@ -25,6 +26,7 @@ from ditron_inductor.task.expert_nodes import GroupedMatmulReduceScatter as Grou
 from ditron_inductor.task.expert_nodes import GroupedProjections as GroupedProjections
 from ditron_inductor.task.expert_nodes import ProductsOfExperts as ProductsOfExperts
 from ditron_inductor.task.expert_nodes import ReducedExperts as ReducedExperts
+from ditron_inductor.task.expert_nodes import most_expert_tokens as most_expert_tokens
 from ditron_inductor.task.matmul_nodes import FEW_PROJECTED_ROWS as FEW_PROJECTED_ROWS
 from ditron_inductor.task.matmul_nodes import MAX_PRODUCTS as MAX_PRODUCTS
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS as MOST_PROJECTED_ROWS

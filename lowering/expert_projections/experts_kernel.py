@@ -9,9 +9,11 @@ nothing is sorted or copied. The tokens are the rows of one tile (see `matmul_ti
 read once. Products that an epilogue combines, such as gate and up, are computed in one tile, or, for one token with
 long rows, one after the other; if their columns lie in turns in one weight, a tile of twice the columns is computed
 and then separated. Slots of other ranks' experts get zeros: from their own program, or from those of the first expert.
-Nothing is communicated, and no program waits. Limits. There are few tokens, K of x is contiguous, and so are K or the
-columns of the weights, and the experts of one token differ. Anything else is computed by the library, which copies the
-weights of each slot.
+With more tokens than a tile has rows, the slots are ordered by expert first (slot_order.py). An expert has more slots
+than a tile only where many tokens take it, so nearly all weights are still read once; others are read again from the L2
+cache. Nothing is communicated, and no program waits. Limits. There are at most some hundred tokens, K of x is
+contiguous, and so are K or the columns of the weights, and the experts of one token differ. Anything else is computed
+by the library, which copies the weights of each slot.
 """
 
 from __future__ import annotations
@@ -28,13 +30,19 @@ from ditron_inductor.core.matmul import Rows
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import EXPERTS, PAIRED_EXPERTS, ROW, Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, unpacked
+from ditron_inductor.lowering.expert_projections import slot_order
 from ditron_inductor.lowering.host.launch import ceil_div, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.local_calls import LocalCalls, facts_of
 from ditron_inductor.lowering.projections.projections_kernel import Places, store_projections, tensors_of
 from ditron_inductor.lowering.tiles import pair_of, tiles_of
 from ditron_inductor.task.epilogue_torch import without_kinds, without_tables
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections, ProductsOfExperts
+from ditron_inductor.task.nodes import (
+    MOST_EXPERT_TOKENS,
+    MOST_ORDERED_TOKENS,
+    ExpertProjections,
+    ProductsOfExperts,
+)
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 LEAST_ROW = 2048
@@ -116,6 +124,42 @@ def expert_projections_kernel(
 
 
 @triton.jit
+def ordered_projections_kernel(
+    x, order, weights, extras, outs, sizes, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr,
+    TILES: tl.constexpr, PAIR: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """Does the same for more tokens than a tile has rows. A program multiplies the slots of its expert, as many at once
+    as its tile has rows; if slots may be absent, the programs of one more expert store their zeros. order: see
+    `slot_order_kernel`. The other arguments are those of `expert_projections_kernel`.
+    """
+    TOP_K: tl.constexpr = HOW.TOP_K
+    number = tl.program_id(0) // sizes.tiles
+    tile = tl.program_id(0) % sizes.tiles
+    ends = order + sizes.T * TOP_K + number
+    end = tl.load(ends + 1)
+    expert = number.to(tl.int64)
+    of_expert = ()
+    NUM_WEIGHTS: tl.constexpr = len(weights)
+    for i in tl.static_range(NUM_WEIGHTS):
+        of_expert = of_expert + (weights[i] + expert * sizes.strides_be[i],)  # type: ignore[assignment]
+    for first in range(tl.load(ends), end, TILES.BLOCK_M):
+        at = first + tl.arange(0, TILES.BLOCK_M)
+        inside = at < end
+        slots = tl.load(order + at, mask=inside, other=0)
+        if HOW.HAS_ABSENT:
+            absent = number == sizes.E
+            store_zeros(tl.where(absent, tile, -1), slots, inside, outs, widths, GROUPS, TILES)
+            mine = tl.where(absent, -1, tile)
+        else:
+            mine = tile
+        numbers = slots // TOP_K if HOW.BY_TOKEN else slots
+        rows = Rows(x + numbers.to(tl.int64) * sizes.K, inside)
+        store_projections(
+            mine, rows, Places(slots, expert), of_expert, extras, outs, widths, sizes.K, GROUPS, EPILOGUE, TILES, PAIR
+        )
+
+
+@triton.jit
 def store_zeros(tile, rows, there, outs, widths, GROUPS: tl.constexpr, TILES: tl.constexpr):
     """Stores zeros in those `rows` that are `there`, in the columns of tile number `tile`, counted as
     `store_projections` does. It does nothing if the number is negative.
@@ -149,7 +193,7 @@ def prepare(
     tokens, K = experts.shape[0] // node.top_k, x.shape[1]
     if x.device.type == "cpu" and strategy != "tile":
         return by_library(node, x, extras)
-    fits = 0 < tokens <= MOST_EXPERT_TOKENS and K > 0 and x.dtype in OPERAND_DTYPES
+    fits = 0 < tokens <= MOST_ORDERED_TOKENS and K > 0 and x.dtype in OPERAND_DTYPES
     lies = x.is_contiguous() and experts.is_contiguous() and all(1 in weight.stride()[1:] for weight in weights)
     if not (fits and lies) or 0 in weights[0].shape or facts_of(x.device).tile_problem:
         return by_library(node, x, extras)
@@ -157,27 +201,44 @@ def prepare(
     if node.interleaved and len(arrangement.groups) > 1:
         return by_library(node, x, extras)
     facts = facts_of(x.device)
+    ordered = tokens > MOST_EXPERT_TOKENS
     across = any(weight.stride(1) != 1 for weight in weights)
-    shapes = shapes_of(arrangement.together > 1, across=across, interleaved=node.interleaved)
+    # Of many tokens there are programs enough, whatever their tiles are.
+    shapes = shapes_of(arrangement.together > 1 and not ordered, across=across, interleaved=node.interleaved)
     interpreted = x.device.type == "cpu"
-    if not across and (interpreted or K >= LEAST_ROW):
+    if not (ordered or across) and (interpreted or K >= LEAST_ROW):
         shapes = {1: ROW, **shapes}
-    config = select_few_rows_config(rows=tokens, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
-    launcher = local_launcher(expert_projections_kernel, x.device)
+    E = weights[0].shape[0]
+    rows = rows_of_a_tile(experts.shape[0], E) if ordered else tokens
+    config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
+    launcher = local_launcher(ordered_projections_kernel if ordered else expert_projections_kernel, x.device)
+    orders = local_launcher(slot_order.slot_order_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
-    arguments = _arguments(node, x, experts, weights, arrangement, config.for_arch(facts.arch))
+    arguments = _arguments(node, x, experts, weights, arrangement, config.for_arch(facts.arch), ordered)
+    of_order = slot_order.arguments_of(experts.shape[0], E)
 
     def run(
         x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         outs, tensors = tensors_of(arrangement, experts.shape[0], x, products_of(node, weights), extras)
-        tensors["experts"] = experts
+        if ordered:
+            tensors["order"] = slot_order.new_order(experts, E)
+            orders(handle_for(x), lambda: of_order, (), (), {"experts": experts, "order": tensors["order"]})
+        else:
+            tensors["experts"] = experts
         if node.interleaved:
             tensors["weights"] = tuple(weights)
         launcher(handle_for(x), lambda: arguments, (), (), tensors)
         return outs
 
     return run
+
+
+def rows_of_a_tile(slots: int, experts: int) -> int:
+    """Returns how many slots of an expert are multiplied at once: about twice their mean, so that few experts have
+    more of them.
+    """
+    return next((rows for rows in EXPERTS if rows * experts >= 2 * slots), max(EXPERTS))
 
 
 def shapes_of(together: bool, *, across: bool, interleaved: bool) -> Mapping[int, Config]:
@@ -208,7 +269,7 @@ def by_library(node: ExpertProjections, x: torch.Tensor, extras: Sequence[torch.
     ) -> list[torch.Tensor]:
         rows = x.repeat_interleave(node.top_k, 0) if node.by_token else x
         there = experts.clamp(max=weights[0].shape[0] - 1) if node.has_absent else experts
-        products = [torch.bmm(rows.unsqueeze(1), weight.index_select(0, there)).squeeze(1) for weight in weights]
+        products = [_by_copies(rows, there, weight, MOST_EXPERT_TOKENS * node.top_k) for weight in weights]
         outs = [product.contiguous() for product in products_of(node, products)]
         if finisher is not None and parsed is not None:
             outs = finisher.finish(outs, without_tables(parsed, extras, there)[1])
@@ -220,6 +281,13 @@ def by_library(node: ExpertProjections, x: torch.Tensor, extras: Sequence[torch.
     return run
 
 
+def _by_copies(rows: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:
+    """Returns the products of rows with their experts' weights, of which at most so many are copied at once."""
+    parts = zip(rows.split(most), experts.split(most), strict=True)
+    found = [torch.bmm(row.unsqueeze(1), weight.index_select(0, expert)).squeeze(1) for row, expert in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 def _arguments(
     node: ExpertProjections,
     x: torch.Tensor,
@@ -227,8 +295,11 @@ def _arguments(
     weights: Sequence[torch.Tensor],
     arrangement: Arrangement,
     config: Config,
+    ordered: bool,
 ) -> Arguments:
-    """Returns the Arguments of a launch."""
+    """Returns the Arguments of a launch. ordered: there is a program for each expert, and one more for slots that name
+    none.
+    """
     S, E = experts.shape[0], weights[0].shape[0]
     tile, separate = tiles_of(x, config), products_of(node, weights)
     ordered = [separate[index] for index in arrangement.weights]
@@ -242,7 +313,7 @@ def _arguments(
         RANKS=triton.next_power_of_2(node.top_k),
         SLOTS=triton.next_power_of_2(S),
         BY_TOKEN=node.by_token,
-        BY_SLOT=S <= E,
+        BY_SLOT=S <= E and not ordered,
         HAS_ABSENT=node.has_absent,
     )
     values: dict[str, Any] = {
@@ -255,7 +326,7 @@ def _arguments(
         "HOW": how,
         **config.options,
     }
-    return Arguments(programs=tiles * min(S, E), values=values)
+    return Arguments(programs=tiles * (E + node.has_absent if ordered else min(S, E)), values=values)
 
 
 expert_projections: LocalCalls[ExpertProjections] = LocalCalls(prepare)

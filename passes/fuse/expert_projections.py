@@ -25,7 +25,8 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * the experts are not the indices of a `topk` over no more than E values: only then they differ for one token, and all
   of them exist; or those of these indices that are on this rank, if what is computed for the others is never used;
-* the number of tokens is dynamic, or more than `MOST_EXPERT_TOKENS`;
+* the number of tokens is dynamic, or more than `MOST_EXPERT_TOKENS`, or with the strategy `tile` more than
+  `MOST_ORDERED_TOKENS`;
 * the copied weights have another reader, or the product is not used as [S, N];
 * something writes into x, the experts or the weight;
 * neither dimension of the matrices is contiguous;
@@ -45,7 +46,7 @@ from ditron_inductor.passes.fuse.sorted_experts import sorted_experts
 from ditron_inductor.passes.graph import expert_rows, proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ExpertProjections
+from ditron_inductor.task.nodes import ExpertProjections, most_expert_tokens
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
@@ -81,17 +82,17 @@ class Match:
         return found
 
 
-def find_expert_projections(bmm: fx.Node) -> Match | None:
-    """Proves that a bmm is one of slots, as drawn above; None if it is not."""
+def find_expert_projections(bmm: fx.Node, most: int) -> Match | None:
+    """Proves that a bmm is one of slots of at most so many tokens, as drawn above; None if it is not."""
     left, right = bmm.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     for copied, rows, swapped in ((left, right, True), (right, left, False)):
         if copied.target is aten.index.Tensor:
-            return _of_copies(bmm, copied, rows, swapped)
+            return _of_copies(bmm, copied, rows, swapped, most)
     return None
 
 
-def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> Match | None:
+def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool, most: int) -> Match | None:
     weight, indices = copied.args
     if not isinstance(weight, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
         return None
@@ -101,7 +102,7 @@ def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> M
     ids, chosen, has_absent = _ids(experts, value.shape[0])
     top_k = _slots_of_a_token(ids, chosen, value.shape[0], has_absent)
     S = proofs.size(experts.meta["val"].shape[0])
-    if top_k is None or not isinstance(S, int) or not 0 < S <= MOST_EXPERT_TOKENS * top_k or value.ndim != 3:
+    if top_k is None or not isinstance(S, int) or not 0 < S <= most * top_k or value.ndim != 3:
         return None
     contracted = 2 if swapped else 1
     if value.dtype not in OPERAND_DTYPES or given.dtype != value.dtype:
@@ -206,7 +207,7 @@ def expert_projections(graph: fx.Graph, *, options: Options) -> int:
         return 0
     found = []
     for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default):
-        match = find_expert_projections(bmm)
+        match = find_expert_projections(bmm, most_expert_tokens(options.strategy))
         if match is not None:
             found.append(match)
         elif expert_rows.copies_weights(bmm):
@@ -217,4 +218,4 @@ def expert_projections(graph: fx.Graph, *, options: Options) -> int:
     def make(top_k: int, by_token: bool, has_absent: bool) -> ExpertProjections:
         return ExpertProjections(top_k, by_token, 1, strategy=options.strategy, has_absent=has_absent)
 
-    return len(found) + sorted_experts(graph, make, anywhere=options.strategy == "tile")
+    return len(found) + sorted_experts(graph, make, options.strategy)

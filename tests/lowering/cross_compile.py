@@ -21,7 +21,11 @@ from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_ke
 from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, Functions, arrange
-from ditron_inductor.lowering.expert_projections.experts_kernel import expert_projections_kernel
+from ditron_inductor.lowering.expert_projections.experts_kernel import (
+    expert_projections_kernel,
+    ordered_projections_kernel,
+)
+from ditron_inductor.lowering.expert_projections.slot_order import BLOCK, CHUNK, slot_order_kernel
 from ditron_inductor.lowering.grouped_projections.grouped_kernel import grouped_projections_kernel
 from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
@@ -48,14 +52,16 @@ KERNELS: dict[str, Any] = {
 LOCAL_KERNELS: dict[str, Any] = {
     "projections": projections_kernel,
     "experts": expert_projections_kernel,
+    "ordered": ordered_projections_kernel,
+    "order": slot_order_kernel,
     "grouped": grouped_projections_kernel,
 }
 """They send nothing: no waits, no signals."""
 CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
 """What a kernel reads that notes when it did what, and where."""
-OF_WEIGHTS = ("all_gather_matmul", "projections", "experts", "grouped")
+OF_WEIGHTS = ("all_gather_matmul", "projections", "experts", "ordered", "grouped")
 """Kernels of several products that are not added up."""
-OF_FEW_ROWS = ("one_shot", "gathered_few", "projections", "experts", "grouped")
+OF_FEW_ROWS = ("one_shot", "gathered_few", "projections", "experts", "ordered", "grouped")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -260,6 +266,8 @@ def compile_case(case: Case) -> Compiled:
         "BY_TOKEN": True,
         "BY_SLOT": True,
         "HAS_ABSENT": case.elsewhere,
+        "BLOCK": BLOCK,
+        "CHUNK": CHUNK,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
@@ -314,6 +322,8 @@ def compile_case(case: Case) -> Compiled:
             signature[name], known[place,] = "constexpr", 1
         elif name == "experts":
             signature[name], attributes[place,] = "*i64", aligned
+        elif name == "order":
+            signature[name], attributes[place,] = "*i32", aligned
         elif name == "slots":
             signature[name] = ("*i64", "*i32")
             attributes |= {(place, i): aligned for i in range(2)}

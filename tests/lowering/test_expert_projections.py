@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
+from ditron_inductor.device.streams import handle_for
+from ditron_inductor.lowering.config import FEW_ROWS
 from ditron_inductor.lowering.expert_projections import experts_kernel as lowering
+from ditron_inductor.lowering.expert_projections import slot_order
+from ditron_inductor.lowering.host.launcher import local_launcher
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate, without_tables
-from ditron_inductor.task.nodes import ExpertProjections
+from ditron_inductor.task.nodes import MOST_ORDERED_TOKENS, ExpertProjections
 from tests.cases import rare
 from tests.lowering.assembly import dialect_of, resources
 from tests.lowering.cross_compile import NUM_WEIGHTS, compile_case
@@ -89,12 +93,20 @@ CASES = (
     Case(3, 2, 8, 64, (40, 40), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
     Case(17, 3, 5, 37, (40, 40), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
     Case(5, 2, 4, 32, (24, 24), epilogue=SWIGLU, interleaved=True),
-    # Two products that are not combined, and more tokens than a tile has: by the library.
+    # Two products that are not combined: by the library. So are more tokens than any kernel takes.
     Case(5, 2, 4, 32, (24, 24), interleaved=True),
+    Case(MOST_ORDERED_TOKENS + 1, 1, 3, 16, (16,)),
+    # More tokens than a tile has rows. An expert of all of them has several tiles, and others may have none.
     Case(65, 2, 4, 32, (24, 24), epilogue=CLAMPED, absent=True, interleaved=True),
     Case(65, 2, 4, 32, (16,), absent=True),
     Case(65, 2, 4, 48, (32, 32), epilogue=SWIGLU),
+    Case(70, 1, 90, 40, (33,), by_token=False),
+    Case(77, 3, 5, 41, (40, 17), torch.float16, routing="one"),
+    Case(66, 2, 64, 33, (50, 50, 17), torch.float32, epilogue="mm0 * mm1; mm2 + row(x0)", routing="apart"),
+    Case(90, 2, 3, 48, (40, 40), epilogue="mm1 * expert(x0); mm0 + expert(x1)", absent=True, across=True),
+    Case(66, 2, 4, 32, (16,), by_token=False, routing="elsewhere", absent=True),
 )
+MANY = Case(128, 8, 128, 384, (2048,), by_token=False)
 LARGE_CASES = (
     Case(1, 8, 128, 2048, (384, 384), epilogue=SWIGLU),
     Case(1, 8, 128, 384, (2048,), by_token=False),
@@ -116,6 +128,14 @@ LARGE_CASES = (
     Case(32, 4, 64, 2880, (2880, 2880), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
     Case(64, 4, 32, 2880, (2880, 2880), epilogue=SWIGLU, across=True),
     Case(32, 4, 64, 2880, (2880,), by_token=False, absent=True, across=True),
+    # More tokens than a tile has rows.
+    MANY,
+    Case(128, 8, 128, 2048, (384, 384), epilogue=SWIGLU),
+    Case(65, 2, 8, 4096, (7168, 7168), epilogue=SWIGLU, routing="one"),
+    Case(256, 2, 8, 7168, (4096,), by_token=False, absent=True),
+    Case(511, 8, 256, 1000, (333, 333), torch.float16),
+    Case(200, 4, 32, 512, (384, 40), torch.float32, routing="apart"),
+    Case(128, 4, 64, 2880, (2880, 2880), epilogue=CLAMPED, absent=True, across=True, interleaved=True),
 )
 
 
@@ -200,8 +220,8 @@ def test_near_the_reference_on_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.gpu
-def test_in_a_graph_it_follows_its_operands() -> None:
-    case = LARGE_CASES[1]
+@pytest.mark.parametrize("case", (LARGE_CASES[1], MANY), ids=str)
+def test_in_a_graph_it_follows_its_operands(case: Case) -> None:
     x, experts, weights, extras = operands(case, torch.device("cuda", 0))
     node = node_of(case, extras)
     call = [x, experts, *weights]
@@ -234,6 +254,33 @@ def test_other_layouts_and_no_tokens_go_to_the_library() -> None:
     assert [out.shape for out in outs] == [(0, 8), (0, 8)]
 
 
+def _order(ctx: RankContext, slots: int, num_experts: int) -> None:
+    generator = torch.Generator().manual_seed(slots)
+    # One expert more than there are, and beyond that: experts of other ranks.
+    experts = torch.randint(num_experts + 3, (slots,), generator=generator).to(ctx.device)
+    order = slot_order.new_order(experts, num_experts).fill_(-1)
+    launch, arguments = local_launcher(slot_order.slot_order_kernel, ctx.device), slot_order.arguments_of
+    stream = handle_for(experts)
+    launch(stream, lambda: arguments(slots, num_experts), (), (), {"experts": experts, "order": order})
+    taken = experts.clamp(max=num_experts)
+    below = [int((taken < number).sum()) for number in range(num_experts + 2)]
+    assert order.tolist() == [*taken.argsort(stable=True).tolist(), *below]
+
+
+SLOTS = ((1, 1), (1, 100), (33, 5), (700, 3), (200, 70))
+
+
+@pytest.mark.parametrize(("slots", "num_experts"), SLOTS)
+def test_slots_are_ordered_by_expert(rank_pools: RankPools, slots: int, num_experts: int) -> None:
+    rank_pools.get("cpu", 2).run(_order, slots, num_experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("slots", "num_experts"), (*SLOTS, (4088, 512)))
+def test_slots_are_ordered_by_expert_on_a_gpu(rank_pools: RankPools, slots: int, num_experts: int) -> None:
+    rank_pools.get("cuda", 2).run(_order, slots, num_experts)
+
+
 FORMS = {
     "plain": ("", False, False),
     "epilogue": (SWIGLU, False, False),
@@ -244,23 +291,33 @@ FORMS = {
 
 
 # The form with most, for both, and the other one with slots elsewhere.
-@pytest.mark.parametrize(
-    ("target", "form"),
-    [
-        *((target, "interleaved") for target in ("sm_90", "gfx942")),
-        ("sm_90", "elsewhere"),
-        *rare(*(("sm_90", form) for form in ("plain", "epilogue", "epilogue-elsewhere"))),
-        *rare(*(("gfx942", form) for form in FORMS if form != "interleaved")),
-    ],
+TARGETS_AND_FORMS = (
+    *((target, "interleaved") for target in ("sm_90", "gfx942")),
+    ("sm_90", "elsewhere"),
+    *rare(*(("sm_90", form) for form in ("plain", "epilogue", "epilogue-elsewhere"))),
+    *rare(*(("gfx942", form) for form in FORMS if form != "interleaved")),
 )
-def test_compiles_for_gpus(target: str, form: str) -> None:
+
+
+@pytest.mark.parametrize("kernel", ["experts", "ordered"])
+@pytest.mark.parametrize(("target", "form"), TARGETS_AND_FORMS)
+def test_compiles_for_gpus(target: str, form: str, kernel: str) -> None:
     epilogue, elsewhere, interleaved = FORMS[form]
-    for tile in lowering.shapes_of(bool(epilogue), across=elsewhere, interleaved=interleaved).values():
+    together = bool(epilogue) and kernel == "experts"
+    for tile in lowering.shapes_of(together, across=elsewhere, interleaved=interleaved).values():
         how = {"epilogue": epilogue, "elsewhere": elsewhere, "interleaved": interleaved}
-        compiled = compile_case(Compilation("experts", target, tile, "bf16", **how))
+        compiled = compile_case(Compilation(kernel, target, tile, "bf16", **how))
         assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
         if target == "sm_90":
             # Several steps of K under way at once, and nothing in memory of its own.
             columns = tile.block_n * (1 + interleaved)
             assert compiled.shared_bytes > 2 * tile.block_k * (tile.block_m + columns)
             assert resources(compiled.assembly).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_the_order_compiles_for_gpus(target: str) -> None:
+    compiled = compile_case(Compilation("order", target, FEW_ROWS[16], "bf16"))
+    assert len(compiled.listing.loops(dialect_of(target).store)) == 0
+    if target == "sm_90":
+        assert resources(compiled.assembly).spilled_bytes == 0

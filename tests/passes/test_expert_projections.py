@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.expert_projections import expert_projections
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, MOST_ORDERED_TOKENS
 from tests.passes.graphs import all_reduce, compiled_graphs, run_ranks, text, traced, twin
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -208,10 +208,11 @@ def test_weights_that_are_a_view_of_what_is_written_to_stay() -> None:
     assert calls(module) == 0
 
 
-@pytest.mark.parametrize("tokens", [MOST_EXPERT_TOKENS, MOST_EXPERT_TOKENS + 1])
-def test_few_tokens_only(tokens: int) -> None:
-    module = traced(chosen_by(by_topk), torch.empty(tokens, D), torch.empty(tokens, E), GATE_UP, NORM)
-    assert calls(module) == (1 if tokens == MOST_EXPERT_TOKENS else 0)
+@pytest.mark.parametrize(("strategy", "most"), [("auto", MOST_EXPERT_TOKENS), ("tile", MOST_ORDERED_TOKENS)])
+def test_few_tokens_only(strategy: str, most: int) -> None:
+    for tokens, made in ((most, 1), (most + 1, 0)):
+        module = traced(chosen_by(by_topk), torch.empty(tokens, D), torch.empty(tokens, E), GATE_UP, NORM)
+        assert calls(module, Options(strategy=strategy)) == made
 
 
 def test_a_dynamic_depth_is_no_argument_of_a_node() -> None:

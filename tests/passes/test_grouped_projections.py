@@ -17,7 +17,7 @@ from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.grouped_projections import grouped_projections
 from ditron_inductor.task import grouped_cost
-from ditron_inductor.task.nodes import GroupedProjections
+from ditron_inductor.task.nodes import MOST_ORDERED_TOKENS, GroupedProjections
 from ditron_inductor.task.verify import local_calls
 from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, compiled_graphs, run_ranks, text, twin
 
@@ -334,10 +334,12 @@ def test_it_is_not_made_where_the_option_leaves_it_out() -> None:
 
 @pytest.mark.parametrize(("strategy", "count"), [("auto", 0), ("tile", 1)])
 def test_what_the_library_does_faster_stays_unless_the_kernel_is_forced(strategy: str, count: int) -> None:
-    with mock.patch.object(
-        grouped_cost, "library_wins", lambda **sizes: sizes == {"S": T * K, "E": E, "K": D, "N": 2 * F}
-    ):
-        (module,) = compiled_graphs(behind_a_reduction(experts), *OPERANDS)
+    # With fewer tokens the kernel that is forced is that of expert_projections.
+    tokens = MOST_ORDERED_TOKENS + 1
+    sizes = {"S": tokens * K, "E": E, "K": D, "N": 2 * F}
+    with mock.patch.object(grouped_cost, "library_wins", lambda **given: given == sizes):
+        operands = torch.empty(tokens, D).to(BF16), torch.empty(tokens, E), *OPERANDS[2:]
+        (module,) = compiled_graphs(behind_a_reduction(experts), *operands)
         assert made(module, Options(strategy=strategy)) == count
 
 

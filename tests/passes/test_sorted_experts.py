@@ -16,7 +16,7 @@ from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import place_order
 from ditron_inductor.passes.graph.place_order import Kind
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, MOST_ORDERED_TOKENS
 from ditron_inductor.task.verify import local_calls
 from tests.passes.graphs import WORLD_SIZE, all_reduce, compiled_graphs, run_ranks, text, twin
 
@@ -258,7 +258,7 @@ def test_a_mask_that_the_call_does_not_have_stays(changes: dict[str, Any]) -> No
     assert text(module.graph).count("aten.where") == 2
 
 
-@pytest.mark.parametrize("tokens", [1, MOST_EXPERT_TOKENS])
+@pytest.mark.parametrize("tokens", [1, MOST_EXPERT_TOKENS, MOST_EXPERT_TOKENS + 1])
 def test_so_many_tokens(tokens: int) -> None:
     same_results(experts, (torch.empty(tokens, D).to(BF16), torch.empty(tokens, E), GATE_UP, DOWN))
 
@@ -303,7 +303,7 @@ def test_where_the_order_matters_it_stays(name: str) -> None:
 
 
 def test_more_tokens_are_sorted() -> None:
-    tokens = MOST_EXPERT_TOKENS + 1
+    tokens = MOST_ORDERED_TOKENS + 1
     assert made(graph_of(experts, (torch.empty(tokens, D).to(BF16), torch.empty(tokens, E), GATE_UP, DOWN))) == 0
 
 
