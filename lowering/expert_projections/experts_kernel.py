@@ -201,27 +201,27 @@ def prepare(
     if node.interleaved and len(arrangement.groups) > 1:
         return by_library(node, x, extras)
     facts = facts_of(x.device)
-    ordered = tokens > MOST_EXPERT_TOKENS
+    sorts = tokens > MOST_EXPERT_TOKENS
     across = any(weight.stride(1) != 1 for weight in weights)
     # Of many tokens there are programs enough, whatever their tiles are.
-    shapes = shapes_of(arrangement.together > 1 and not ordered, across=across, interleaved=node.interleaved)
+    shapes = shapes_of(arrangement.together > 1 and not sorts, across=across, interleaved=node.interleaved)
     interpreted = x.device.type == "cpu"
-    if not (ordered or across) and (interpreted or K >= LEAST_ROW):
+    if not (sorts or across) and (interpreted or K >= LEAST_ROW):
         shapes = {1: ROW, **shapes}
     E = weights[0].shape[0]
-    rows = rows_of_a_tile(experts.shape[0], E) if ordered else tokens
+    rows = rows_of_a_tile(experts.shape[0], E) if sorts else tokens
     config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
-    launcher = local_launcher(ordered_projections_kernel if ordered else expert_projections_kernel, x.device)
+    launcher = local_launcher(ordered_projections_kernel if sorts else expert_projections_kernel, x.device)
     orders = local_launcher(slot_order.slot_order_kernel, x.device)
     # These are made now, because a closure would keep the operands alive.
-    arguments = _arguments(node, x, experts, weights, arrangement, config.for_arch(facts.arch), ordered)
+    arguments = _arguments(node, x, experts, weights, arrangement, config.for_arch(facts.arch), sorts)
     of_order = slot_order.arguments_of(experts.shape[0], E)
 
     def run(
         x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         outs, tensors = tensors_of(arrangement, experts.shape[0], x, products_of(node, weights), extras)
-        if ordered:
+        if sorts:
             tensors["order"] = slot_order.new_order(experts, E)
             orders(handle_for(x), lambda: of_order, (), (), {"experts": experts, "order": tensors["order"]})
         else:
@@ -295,10 +295,10 @@ def _arguments(
     weights: Sequence[torch.Tensor],
     arrangement: Arrangement,
     config: Config,
-    ordered: bool,
+    sorts: bool,
 ) -> Arguments:
-    """Returns the Arguments of a launch. ordered: there is a program for each expert, and one more for slots that name
-    none.
+    """Returns the Arguments of a launch. sorts: the slots are ordered first; there is a program for each expert then,
+    and one more if slots may be absent.
     """
     S, E = experts.shape[0], weights[0].shape[0]
     tile, separate = tiles_of(x, config), products_of(node, weights)
@@ -313,7 +313,7 @@ def _arguments(
         RANKS=triton.next_power_of_2(node.top_k),
         SLOTS=triton.next_power_of_2(S),
         BY_TOKEN=node.by_token,
-        BY_SLOT=S <= E and not ordered,
+        BY_SLOT=S <= E and not sorts,
         HAS_ABSENT=node.has_absent,
     )
     values: dict[str, Any] = {
@@ -326,7 +326,7 @@ def _arguments(
         "HOW": how,
         **config.options,
     }
-    return Arguments(programs=tiles * (E + node.has_absent if ordered else min(S, E)), values=values)
+    return Arguments(programs=tiles * (E + node.has_absent if sorts else min(S, E)), values=values)
 
 
 expert_projections: LocalCalls[ExpertProjections] = LocalCalls(prepare)
