@@ -2,9 +2,10 @@
 
 The chains of `softmax_algebra` begin at seeds. A batched product of queries and keys gives the scores x, indexed by the
 tokens. A batched product of exponentials and values multiplies by v and sums. `where` with -inf removes tokens, if its
-condition is arange(tokens) < lengths. A sum with `where(.., 0, -inf)` does so too, written out or as a mask of torch's
-attention ops. These ops give a weighted sum and the logarithm of its weights. Dimensions of operands are followed from
-the tensors in the graph through views, and where they come out determines their roles.
+condition is arange(tokens) < lengths, or, where a cache is divided over ranks, arange(first, first + tokens) < lengths.
+A sum with `where(.., 0, -inf)` does so too, written out or as a mask of torch's attention ops. These ops give a
+weighted sum and the logarithm of its weights. Dimensions of operands are followed from the tensors in the graph through
+views, and where they come out determines their roles.
 """
 
 from __future__ import annotations
@@ -294,7 +295,7 @@ class PartAlgebra:
         return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})
 
     def lengths_of(self, mask: TokenMask, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
-        """Returns the lengths of a mask over scores. Raises Unknown."""
+        """Returns the lengths of a mask over scores, as `Scores` has them. Raises Unknown."""
         condition, kept, views = mask.condition, mask.kept, [*mask.views]
         while condition.target in NEGATIONS or condition.target in VIEWS:
             views.append(condition)
@@ -313,7 +314,8 @@ class PartAlgebra:
         index_root, index_axes = self._root(index)
         length_root, length_axes = self._root(length)
         value = proofs.tensor(length_root.node)
-        if not counts_up(index_root.node) or value is None or value.is_floating_point() or value.dtype == torch.bool:
+        first = first_of_range(index_root.node)
+        if first is None or value is None or value.is_floating_point() or value.dtype == torch.bool:
             raise Unknown(condition)
         axes = self.algebra.broadcast(condition, index_axes, length_axes)
         for view in reversed(views):
@@ -328,7 +330,7 @@ class PartAlgebra:
                 raise Unknown(condition)
         if self.atoms.of(index_root.axes) != ((tokens,),):
             raise Unknown(condition)
-        return length_root.node, length_root.axes, int(including)
+        return length_root.node, length_root.axes, int(including) - first
 
     def _sdpa(self, node: fx.Node, call: fx.Node) -> Value:
         """Returns the values of the output and the log-sum-exp of torch's own ops."""
@@ -404,9 +406,13 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
     return None
 
 
-def counts_up(node: fx.Node) -> bool:
-    """Returns whether a node is arange(n)."""
+def first_of_range(node: fx.Node) -> int | None:
+    """Returns s if a node is arange(s, s + n), or arange(n) + s, for a known s; None if it is something else."""
+    if node.target is aten.add.Tensor and not node.kwargs:
+        counted, more = node.args
+        first = first_of_range(counted) if isinstance(counted, fx.Node) else None
+        return first + more if first is not None and type(more) is int else None
     if node.target is not prims.iota.default:
-        return False
+        return None
     bound = proofs.arguments(node)
-    return bound["start"] == 0 and bound["step"] == 1
+    return bound["start"] if bound["step"] == 1 and type(bound["start"]) is int else None

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ditron_inductor.passes.attention.attention_parts import counts_up
+from ditron_inductor.passes.attention.attention_parts import first_of_range
 from ditron_inductor.passes.attention.roots import VIEWS, Root, chain_to
 from ditron_inductor.passes.attention.softmax_algebra import Atoms, Unknown
 from ditron_inductor.passes.attention.step_attention import StepAttention
@@ -125,7 +125,8 @@ def _position(indices: list[fx.Node | None], order: tuple[int, ...], attention: 
 def _counts(node: fx.Node, count: int) -> bool:
     """Returns whether a tensor is 0, 1, .., count - 1."""
     root = whole(node)
-    return root is not None and counts_up(root.node) and root.node.args[0] in (count,)
+    value = None if root is None else proofs.tensor(root.node)
+    return value is not None and tuple(value.shape) == (count,) and first_of_range(root.node) == 0
 
 
 def _leads_to(node: fx.Node, readers: tuple[fx.Node, ...]) -> bool:

@@ -22,9 +22,10 @@ It must not fire when
 * a size is dynamic, or the result is wanted in another dtype than that of the query, before it is rounded;
 * there is another mask than that of lengths, dropout, or causal order among several queries.
 
-All sizes except S, the form of the mask, and the ops have to be the same on all ranks. Those of one program are, except
-for a mask by `arange(rank * S, ..)`, which begins at 0 on rank 0 alone: then the ranks do not agree, and all run what
-they wrote.
+The mask may compare the tokens' places in the whole cache, arange(rank * S, (rank + 1) * S). Each rank then reduces the
+lengths by its own first place, so the call is the same on all ranks.
+
+All sizes except S, the form of the mask, and the ops have to be the same on all ranks, as those of one program are.
 """
 
 from __future__ import annotations
@@ -290,7 +291,9 @@ def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
     if more or dtype != torch.int32:
         # The mask compares whole numbers of 64 bits, of which the program may have the largest ones as "no limit".
         node = rewriting.computed(graph, prims.convert_element_type.default, (node, torch.int64), node)
-        node = rewriting.computed(graph, aten.clamp.default, (node, -more, match.k.views.shape[1] - more), node)
+        # Inductor has no lowering for `clamp`, and nothing is decomposed any more.
+        node = rewriting.computed(graph, aten.clamp_min.default, (node, -more), node)
+        node = rewriting.computed(graph, aten.clamp_max.default, (node, match.k.views.shape[1] - more), node)
         node = rewriting.computed(graph, aten.add.Tensor, (node, more), node) if more else node
         node = rewriting.computed(graph, prims.convert_element_type.default, (node, torch.int32), node)
     return node

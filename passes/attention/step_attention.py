@@ -1,7 +1,7 @@
 """Attention of one query for each sequence, as one of torch's attention ops computes it.
 
-    query [B, Hq, 1, D], keys and values [B, Hkv, S, D], perhaps repeated for the query heads that share them, mask
-        -> op -> getitem 0 = result [B, Hq, 1, D]
+query [B, Hq, 1, D], keys and values [B, Hkv, S, D], perhaps repeated for the query heads that share them, mask
+    -> op -> getitem 0 = result [B, Hq, 1, D]
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _read_choice(call: SoftmaxCall) -> TokenChoice | None:
         used = sum(attention.atoms.of(axes), ())
         value = proofs.fake(node)
         known = value.dtype in WHOLE_NUMBERS and value.device == device
-        if used in ((), attention.atoms.flat(batch)) and known:
+        if used in ((), attention.atoms.flat(batch)) and known and more in (0, 1):
             return TokenChoice(node, more)
     except Unknown:
         pass

@@ -18,12 +18,16 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 """(q [B, Hq, D], keys and values [B, S, Hkv, D], lengths [B] int32) -> [B, Hq, D]."""
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Attention over all ranks' tokens in functional collectives, as one writes it; NaN where a rank has no tokens."""
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, first: int = 0
+) -> torch.Tensor:
+    """Attention over all ranks' tokens in functional collectives, as one writes it; NaN where a rank has no tokens.
+    first: the place of this rank's first token, if the lengths count the tokens of all ranks.
+    """
     B, Hq, D = q.shape
     Hkv = k.shape[2]
     scores = torch.einsum("bhgd,bshd->bhgs", q.view(B, Hkv, Hq // Hkv, D), k) / math.sqrt(D)
-    there = torch.arange(k.shape[1], device=k.device) < lengths[:, None]
+    there = torch.arange(first, first + k.shape[1], device=k.device) < lengths[:, None]
     scores = scores.masked_fill(~there[:, None, None], -math.inf)
     o = torch.einsum("bhgs,bshd->bhgd", torch.softmax(scores, -1), v)
     group = dist.group.WORLD

@@ -73,6 +73,33 @@ def _attend(ctx: RankContext) -> int:
     return counters["ditron"]["flash_decode"]
 
 
+def _of_places(ctx: RankContext) -> int:
+    """Lengths of the whole cache, which each rank compares with its own tokens' places, as with its own lengths."""
+    torch._dynamo.reset()
+    counters.clear()
+    head_dim, S = HEAD_DIM[ctx.device.type], 24
+    same, own = (torch.Generator(ctx.device).manual_seed(seed) for seed in (0, 1 + ctx.rank))
+    q = torch.randn(BATCH, 6, head_dim, device=ctx.device, generator=same)
+    k, v = (torch.randn(BATCH, S, 2, head_dim, device=ctx.device, generator=own) for _ in range(2))
+    # Every rank has a token of each sequence.
+    first, last = ctx.rank * S, S * ctx.world_size
+    lengths = torch.tensor([last - S // 2, last], device=ctx.device)
+    attend = functools.partial(plain_attention, first=first)
+    compiled = torch.compile(attend, backend=ditron, fullgraph=True, options={"ditron.strategy": "tile"})
+    with torch.no_grad():
+        found, wanted = compiled(q, k, v, lengths), plain_attention(q, k, v, lengths - first)
+    assert relative_error(found, wanted) <= 1e-5
+    return counters["ditron"]["flash_decode"]
+
+
+def test_lengths_of_the_whole_cache(rank_pools: RankPools) -> None:
+    assert set(rank_pools.get("cpu", 2).run(_of_places, timeout=200)) == {1}
+
+
+def test_lengths_of_the_whole_cache_on_gpus(gpu_pool: RankPool) -> None:
+    assert set(gpu_pool.run(_of_places, timeout=200)) == {1}
+
+
 def test_attention_of_torch(rank_pools: RankPools) -> None:
     assert set(rank_pools.get("cpu", 2).run(_attend, timeout=200)) == {1}
 

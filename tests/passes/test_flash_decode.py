@@ -131,6 +131,27 @@ def test_a_length_may_be_as_large_as_its_numbers(last: int, dtype: torch.dtype, 
     assert_computes_the_same(up_to, (*operands(torch.float32), torch.tensor([7, last], dtype=dtype)))
 
 
+PLACES: dict[str, Callable[[], Tensor]] = {
+    "from a place": lambda: torch.arange(3, 3 + S),
+    "moved": lambda: torch.arange(S) + 3,
+    "moved twice": lambda: 1 + (torch.arange(1, S + 1) + 1),
+}
+
+
+@pytest.mark.parametrize("including", [False, True])
+@pytest.mark.parametrize("name", PLACES, ids=lambda name: name.replace(" ", "_"))
+def test_tokens_may_have_places_in_the_whole_cache(name: str, including: bool) -> None:
+    """One sequence ends in this part of the cache, the other one behind it."""
+
+    def of_places(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        places = PLACES[name]()
+        o, lse = parts(q, k, v, places <= lengths[:, None] if including else places < lengths[:, None])
+        return by_softmax(gathered(o), gathered(lse)).to(q.dtype).view(q.shape)
+
+    for lengths in ([3 + S // 2, 3 + S + 5], [4, 3 + S]):
+        assert_computes_the_same(of_places, (*operands(torch.float32), torch.tensor(lengths)))
+
+
 def assert_computes_the_same(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
     after = graph_of(fn, args)
     before = twin(after)
@@ -220,8 +241,9 @@ mul [2, 6, 16] = aten.mul.Tensor(arg2_1, 0.25)
 permute_default [2, 40, 2, 16] = aten.permute(arg0_1, [0, 2, 1, 3])
 permute_default_1 [2, 40, 2, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
 convert_element_type_default [2] = prims.convert_element_type(arg3_1, torch.int64)
-clamp_default [2] = aten.clamp(convert_element_type_default, -1, 39)
-add_tensor [2] = aten.add.Tensor(clamp_default, 1)
+clamp_min_default [2] = aten.clamp_min(convert_element_type_default, -1)
+clamp_max_default [2] = aten.clamp_max(clamp_min_default, 39)
+add_tensor [2] = aten.add.Tensor(clamp_max_default, 1)
 convert_element_type_default_1 [2] = prims.convert_element_type(add_tensor, torch.int32)
 flash_decode = ditron.flash_decode([mul, permute_default, permute_default_1, convert_element_type_default_1], "scale=1.0 softcap=0.0 world_size=4 group_name=0 site='' trials", None)
 getitem_1 [2, 6, 16] = flash_decode[0]
