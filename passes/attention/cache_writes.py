@@ -125,7 +125,9 @@ def _position(indices: list[fx.Node | None], order: tuple[int, ...], attention: 
 def _counts(node: fx.Node, count: int) -> bool:
     """Returns whether a tensor is 0, 1, .., count - 1."""
     root = whole(node)
-    return root is not None and first_of_range(root.node) == 0 and tuple(proofs.fake(root.node).shape) == (count,)
+    if root is None or first_of_range(root.node) != 0:
+        return False
+    return proofs.same_shape(tuple(proofs.fake(root.node).shape), (count,))
 
 
 def _leads_to(node: fx.Node, readers: tuple[fx.Node, ...]) -> bool:

@@ -199,7 +199,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "gather any bias); add it after the collective"
     ),
     ReasonCode.CAST_BETWEEN: (
-        "a dtype conversion stands between it and the matmul; communicate in the matmul's dtype, cast outside"
+        "a dtype conversion stands between it and the matmul, or attention; communicate in the dtype of that, cast "
+        "outside"
     ),
     ReasonCode.CHUNKS_PARTIAL: (
         "the chunks around it are not one equal chunk per rank; split the dimension into exactly world_size chunks"
@@ -280,8 +281,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "another operand is computed from the collective's result; make it independent of that"
     ),
     ReasonCode.OPERAND_LATE: (
-        "the matmul's other operand is computed after the gathered tensor is first used, behind an op that has to stay "
-        "there (a collective, a random op, a side effect); compute it earlier"
+        "another operand of the matmul, or attention, is computed after the gathered tensor is first used, behind an op "
+        "that has to stay there (a collective, a random op, a side effect); compute it earlier"
     ),
     ReasonCode.POINTWISE_BETWEEN: (
         "an op stands between it and the matmul that no kernel has a text for, or whose other operand is not of the "
