@@ -281,8 +281,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "another operand is computed from the collective's result; make it independent of that"
     ),
     ReasonCode.OPERAND_LATE: (
-        "another operand of the matmul, or attention, is computed after the gathered tensor is first used, behind an op "
-        "that has to stay there (a collective, a random op, a side effect); compute it earlier"
+        "another operand of the matmul, or attention, is computed after the gathered tensor is first used, behind an "
+        "op that has to stay there (a collective, a random op, a side effect); compute it earlier"
     ),
     ReasonCode.POINTWISE_BETWEEN: (
         "an op stands between it and the matmul that no kernel has a text for, or whose other operand is not of the "
