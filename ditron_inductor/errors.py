@@ -94,12 +94,15 @@ class DitronRunsUnfused(DitronError, RuntimeError):
 
 
 class DitronTimeout(DitronError, RuntimeError):
-    """A bounded wait for a peer's signal expired. ``expected`` and ``seen`` describe the flag: epoch and site."""
+    """A bounded wait for a peer's signal expired. ``expected`` and ``seen`` describe the flag: epoch and site.
+    ``absent`` is a sentence about other ranks that have not come, or nothing.
+    """
 
     message = (
         "rank {rank} waited {seconds:.1f} s at site '{site}' for rank {peer} (chunk {chunk}): "
-        "expected {expected}, saw {seen}. That rank is dead, stopped or late, runs another program, or runs this part "
-        "of it eagerly. Call ditron_inductor.reset(group) on all ranks to go on"
+        "expected {expected}, saw {seen}. That rank is dead, stopped or late, runs another program, runs this part "
+        "of it eagerly, or waits for such a rank itself. {absent}"
+        "Call ditron_inductor.reset(group) on all ranks to go on"
     )
 
 

@@ -47,6 +47,7 @@ def test_run_time_errors_name_both_ranks_and_sites() -> None:
     assert isinstance(diverged, RuntimeError)
     for part in ("rank 0", "rank 3", "a/0:all_gather_matmul", "b/1:matmul_all_reduce", "reset"):
         assert part in str(diverged)
-    timeout = DitronTimeout(rank=1, seconds=30.0, site="a/0", peer=2, chunk=4, expected="epoch 7", seen="epoch 6")
-    for part in ("rank 1", "30.0 s", "rank 2", "chunk 4", "epoch 7", "epoch 6"):
+    flag = {"chunk": 4, "expected": "epoch 7", "seen": "epoch 6"}
+    timeout = DitronTimeout(rank=1, seconds=30.0, site="a/0", peer=2, absent="Rank 3 has not come. ", **flag)
+    for part in ("rank 1", "30.0 s", "rank 2", "chunk 4", "epoch 7", "epoch 6", "itself. Rank 3 has not come. Call "):
         assert part in str(timeout)

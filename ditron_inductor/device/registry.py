@@ -107,7 +107,7 @@ class Registry:
         return workspace
 
     def _agree(self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float) -> None:
-        shared.health.check()
+        shared.check()
         try:
             agree_options(shared.session, options, max(timeout_s, self.first_timeout_s))
         except (DitronHandshakeError, DitronDiverged) as exc:

@@ -59,6 +59,12 @@ class Generation:
             self.views[slot, rank, dtype] = found
         return found
 
+    def credits(self, slot: int) -> torch.Tensor:
+        """The credits of `slot` that the ranks have given to this one: int64 [MAX_WORLD]."""
+        header = self.heap.local[: slot_layout.HEADER_BYTES].view(torch.int64)
+        first = slot * words.SLOT_WORDS.value + words.CREDIT_ROW.value * slot_layout.MAX_WORLD
+        return header[first : first + slot_layout.MAX_WORLD]
+
     def keep(self, key: Hashable, value: T) -> T:
         if len(self.kept) >= MOST_KEPT:
             self.kept.clear()

@@ -38,6 +38,11 @@ def slot_word(slot: int, word: int) -> int:
     return words.SLOT_CTL.value + slot * words.SLOT_CTL_STRIDE.value + word
 
 
+def is_behind(seen: int, epoch: int) -> bool:
+    """Returns whether the epoch `seen` is before `epoch`, modulo the number of epochs, as kernels compare them."""
+    return (seen - epoch) & EPOCH_MASK > EPOCH_MASK >> 1
+
+
 def unpack(word: int) -> tuple[int, int]:
     """Returns (site hash, epoch) of a flag or credit word."""
     return word >> words.EPOCH_BITS.value & SITE_MASK, word & EPOCH_MASK

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -65,12 +66,15 @@ class Health:
         """Returns whether the workspace may not be used until it is reset. Costs well under a microsecond."""
         return self._state.value != 0 or bool(self._cause)
 
-    def check(self) -> None:
-        """Raises the failure, if there is one: at first as DitronTimeout or DitronDiverged, later as DitronPoisoned."""
+    def check(self, not_begun: Callable[[int, int], list[int]] = lambda slot, epoch: []) -> None:
+        """Raises the failure, if there is one: at first as DitronTimeout or DitronDiverged, later as DitronPoisoned.
+        not_begun: is asked which ranks have not begun the launch of a use of a slot.
+        """
         error = self.error()
         if self._cause:
             raise DitronPoisoned(group_name=self._group.name, cause=self._cause)
         if error is not None:
+            error = self._with_absent(error, not_begun)
             self._cause = str(error)
             # Raise a copy: the traceback of a raised error keeps its callers' tensors as long as we keep the error.
             raise type(error)(**error.fields)
@@ -125,7 +129,22 @@ class Health:
             chunk=chunk,
             expected=expected,
             seen=seen if seen_epoch else "nothing from it yet",
+            absent="",
         )
+
+    def _with_absent(self, error: DitronError, not_begun: Callable[[int, int], list[int]]) -> DitronError:
+        """Adds the ranks that have not begun the call, if these are not just the one that was waited for."""
+        if not isinstance(error, DitronTimeout) or self._group.world_size == 2:
+            return error
+        slot, chunk = self.record[words.RECORD_SLOT.value].item(), self.record[words.RECORD_CHUNK.value].item()
+        _, epoch = slot_layout.unpack(int(self.record[words.RECORD_EXPECTED.value].item()))
+        # The credit that a launch waits for is of the use before it.
+        ranks = not_begun(int(slot), epoch + 1 if chunk == words.CREDIT_ROW.value else epoch)
+        if not ranks or ranks == [error.fields["peer"]]:
+            return error
+        numbers = ", ".join(map(str, ranks))
+        who = f"Rank {numbers} has" if len(ranks) == 1 else f"Ranks {numbers} have"
+        return DitronTimeout(**error.fields | {"absent": f"{who} not begun this call, or failed before it. "})
 
 
 class Watchdog:

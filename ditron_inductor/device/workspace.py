@@ -9,6 +9,7 @@ found.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import TypeVar
@@ -16,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from ditron_inductor.device import slot_layout
+from ditron_inductor.device.absence import Look
 from ditron_inductor.device.calibrate import PollRates
 from ditron_inductor.device.capabilities import Capabilities
 from ditron_inductor.device.groups import Group
@@ -52,6 +54,7 @@ class SharedWorkspace:
         self.rates = rates
         self.sites = SiteNames(self.group, session.name)
         self.health = Health(self.group, self.sites, device)
+        self._look = Look(device)
         self.order: CallOrder = StreamOrder(device) if device.type == "cuda" else CallOrder()
         self.lane: Lane = make_lane(device, self.order)
         self.generations: list[Generation] = []
@@ -83,7 +86,7 @@ class SharedWorkspace:
             # behind.
             self.health.fail(RuntimeError("a call before this one neither ended nor failed"))
         if self.health.failed():
-            self.health.check()
+            self.check()
         # From here on this rank counts as being in the call, because its peers go through with theirs.
         self._in_call = True
         try:
@@ -139,12 +142,16 @@ class SharedWorkspace:
         self.health.fail(cause)
         self._in_call = False
 
+    def check(self) -> None:
+        """Raises the error that an earlier kernel found, if there is one."""
+        self.health.check(functools.partial(self._look.not_begun, self.generations + self.lost, self.group))
+
     def end(self) -> None:
         """Ends the use that began last, whose work is on its stream."""
         self._in_call = False
         self.order.leave()
         if self.health.failed():
-            self.health.check()
+            self.check()
 
     def is_first(self, text: str) -> bool:
         """Returns whether this is asked for the first time about a site with certain sizes, since the last reset.
@@ -198,7 +205,7 @@ class SharedWorkspace:
         self.synchronize()
         # Raise an error that a kernel found just now, because the next ring must not hide it.
         if self.health.failed():
-            self.health.check()
+            self.check()
         # The ring is made once and used in any mode. An inference tensor could not be reset outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             generation = make_generation(self.session, self.device, slot_bytes, timeout_s, why)
@@ -369,7 +376,7 @@ class Workspace:
     def check(self) -> None:
         """Raises the error that an earlier kernel found, as the next call would."""
         if self.shared.health.failed():
-            self.shared.health.check()
+            self.shared.check()
 
     def call(self, site: str, nbytes: int, turn: int | None = None) -> Call:
         """One use of a slot with at least `nbytes` of data, for one kernel launch: `with ws.call(...) as call: launch`.

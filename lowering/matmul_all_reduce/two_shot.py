@@ -182,8 +182,9 @@ def matmul_all_reduce_kernel(
                 carry(Carried(box, targets, carried, num_targets), 0, TILES.PIECE)
                 publish_carried(use, chunks, sent_owner, sent_tile, tiles_per_owner, HOW)
                 sent_owner = tl.full((), -1, tl.int32)
-                # Acquire: the owner has pushed its results of the chunk before it published this flag.
-                whole = alive & timed_wait(use, RESULT_ROW + tile // chunk_tiles, owner, TRACE)
+                # Acquire: the owner has pushed its results of the chunk before it published this flag. (The interpreter
+                # makes a tensor of the row only if the tensor comes first.)
+                whole = alive & timed_wait(use, tile // chunk_tiles + RESULT_ROW, owner, TRACE)
                 if EPILOGUE is None:
                     block = (WORLD + owner) * tiles_per_owner + tile
                     result = received_block(data(use, rank, dtype), block, whole, TILES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from unittest import mock
 
@@ -19,14 +20,14 @@ from tests.device.threads import make_group
 CREDIT = words.CREDIT_ROW.value
 
 
-def make_health() -> tuple[Health, SiteNames]:
+def make_health(world_size: int = 2) -> tuple[Health, SiteNames]:
     """The health of rank 0's workspace, and the sites of rank 1."""
     store = dist.HashStore()
-    ours = SiteNames(make_group(store, 0, 2), "s")
-    health = Health(make_group(store, 0, 2), ours, torch.device("cpu"))
+    ours = SiteNames(make_group(store, 0, world_size), "s")
+    health = Health(make_group(store, 0, world_size), ours, torch.device("cpu"))
     health.timeout_s = 1.5
     ours.number("r/0:ours")
-    return health, SiteNames(make_group(store, 1, 2), "s")
+    return health, SiteNames(make_group(store, 1, world_size), "s")
 
 
 def word(sites: SiteNames, site: str, epoch: int) -> int:
@@ -74,6 +75,41 @@ def test_a_credit_is_of_the_use_before_the_call_that_gave_it() -> None:
     text = str(info.value)
     assert "expected its next call after use 3 of the slot, saw the one after use 2, 'r/1:theirs'" in text
     assert "by 'r/1:theirs'" not in text
+
+
+@pytest.mark.parametrize(
+    ("absent", "sentence"),
+    [
+        ([3], " waits for such a rank itself. Rank 3 has not begun this call, or failed before it. Call "),
+        ([1, 3], " waits for such a rank itself. Ranks 1, 3 have not begun this call, or failed before it. Call "),
+        ([1], " waits for such a rank itself. Call "),
+        ([], " waits for such a rank itself. Call "),
+    ],
+)
+def test_a_timeout_names_other_ranks_that_have_not_begun(absent: list[int], sentence: str) -> None:
+    health, peer = make_health(4)
+    write(health, words.TIMEOUT.value, 512, word(peer, "r/0:ours", 12), 0)
+    with pytest.raises(DitronTimeout, match="for rank 1 .*" + re.escape(sentence)):
+        health.check(lambda slot, epoch: absent if (slot, epoch) == (1, 12) else [2])
+    with pytest.raises(DitronPoisoned, match=re.escape(sentence)):
+        health.check()
+
+
+def test_the_credit_that_a_call_waits_for_is_of_the_use_before_it() -> None:
+    health, peer = make_health(4)
+    write(health, words.TIMEOUT.value, CREDIT, word(peer, "r/0:ours", 11), 0)
+    with pytest.raises(DitronTimeout, match="Rank 3 has not begun this call"):
+        health.check(lambda slot, epoch: [3] if (slot, epoch) == (1, 12) else [2])
+
+
+@pytest.mark.parametrize(("world_size", "state"), [(2, words.TIMEOUT.value), (4, words.DIVERGED.value)])
+def test_nobody_looks_where_nobody_else_can_be_at_fault(world_size: int, state: int) -> None:
+    health, peer = make_health(world_size)
+    write(health, state, 0, word(peer, "r/0:ours", 12), word(peer, "r/1:theirs", 12))
+    look = mock.Mock(return_value=[1])
+    with pytest.raises(DitronTimeout if state == words.TIMEOUT.value else DitronDiverged):
+        health.check(look)
+    look.assert_not_called()
 
 
 def test_divergence_names_both_sites() -> None:

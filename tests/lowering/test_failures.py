@@ -9,10 +9,21 @@ import pytest
 import torch.distributed as dist
 
 from tests.cases import rare
+from tests.conftest import Place
 from tests.lowering import test_all_gather_attention as attention
 from tests.lowering.calls import WORKSPACE_LIMIT, Site
-from tests.lowering.failures import TIMEOUT_S, Failure, diverge, fails, hasty, lose_a_rank, reset_and_work, stop_a_rank
-from tests.lowering.problems import KINDS, TILE_KINDS
+from tests.lowering.failures import (
+    TIMEOUT_S,
+    Failure,
+    diverge,
+    fails,
+    hasty,
+    lose_a_rank,
+    names,
+    reset_and_work,
+    stop_a_rank,
+)
+from tests.lowering.problems import KINDS, TILE_KINDS, Problem, Size
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
@@ -21,6 +32,25 @@ from tests.ranks import RankPool
 @pytest.mark.parametrize("stopped_kind", [kind for kind in TILE_KINDS if kind != "matmul_all_gather"])
 def test_a_stopped_rank(fragile_pool: RankPool, stopped_kind: str) -> None:
     stop_a_rank(fragile_pool, stopped_kind, "tile")
+
+
+def _all_reduce_without(ctx: RankContext, victim: int) -> Failure | None:
+    """A sum of three tiles, of which the first three ranks own one each."""
+    site = Site(name="fourth/0", timeout_s=1.5)
+    problem = Problem(ctx, "matmul_all_reduce", Size(20, 40, 32), site=site)
+    problem.check(problem())
+    dist.barrier()
+    return None if ctx.rank == victim else fails(ctx, problem)
+
+
+@pytest.mark.parametrize("fragile_place", [Place("cpu", 4)], indirect=True, ids=str)
+def test_a_rank_that_others_wait_for_is_named_by_those_that_wait_for_them(fragile_pool: RankPool) -> None:
+    victim = 2
+    *owners, victims, last = fragile_pool.run(_all_reduce_without, victim)
+    assert victims is None
+    assert all(f"for rank {victim} " in failure.message for failure in owners), owners
+    # It owns no tile, and its time is over when an owner's is.
+    assert f"for rank {victim} " not in last.message and names(last, victim), last
 
 
 # The ranks meet on the host at a site's first call; later calls meet in the kernel.
