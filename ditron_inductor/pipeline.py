@@ -57,6 +57,7 @@ from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.finish.wire_facts import Before, before_passes, facts_of, graph_facts
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
+from ditron_inductor.passes.forms.rows_by_rank import rows_by_rank
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
@@ -109,6 +110,8 @@ PASSES: tuple[Pass, ...] = (
     move_across,
     # An all-reduce becomes a reduce-scatter and a gather, which the fusions behind then take.
     sequence_parallel,
+    # Several sequences' rows keep the order of the ranks, once all gathers and scatters are there and none is fused.
+    rows_by_rank,
     # Other forms are tried with all the fusions that follow, and kept where one of these fires.
     try_forms,
     # One collective is fused with the matmuls beside it. The list has a line for each kind, and says why it is there.

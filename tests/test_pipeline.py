@@ -68,6 +68,7 @@ def test_the_order_of_the_passes() -> None:
         "merge_reductions",
         "move_across",
         "sequence_parallel",
+        "rows_by_rank",
         "try_forms",
         "all_gather_matmul",
         "matmul_reduce_scatter",
