@@ -125,9 +125,10 @@ def check_training(ctx: RankContext, setup: Setup, steps: int = 1, generated: bo
     return str(report)
 
 
-def check_inference(ctx: RankContext, setup: Setup, calls: int = 3) -> None:
-    """Outputs of a graph without gradients match eager, call after call with new inputs."""
+def check_inference(ctx: RankContext, setup: Setup, calls: int = 3) -> Counter[str]:
+    """Outputs of a graph without gradients match eager, call after call with new inputs; what the passes rewrote."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model = build(ctx, setup)
     call = compiled(setup, model)
     with torch.no_grad():
@@ -135,3 +136,4 @@ def check_inference(ctx: RankContext, setup: Setup, calls: int = 3) -> None:
             x = inputs(ctx, setup, seed=2 + index)
             wanted = {"output": model(x, setup.seq_len)}
             assert_matches({"output": call(x, setup.seq_len)}, wanted, setup.dtype)
+    return Counter(torch._dynamo.utils.counters["ditron"])

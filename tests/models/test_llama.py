@@ -41,6 +41,20 @@ def test_small_llama_trains_as_eager(rank_pools: RankPools, setup: Setup) -> Non
 
 
 @pytest.mark.timeout(300)
+def test_sequences_of_a_prompt_lie_by_rank(rank_pools: RankPools) -> None:
+    """Between the gather and the scatter of the feed-forward; attention needs each sequence's tokens in order."""
+    for counts in rank_pools.get("cpu", 2).run(check_inference, replace(CPU_SETUPS[0], batch=3), 2, timeout=280):
+        assert counts["rows_by_rank"] == SMALL.num_layers
+        assert counts["all_gather_matmul"] == counts["matmul_reduce_scatter"] == 2 * SMALL.num_layers
+
+
+@pytest.mark.timeout(300)
+def test_sequences_of_a_prompt_lie_by_rank_on_gpus(gpu_pool: RankPool) -> None:
+    setup = replace(GPU_SETUPS[0], batch=13, seq_len=336)
+    assert all(counts["rows_by_rank"] for counts in gpu_pool.run(check_inference, setup, timeout=250))
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("setup", GPU_SETUPS, ids=str)
 def test_llama_8b_layers_train_as_eager(gpu_pool: RankPool, setup: Setup) -> None:
     gpu_pool.run(check_training, setup, 2, timeout=250)

@@ -10,6 +10,7 @@ from tests.mutations.measuring import MEASURING
 from tests.mutations.multiplying import MULTIPLYING
 from tests.mutations.mutation import Mutation
 from tests.mutations.norming import NORMING
+from tests.mutations.ordering import ORDERING
 from tests.mutations.overlapping import OVERLAPPING
 from tests.mutations.routing import ROUTING
 from tests.mutations.sinking import SINKING
@@ -593,8 +594,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOWERING,
     *PASSES,
     *DECIDING,
-    *MASKING, *CACHING, *SINKING, *ELSEWHERE,
-    *MULTIPLYING, *NORMING,
-    *ROUTING, *UNSORTING, *OVERLAPPING,
+    *MASKING, *CACHING, *SINKING, *ELSEWHERE, *MULTIPLYING, *NORMING,
+    *ROUTING, *UNSORTING, *ORDERING, *OVERLAPPING,
     *MEASURING,
 )

@@ -150,6 +150,16 @@ def places(*shape: int) -> Tensor:
 NEVER: dict[str, Callable[..., Any]] = {
     "tokens are mixed": lambda x, up, gate, down, bias: scattered(torch.softmax(gathered(x) @ up, 1) @ down),
     "a sum of all rows": lambda x, up, gate, down, bias: scattered((y := gathered(x) @ up) * y.sum((0, 1)) @ down),
+    # These have as many rows afterwards as before.
+    "sums that look like rows": lambda x, up, gate, down, bias: scattered(
+        (y := gathered(x) @ up) * y.view(B, WHOLE, B, WHOLE).sum((0, 1)).unsqueeze(-1) @ down
+    ),
+    "one sequence that looks like all": lambda x, up, gate, down, bias: scattered(
+        (gathered(x) @ up)[:1].view(B, WHOLE, F // B) @ down[: F // B]
+    ),
+    "columns that look like rows": lambda x, up, gate, down, bias: scattered(
+        ((gathered(x) @ up).view(B * WHOLE, F).t() @ down).view(B, WHOLE, D)
+    ),
     "tokens are added up": lambda x, up, gate, down, bias: scattered(gathered(x).cumsum(1) @ up @ down),
     "places": lambda x, up, gate, down, bias: scattered((gathered(x) + places(WHOLE, D)) @ up @ down),
     "sequences": lambda x, up, gate, down, bias: scattered((gathered(x) + places(B, 1, 1)) @ up @ down),
