@@ -21,6 +21,8 @@ from torch._logging import warning_once
 from ditron_inductor import runtime
 from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.wire_facts import lines_of
+from ditron_inductor.passes.graph.collectives import group_sizes
 from ditron_inductor.pipeline import BEFORE_JOINT, DitronPipeline, JointPipeline, with_user_passes
 from ditron_inductor.recompilations import warn_of_many
 
@@ -51,7 +53,8 @@ def ditron(
     `inner_exception` is one of these.
     """
     warn_of_many()
-    patches = {**_mode_patches(mode), **passes_for_inductor(options)}
+    has_peers = any(size > 1 for size in group_sizes().values())
+    patches = {**_mode_patches(mode), **_passes(options, lines_of(gm) if has_peers else "")}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
@@ -67,12 +70,17 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
     pickled, and they import the ops and kernels of Ditron in another process. Raises UnknownOption, InvalidOptionValue
     and InvalidTable, which are also ValueErrors.
     """
+    return _passes(options, "")
+
+
+def _passes(options: Mapping[str, Any] | None, lines: str) -> dict[str, Any]:
+    """Returns the result of `passes_for_inductor` for a graph of these lines of the program."""
     ditron_options, entries = Options.parse(options)
     runtime.use(ditron_options)
     pipelines = {
         FIRST_PASS_OPTION: JointPipeline(ditron_options, passes=BEFORE_JOINT),
         JOINT_PASS_OPTION: JointPipeline(ditron_options),
-        USER_PASS_OPTION: DitronPipeline(ditron_options),
+        USER_PASS_OPTION: DitronPipeline(ditron_options, lines=lines),
     }
     for option, pipeline in pipelines.items():
         user_passes = entries.pop(option, getattr(torch._inductor.config, option))

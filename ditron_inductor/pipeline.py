@@ -207,12 +207,17 @@ def trace(name: str, graph: fx.Graph) -> None:
 
 
 class DitronPipeline(CustomGraphPass):
-    """The passes in the form that Inductor requires: callable on a graph, and with a `uuid` for its caches."""
+    """The passes in the form that Inductor requires: callable on a graph, and with a `uuid` for its caches. lines:
+    those of the program that the graph is made of (see `lines_of`), if they are known.
+    """
 
-    def __init__(self, options: Options, *, passes: Sequence[Pass] = PASSES, root: Path = PACKAGE) -> None:
+    def __init__(
+        self, options: Options, *, passes: Sequence[Pass] = PASSES, root: Path = PACKAGE, lines: str = ""
+    ) -> None:
         self.options = options
         self.passes = tuple(passes)
         self.root = root
+        self.lines = lines
         # The sink is taken now, because another thread may compile the backward graph after the block has closed.
         self.sink: SiteSink | None = current_sink()
 
@@ -245,11 +250,12 @@ class DitronPipeline(CustomGraphPass):
 
     def uuid(self) -> str:
         """Returns a hash of everything that decides what the passes do: sources, shipped tables, options, order, the
-        groups behind names in the graph that are not torch's, and the size of each group. What acts only at run time,
-        such as a user's tuned table, is not a part of it: it may differ between a run that fills the cache and a run
-        that reads it.
+        groups behind names in the graph that are not torch's, the size of each group, and the lines of the program, by
+        which ranks find each other's graphs when they run. What acts only at run time, such as a user's tuned table, is
+        not a part of it: it may differ between a run that fills the cache and a run that reads it.
         """
         parts = [source_digest(self.root), self.options.text(), *(name_pass.__name__ for name_pass in self.passes)]
+        parts.append(self.lines)
         parts += [f"{name}={known}" for name, known in group_names().items()]
         parts += [f"{name}: {size} ranks" for name, size in sorted(group_sizes().items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -96,6 +96,40 @@ def test_second_process_hits_until_an_option_changes(pools: tuple[RankPool, Rank
     assert any(compiled["rewritten"] > 0 for _, compiled, _ in second)
 
 
+def before_an_edit(x: torch.Tensor, w: torch.Tensor, odd: bool) -> Any:
+    out = functional.all_reduce(x @ w, "sum", dist.group.WORLD)
+    return (out, x @ x.t()) if odd else out
+
+
+def after_an_edit(x: torch.Tensor, w: torch.Tensor, odd: bool) -> Any:
+    out = functional.all_reduce(x @ w, "sum", dist.group.WORLD)
+    return (out, x @ x.t()) if odd else out
+
+
+def run_program(ctx: RankContext, name: str, odd_call: int) -> int:
+    """Three calls, in one of which rank 1 compiles another graph than rank 0; how many graphs came from the cache."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    program = {"before": before_an_edit, "after": after_an_edit}[name]
+    compiled = torch.compile(program, backend="ditron", options={"ditron.strategy": "tile", "ditron.meeting_s": 5.0})
+    x, w = torch.randn(8, 16), torch.randn(16, 8)
+    for call in range(3):
+        odd = ctx.rank == 1 and call == odd_call
+        torch.testing.assert_close(compiled(x, w, odd), program(x, w, odd), atol=1e-4, rtol=1e-4)
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
+@pytest.mark.timeout(300)
+def test_a_graph_of_other_lines_is_not_taken_from_the_cache(pools: tuple[RankPool, RankPool]) -> None:
+    """A rank that later compiles another graph is found by the lines of the program, which are in the code."""
+    first, second = pools
+    first.run(run_program, "before", 3, timeout=100.0)
+    assert second.run(run_program, "before", 3, timeout=100.0) == [1, 1]
+    second.run(run_program, "after", 1, timeout=60.0)
+
+
 def sites() -> list[SiteCall]:
     """All that there are in this process."""
     return [one for one in gc.get_objects() if type(one) is SiteCall]

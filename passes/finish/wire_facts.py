@@ -159,6 +159,17 @@ def _task_facts(node: fx.Node) -> LaunchFacts:
     )
 
 
+def lines_of(module: fx.GraphModule) -> str:
+    """Returns a hash of the lines of the program that the ops of a graph come from, those of its subgraphs included.
+    Ranks find each other's graphs by the lines that launch collectives, and a compiled graph has these in its code. So
+    a graph must not be taken from the cache of a program with the same ops on other lines, such as the same program
+    before an edit.
+    """
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    traces = dict.fromkeys(node.meta.get("stack_trace") or "" for graph in graphs for node in graph.nodes)
+    return digest(" ".join(_place(trace) for trace in traces))
+
+
 def _place(stack_trace: str) -> str:
     """A hash of the lines of the program that launch a collective."""
     return digest(" ".join(f"{file}:{line}" for file, line in FRAME.findall(stack_trace)))

@@ -257,4 +257,11 @@ DECIDING: tuple[Mutation, ...] = (
         "for name in held}",
         "tests/device/test_facts.py::test_ranks_may_differ_in_what_torch_captures",
     ),
+    Mutation(
+        "a graph comes from the cache of a program with other lines",
+        "ditron_inductor/pipeline.py",
+        "parts.append(self.lines)",
+        "pass",
+        "tests/test_fx_cache.py::test_a_graph_of_other_lines_is_not_taken_from_the_cache",
+    ),
 )
