@@ -17,20 +17,21 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ditron_inductor.device import groups
-from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, may_be_equal
 from ditron_inductor.errors import DitronDiverged
 
 
 @dataclass(frozen=True)
 class Form:
     """What all ranks run at one launch: a Task node of this kind, or the collective if `kind` is empty. library: why
-    nodes of other kinds run by the library here. leader: the local facts of rank 0, as JSON.
+    nodes of other kinds run by the library here. leader: the local facts of rank 0, as JSON. sizes: see LaunchFacts.
     """
 
     wire: str
     kind: str = ""
     library: str = ""
     leader: str = ""
+    sizes: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Decision:
 def forms_of(facts: GroupFacts, verdict: Verdict) -> tuple[Form, ...]:
     """Returns the forms of a group, from its facts on any rank and from the verdict on all ranks."""
     return tuple(
-        Form(launch.wire, launch.kind, "", verdict.leader[number])
+        Form(launch.wire, launch.kind, "", verdict.leader[number], launch.sizes)
         if number in verdict.leader
         else Form(launch.wire, "", verdict.library.get(number, ""))
         for number, launch in enumerate(facts.after)
@@ -96,7 +97,7 @@ def decide(facts: GraphFacts, agreement: Agreement) -> Decision:
             conform = True
             continue
         for launch, form in zip(group.after, forms, strict=True):
-            if form.kind and launch.kind != form.kind:
+            if form.kind and not (launch.kind == form.kind and may_be_equal(launch.sizes, form.sizes)):
                 conform = True
             elif form.kind:
                 leader[group.name, launch.site] = form.leader
@@ -113,10 +114,6 @@ def _unlike(group: GroupFacts, forms: Sequence[Form]) -> DitronDiverged:
     return DitronDiverged(
         rank=rank, site=f"a graph that became {own}", peer="any other", peer_site=f"one that became {agreed}"
     )
-
-
-def _may_be(sizes: Sequence[int | None], others: Sequence[int | None]) -> bool:
-    return all(None in (first, other) or first == other for first, other in zip(sizes, others, strict=True))
 
 
 def _sizes_of(facts: GraphFacts, agreement: Agreement) -> tuple[int | None, ...]:
@@ -144,7 +141,7 @@ class Agreements:
 
     def _of_program(self, facts: GraphFacts) -> list[tuple[GraphFacts, Agreement]]:
         known = self._known.get(groups.find(facts.groups[0].name), {}).get(facts.program, [])
-        return [(other, agreed) for other, agreed in known if _may_be(_sizes_of(other, agreed), facts.sizes)]
+        return [(other, agreed) for other, agreed in known if may_be_equal(_sizes_of(other, agreed), facts.sizes)]
 
     def keep(self, facts: GraphFacts, agreement: Agreement) -> None:
         known = self._known.setdefault(groups.find(facts.groups[0].name), {})

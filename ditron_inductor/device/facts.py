@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from typing import Any
 
 SERVED_BY_LIBRARY = "all_reduce", "reduce_scatter", "all_gather"
@@ -36,8 +37,8 @@ class LaunchFacts:
     or "cuda". kind: the Task node that the collective became, empty if it was left alone. local: facts that may be this
     rank's alone (bias, epilogue, number of products), as JSON. site: the node's name. place: a hash of the lines of the
     program that launch it, as this rank knows them. order: how many launches of all groups stand in front of it.
-    columns: the last size of what a Task node sends, None if it is a symbol or there is no node. The tiles of the peers
-    have to have the same columns; the collective of the library does not care.
+    sizes: those by which a Task node's kernels cut what they send, None for a symbol. The tiles of the peers are cut by
+    the same sizes; the collective of the library does not care.
     """
 
     wire: str
@@ -48,7 +49,7 @@ class LaunchFacts:
     site: str = ""
     place: str = ""
     order: int = 0
-    columns: int | None = None
+    sizes: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,12 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def _launch_of(value: Mapping[str, Any]) -> LaunchFacts:
+    return LaunchFacts(**{**value, "sizes": tuple(value["sizes"])})
+
+
 def group_of(value: Mapping[str, Any]) -> GroupFacts:
-    before, after = ([LaunchFacts(**launch) for launch in value[part]] for part in ("before", "after"))
+    before, after = ([_launch_of(launch) for launch in value[part]] for part in ("before", "after"))
     others = value["moved"], value["structure"]
     return GroupFacts(value["name"], value["world_size"], tuple(before), tuple(after), *others)
 
@@ -195,14 +200,14 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
     for number, launches in enumerate(zip(*[group.after for group in groups], strict=True)):
         wires = [launch.wire for launch in launches]
         kinds = [launch.kind for launch in launches]
-        columns = [launch.columns for launch in launches]
+        sizes = [launch.sizes for launch in launches]
         if len(set(wires)) > 1:
             return Verdict(plain=f"the passes made launch {number} of the group {by_rank(wires)}")
         reason = ""
         if len(set(kinds)) > 1:
             reason = f"the ranks fused it differently: {by_rank([kind or 'left alone' for kind in kinds])}"
-        elif len({*columns} - {None}) > 1:
-            reason = f"its rows have {by_rank(columns)} columns"
+        elif not all(may_be_equal(first, other) for first, other in combinations(sizes, 2)):
+            reason = f"its sizes are {by_rank(['x'.join(map(str, each)) for each in sizes])}"
         if reason:
             if wires[0].split()[0] not in SERVED_BY_LIBRARY:
                 return Verdict(plain=reason)
@@ -210,6 +215,12 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
         elif kinds[0]:
             leader[number] = launches[0].local
     return Verdict(library=library, leader=leader)
+
+
+def may_be_equal(sizes: Sequence[int | None], others: Sequence[int | None]) -> bool:
+    """Returns whether sizes, of which None is a symbol, are as many and may be the same."""
+    pairs = zip(sizes, others, strict=False)
+    return len(sizes) == len(others) and all(None in (size, other) or size == other for size, other in pairs)
 
 
 def differing(settings: Sequence[Mapping[str, str]]) -> str:

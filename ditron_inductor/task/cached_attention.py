@@ -42,7 +42,8 @@ def cached_attention(node: CachedAttention, *operands: Any) -> torch.Tensor:
         keys, values = (_in_order(cache, table) for cache in (keys, values))
     if lengths is not None:
         places = torch.arange(keys.shape[2], device=q.device)
-        shown = places < (lengths.long() + (1 if node.appends else node.added))[:, None]
+        # The largest number of 64 bits may stand for no limit, so nothing is added to it.
+        shown = places < (lengths.long().clamp(max=keys.shape[2]) + (1 if node.appends else node.added))[:, None]
     if sinks is not None:
         return _with_sinks(node, q, keys, values, shown, bias, sinks)
     mask = None if shown is None else shown[:, None, None, :]

@@ -130,8 +130,9 @@ def tokens_of(tensors, batch, sizes, HOW: tl.constexpr, NODE: tl.constexpr):
     length = sizes.capacity
     # A sequence is never longer than its cache, even if a tensor says so.
     if NODE.COUNTED:
-        length = tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64) + NODE.ADDED
-        length = tl.minimum(tl.maximum(length, 0), sizes.capacity).to(tl.int32)
+        # The largest number of its dtype may stand for no limit, so nothing is added to it.
+        length = tl.minimum(tl.load(tensors.lengths + batch * sizes.lengths).to(tl.int64), sizes.capacity)
+        length = tl.minimum(tl.maximum(length + NODE.ADDED, 0), sizes.capacity).to(tl.int32)
     if NODE.MARKED or NODE.BIASED:
         # From a multiple of 16 on, marks can be loaded together. A block of tokens that lies in a page stays in it.
         ALIGNED: tl.constexpr = HOW.BLOCK_N if HOW.PAGE > 0 and HOW.PAGE % HOW.BLOCK_N == 0 else 16

@@ -37,6 +37,8 @@ prims = torch.ops.prims
 
 MOVES = VIEWS | proofs.SLICES | proofs.CASTS | {aten.select.int, aten.cat.default}
 CASTS = proofs.CASTS - {aten.view.dtype}
+RANGES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""The dtypes of ranges that are read."""
 NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
 SDPA = (
     aten._scaled_dot_product_efficient_attention.default,
@@ -407,12 +409,19 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
 
 
 def first_of_range(node: fx.Node) -> int | None:
-    """Returns s if a node is arange(s, s + n), or arange(n) + s, for a known s; None if it is something else."""
+    """Returns s if a node is arange(s, s + n), or arange(n) + s, for a known s; None if it is something else, or if
+    its dtype does not have all of these numbers.
+    """
+    value, first = proofs.tensor(node), None
     if node.target is aten.add.Tensor and not node.kwargs:
         counted, more = node.args
-        first = first_of_range(counted) if isinstance(counted, fx.Node) else None
-        return first + more if first is not None and type(more) is int else None
-    if node.target is not prims.iota.default:
+        begin = first_of_range(counted) if isinstance(counted, fx.Node) else None
+        first = begin + more if begin is not None and type(more) is int else None
+    elif node.target is prims.iota.default:
+        bound = proofs.arguments(node)
+        first = bound["start"] if bound["step"] == 1 and type(bound["start"]) is int else None
+    if first is None or value is None or value.dtype not in RANGES:
         return None
-    bound = proofs.arguments(node)
-    return bound["start"] if bound["step"] == 1 and type(bound["start"]) is int else None
+    known, limits = value.shape[0], torch.iinfo(value.dtype)
+    fits = first == 0 or (isinstance(known, int) and limits.min <= first and first + known - 1 <= limits.max)
+    return first if fits else None

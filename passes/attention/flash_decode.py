@@ -151,6 +151,9 @@ def prove(attention: PartAlgebra, parts: GatheredParts) -> Match | Refused:
         return ReasonCode.DTYPE
     if not proofs.wanted_in(merged, dtype):
         return ReasonCode.CAST_BETWEEN.at(merged)
+    if lengths is not None and proofs.fake(lengths[0]).device != proofs.fake(q.node).device:
+        # A number on the host may be compared with a range on a GPU.
+        return ReasonCode.DECODE_FORM.at(lengths[0])
     launch = _first(parts.gathers)
     needed = [root.node for root in (q, k, v)] + ([lengths[0]] if lengths else [])
     if not all(rewriting.can_hoist(operand, launch) for operand in needed):

@@ -145,7 +145,8 @@ def _task_facts(node: fx.Node) -> LaunchFacts:
     task = schema.node_from_call(node.target, node.args)
     first = fake(schema.operands_of(node)[0])
     local = {field.name: getattr(task, field.name) for field in fields(task) if field.name in LOCAL_FIELDS}
-    contributed = task.contributed(schema.shapes_from_call(node))
+    shapes = schema.shapes_from_call(node)
+    contributed = task.contributed(shapes)
     wire = _wire(task.wire, getattr(task, "reduce_op", None), first.dtype)
     return LaunchFacts(
         # It then sends transposes of what its collective sent.
@@ -155,7 +156,7 @@ def _task_facts(node: fx.Node) -> LaunchFacts:
         kind=task.form,
         local=json.dumps(local, sort_keys=True),
         site=task.site,
-        columns=_known(contributed[-1:]) if contributed else None,
+        sizes=() if contributed is None else tuple(_known([size]) for size in task.sizes(shapes).wire),
     )
 
 

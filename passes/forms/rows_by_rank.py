@@ -15,7 +15,8 @@ for each row of what was gathered, made of this row and of what all rows share. 
 and without the regroupings the rows of a rank are one piece of memory. The fusions then have one long run of rows for
 each rank, where they would have a short one for each sequence and rank. The same numbers are sent, in the same order.
 
-Nothing else about the graph changes, so ranks need not agree on it. It must not fire if
+So ranks need not agree on it: a node whose sizes differ between them, because one rank reads the tokens in their order,
+runs by the library (device/facts.py). It must not fire if
 * what was gathered, or anything that is made of it, is read by an op that does not work row by row, such as attention,
   or is returned, as training does for its backward;
 * another tensor with rows of its own is read in between;

@@ -180,6 +180,26 @@ def other_branch(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -
     return result
 
 
+def _of_sequences(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of two sequences, gathered, multiplied twice and scattered; also the gathered ones."""
+    whole = collectives.all_gather_tensor(x.view(2, -1, x.shape[1]), 1, dist.group.WORLD)
+    out = collectives.reduce_scatter_tensor(torch.relu(whole @ w) @ w.t(), "sum", 1, dist.group.WORLD)
+    return out, whole
+
+
+def statistic_of_sequences(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+    """Rank 0 needs the tokens in their order."""
+    out, whole = _of_sequences(x, w)
+    return (out, whole.norm(dim=(1, 2))) if rank == 0 else out
+
+
+def statistic_of_sequences_this_time(
+    rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0
+) -> Any:
+    out, whole = _of_sequences(x, w)
+    return (out, whole.norm(dim=(1, 2))) if rank == 0 and call == 1 else out
+
+
 PROGRAMS: dict[str, Program] = {
     one.__name__: one
     for one in (
@@ -189,6 +209,7 @@ PROGRAMS: dict[str, Program] = {
         another_weight,
         statistic_of_gathered,
         statistic_of_product,
+        statistic_of_sequences,
         nothing_to_multiply,
         norm_on_one,
         graph_break,
@@ -214,6 +235,7 @@ LATE: dict[str, Program] = {
         norm_this_time,
         no_norm_this_time,
         slots_not_normed_this_time,
+        statistic_of_sequences_this_time,
     )
 }
 """Programs whose ranks begin alike, and differ in one later call."""

@@ -24,6 +24,7 @@ WITH_TILES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "another_weight": (FUSED, FUSED),
     "statistic_of_gathered": (FUSED, FUSED),
     "statistic_of_product": (PLAIN, LIBRARY),
+    "statistic_of_sequences": ({"tile": 1, "library": 1}, {"tile": 1, "library": 1}),
     "nothing_to_multiply": (LIBRARY, PLAIN),
     "norm_on_one": (LIBRARY, LIBRARY),
     "graph_break": (PLAIN, PLAIN),

@@ -269,6 +269,18 @@ def _other_lengths(q: Tensor, k: Tensor, v: Tensor, given: Tensors) -> Tensor:
     return attend(q, given["keys"], given["values"], mask)
 
 
+def _no_limit(q: Tensor, k: Tensor, v: Tensor, given: Tensors) -> Tensor:
+    """The largest number stands for no limit."""
+    for name, new in (("keys", k), ("values", v)):
+        given[name][torch.arange(B), :, places(given)] = new[:, :, 0]
+    lengths = torch.where(places(given) >= 0, torch.iinfo(torch.int64).max, 0)
+    return attend(q, given["keys"], given["values"], (torch.arange(S) <= lengths[:, None])[:, None, None])
+
+
+def test_lengths_without_a_limit() -> None:
+    check_form(_no_limit, CachedAttention(SCALE, "lengths", added=1))
+
+
 def test_positions_and_lengths_of_other_sequences() -> None:
     check_form(_values_elsewhere, CachedAttention(SCALE, "all"))
     check_form(_other_lengths, CachedAttention(SCALE, "lengths", added=1))

@@ -10,7 +10,10 @@ import expecttest
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.options import Options
 from tests.cases import rare
@@ -405,7 +408,13 @@ def _call_with_numbers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, attn_mask=mask)[:2]
 
 
+def _wrapping(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Behind 127 the places begin again."""
+    return parts(q, k, v, torch.arange(S, dtype=torch.int8) + 110 < torch.full((B, 1), 120))
+
+
 PARTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "places that wrap": (_wrapping, []),
     "numbers that nearly hide": (lambda *given: _added(_below(-1e4))(*given), []),
     "numbers where scores are kept": (lambda *given: _added(_below(-math.inf) + 1.0)(*given), []),
     "integers": (lambda *given: _added(_below(-math.inf).int())(*given), []),
@@ -439,6 +448,26 @@ def test_values_of_another_order_are_operands() -> None:
     before = twin(module)
     assert fused(module) == 1 and "prims.rev" in text(module.graph)
     assert_same(before, module, [[args[0], *operands()[1:]] for _ in range(WORLD_SIZE)], 2e-2)
+
+
+def test_a_length_on_another_device_is_left_alone() -> None:
+    """Torch compares a number on the host with a range on a GPU."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
+        shown = torch.arange(S, device=q.device) < length
+        scores = torch.einsum("hgd,shd->hgs", q.view(HKV, -1, D), k) * D**-0.5
+        scores = torch.where(shown, scores, torch.full((), -math.inf, device=q.device))
+        o, lse = torch.einsum("hgs,shd->hgd", torch.softmax(scores, -1), v), torch.logsumexp(scores, -1)
+        # On a GPU that is not there nothing can be indexed.
+        return (torch.softmax(gathered(lse), 0).unsqueeze(-1) * gathered(o)).sum(0).view(1, HQ, D)
+
+    for device, count in (("cuda", 1), ("cpu", 0)):
+        with FakeTensorMode():
+            q, k, v = (torch.empty(shape, device="cuda") for shape in ((1, HQ, D), (S, HKV, D), (S, HKV, D)))
+            length = torch.empty((), dtype=torch.int64, device=device)
+            module = make_fx(fn, decomposition_table=select_decomp_table())(q, k, v, length)
+        module.graph.eliminate_dead_code()
+        assert fused(module) == count
 
 
 def test_dynamic_sizes_are_left_alone() -> None:
