@@ -212,20 +212,15 @@ def prepare(
     rows = rows_of_a_tile(experts.shape[0], E) if sorts else tokens
     config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=shapes)
     launcher = local_launcher(ordered_projections_kernel if sorts else expert_projections_kernel, x.device)
-    orders = local_launcher(slot_order.slot_order_kernel, x.device)
+    order_of = slot_order.prepare(experts.shape[0], E, x.device) if sorts else None
     # These are made now, because a closure would keep the operands alive.
     arguments = _arguments(node, x, experts, weights, arrangement, config.for_arch(facts.arch), sorts)
-    of_order = slot_order.arguments_of(experts.shape[0], E)
 
     def run(
         x: torch.Tensor, experts: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         outs, tensors = tensors_of(arrangement, experts.shape[0], x, products_of(node, weights), extras)
-        if sorts:
-            tensors["order"] = slot_order.new_order(experts, E)
-            orders(handle_for(x), lambda: of_order, (), (), {"experts": experts, "order": tensors["order"]})
-        else:
-            tensors["experts"] = experts
+        tensors |= {"experts": experts} if order_of is None else {"order": order_of(experts)}
         if node.interleaved:
             tensors["weights"] = tuple(weights)
         launcher(handle_for(x), lambda: arguments, (), (), tensors)

@@ -9,14 +9,15 @@ same place. Limits. (E + 1) * S is below 2 ** 31.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
+from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.host.launch import ceil_div
-from ditron_inductor.lowering.host.launcher import Arguments
+from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 
 BLOCK, CHUNK = 32, 512
 """The slots, and the experts, of a program, and the slots that it compares these with at once."""
@@ -43,17 +44,15 @@ def slot_order_kernel(experts, order, S, E, BLOCK: tl.constexpr, CHUNK: tl.const
     tl.store(order + S + mine, below, mask=mine < E + 2)
 
 
-def size_of(slots: int, experts: int) -> int:
-    """Returns the number of elements that are written."""
-    return slots + experts + 2
+def prepare(slots: int, num_experts: int, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns what launches the kernel for the experts of so many slots, and returns what it writes."""
+    launcher = local_launcher(slot_order_kernel, device)
+    values = {"S": slots, "E": num_experts, "BLOCK": BLOCK, "CHUNK": CHUNK, "num_warps": 4}
+    arguments = Arguments(programs=ceil_div(max(slots, num_experts + 2), BLOCK), values=values)
 
+    def run(experts: torch.Tensor) -> torch.Tensor:
+        order = experts.new_empty(slots + num_experts + 2, dtype=torch.int32)
+        launcher(handle_for(experts), lambda: arguments, (), (), {"experts": experts, "order": order})
+        return order
 
-def arguments_of(slots: int, experts: int) -> Arguments:
-    """Returns the Arguments of a launch."""
-    values: dict[str, Any] = {"S": slots, "E": experts, "BLOCK": BLOCK, "CHUNK": CHUNK, "num_warps": 4}
-    return Arguments(programs=ceil_div(max(slots, experts + 2), BLOCK), values=values)
-
-
-def new_order(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Returns the memory for what a launch writes."""
-    return experts.new_empty(size_of(experts.shape[0], num_experts), dtype=torch.int32)
+    return run

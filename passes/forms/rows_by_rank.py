@@ -27,10 +27,11 @@ runs by the library (device/facts.py). It must not fire if
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import getitem
+from operator import getitem, mul
 from typing import Any
 
 import torch
@@ -50,8 +51,6 @@ from ditron_inductor.passes.graph.reasons import refused
 from ditron_inductor.passes.graph.row_regions import REDUCTIONS, is_pointwise
 
 aten = torch.ops.aten
-CUTS: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default})
-"""Ops that cut a tensor along one dimension, `dim`."""
 PRODUCTS: Mapping[object, str] = {aten.mm.default: "self", aten.addmm.default: "mat1"}
 """Matmuls, with the operand of which each row makes a row of the result."""
 
@@ -67,26 +66,6 @@ class Match:
     ends: tuple[proofs.Regrouped, ...]
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of a region, in `dims`, the first dimensions of what was gathered. All of them are `count` rows."""
-
-    dims: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.dims)
-
-    def leading(self, shape: tuple[Any, ...]) -> int | None:
-        """Returns how many of the first dimensions are the rows; None if none are."""
-        for lead in range(1, len(shape) + 1):
-            if not isinstance(shape[lead - 1], int):
-                return None
-            if math.prod(shape[:lead]) == self.count:
-                return lead
-        return None
-
-
 def find_rows_by_rank(collective: Collective, scatters: Mapping[fx.Node, proofs.Regrouped]) -> Match | None:
     """Proves that the rows of a gather may stay in the order of the ranks. scatters: the regroupings of all scatters of
     its group, by all their nodes.
@@ -97,7 +76,7 @@ def find_rows_by_rank(collective: Collective, scatters: Mapping[fx.Node, proofs.
     shape = tuple(proofs.fake(gathered.node).shape)
     if not all(isinstance(length, int) for length in shape) or math.prod(shape[: gathered.dim]) < 2:
         return None
-    rows = _Rows(shape[: gathered.dim + 1])
+    rows = shape[: gathered.dim + 1]
     members: dict[fx.Node, int] = {gathered.node: gathered.dim + 1}
     ends: dict[fx.Node, proofs.Regrouped] = {}
     node = gathered.node.next
@@ -105,11 +84,11 @@ def find_rows_by_rank(collective: Collective, scatters: Mapping[fx.Node, proofs.
         end = scatters.get(node)
         if end is not None and end.source in members:
             # Its first dimensions are the sequences and the tokens, and it is cut along the tokens.
-            if tuple(proofs.fake(end.source).shape[: gathered.dim + 1]) != rows.dims or end.split_dim != gathered.dim:
+            if tuple(proofs.fake(end.source).shape[: gathered.dim + 1]) != rows or end.split_dim != gathered.dim:
                 return None
             ends[end.result] = end
         elif any(source in members for source in node.all_input_nodes):
-            lead = _lead_of(node, members, rows)
+            lead = _lead_of(node, members, math.prod(rows))
             if lead is None:
                 return None
             members[node] = lead
@@ -117,9 +96,9 @@ def find_rows_by_rank(collective: Collective, scatters: Mapping[fx.Node, proofs.
     return Match(collective, gathered, tuple(ends.values())) if ends else None
 
 
-def _lead_of(node: fx.Node, members: Mapping[fx.Node, int], rows: _Rows) -> int | None:
+def _lead_of(node: fx.Node, members: Mapping[fx.Node, int], rows: int) -> int | None:
     """Returns how many first dimensions of a result of `node`, which reads members, are the rows; None if it does not
-    work row by row.
+    work row by row. rows: how many there are.
     """
     if node.op != "call_function":
         return None
@@ -130,12 +109,12 @@ def _lead_of(node: fx.Node, members: Mapping[fx.Node, int], rows: _Rows) -> int 
     if node.target in PRODUCTS:
         return 1 if _multiplies_rows(node, members) else None
     if node.target in proofs.ORDER_KEEPING and proofs.keeps_order(node):
-        return rows.leading(tuple(proofs.fake(node).shape))
+        return _leading(tuple(proofs.fake(node).shape), rows)
     if node.target in proofs.TRANSPOSES:
         return lead if proofs.permutation(node)[:lead] == list(range(lead)) else None
     if any(members[source] != lead for source in inside):
         return None
-    if node.target in CUTS:
+    if node.target in proofs.CUTS:
         dim = int(proofs.arguments(node)["dim"]) % proofs.fake(inside[0]).ndim
         return lead if dim >= lead else None
     if node.target is aten.cat.default:
@@ -146,6 +125,13 @@ def _lead_of(node: fx.Node, members: Mapping[fx.Node, int], rows: _Rows) -> int 
         return lead if _reduces_columns(node, lead) else None
     by_element = node.target in proofs.CASTS or is_pointwise(node.target)
     return lead if by_element and _combines_rows(node, members, lead) else None
+
+
+def _leading(shape: tuple[Any, ...], rows: int) -> int | None:
+    """Returns how many of the first dimensions have so many rows; None if none have."""
+    known = itertools.takewhile(lambda length: isinstance(length, int), shape)
+    counts = itertools.accumulate(known, mul)
+    return next((lead for lead, count in enumerate(counts, 1) if count == rows), None)
 
 
 def _multiplies_rows(node: fx.Node, members: Mapping[fx.Node, int]) -> bool:

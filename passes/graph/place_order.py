@@ -43,8 +43,6 @@ BY_ELEMENT: frozenset[object] = frozenset(
     }
 )
 """Ops of which an element of the result depends on the elements of the operands at its place, which may be spread."""
-ALONG: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default})
-"""Ops with one dimension along which they cut, `dim`."""
 ADDING = ("aten::scatter_add", "aten::index_add", "aten::index_put")
 WITHOUT_ORDER: frozenset[object] = frozenset({aten.histc.default, aten.bincount.default})
 
@@ -189,7 +187,7 @@ def _is_by_row(node: fx.Node, kinds: dict[fx.Node, Kind], S: Any) -> bool:
         # A part of a split.
         return True
     rows = [source for source in node.all_input_nodes if source in kinds]
-    if node.target in ALONG:
+    if node.target in proofs.CUTS:
         given = proofs.fake(proofs.operand(node))
         return len(rows) == 1 and int(proofs.arguments(node)["dim"]) % given.ndim != 0
     value = proofs.tensor(node)

@@ -55,7 +55,9 @@ CASTS: frozenset[object] = frozenset(
 TRANSPOSES: frozenset[object] = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 # These keep the order only where they move dimensions of size 1, grow nothing, or take everything.
 MAY_KEEP_ORDER: frozenset[object] = ORDER_KEEPING | TRANSPOSES | {aten.expand.default, aten.slice.Tensor}
-SLICES: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, getitem})
+# Ops that cut a tensor along one dimension, `dim`.
+CUTS: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default})
+SLICES: frozenset[object] = CUTS | {getitem}
 BATCHED: frozenset[object] = frozenset({aten.bmm.default, aten.baddbmm.default})
 MATMULS: frozenset[object] = BATCHED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
 GROUPED = aten._grouped_mm.default

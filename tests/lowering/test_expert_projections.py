@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
-from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import FEW_ROWS
 from ditron_inductor.lowering.expert_projections import experts_kernel as lowering
 from ditron_inductor.lowering.expert_projections import slot_order
-from ditron_inductor.lowering.host.launcher import local_launcher
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate, without_tables
 from ditron_inductor.task.nodes import MOST_ORDERED_TOKENS, ExpertProjections
@@ -258,10 +256,7 @@ def _order(ctx: RankContext, slots: int, num_experts: int) -> None:
     generator = torch.Generator().manual_seed(slots)
     # One expert more than there are, and beyond that: experts of other ranks.
     experts = torch.randint(num_experts + 3, (slots,), generator=generator).to(ctx.device)
-    order = slot_order.new_order(experts, num_experts).fill_(-1)
-    launch, arguments = local_launcher(slot_order.slot_order_kernel, ctx.device), slot_order.arguments_of
-    stream = handle_for(experts)
-    launch(stream, lambda: arguments(slots, num_experts), (), (), {"experts": experts, "order": order})
+    order = slot_order.prepare(slots, num_experts, ctx.device)(experts)
     taken = experts.clamp(max=num_experts)
     below = [int((taken < number).sum()) for number in range(num_experts + 2)]
     assert order.tolist() == [*taken.argsort(stable=True).tolist(), *below]
