@@ -178,7 +178,7 @@ BATCHED = {
 """Of `--batched`, by form: many short sequences, as in serving and in fine-tuning, some of which have a length that is
 a multiple of nothing but, in `sp`, of two ranks.
 """
-DECODES = (1, 32, 128, 8)
+DECODES = (1, 32, 128, 8, 256)
 TRAININGS = ((1, 4096), (2, 4096), (1, 2048))
 CONTEXTS = ((1, 32768), (1, 65536))
 """Tokens of all ranks."""

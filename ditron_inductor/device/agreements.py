@@ -131,7 +131,7 @@ class Agreements:
 
     def find(self, facts: GraphFacts) -> Agreement | None:
         """Returns what was agreed for a graph of this form, whose sizes are equal, or may be, where one is a symbol."""
-        return next((agreed for other, agreed in self._of_program(facts) if other.form == facts.form), None)
+        return next((agreed for other, agreed in self._of_program(facts) if other.runs_like(facts)), None)
 
     def find_other(self, facts: GraphFacts) -> Agreement | None:
         """Returns what was agreed for a graph of this piece of the program, whatever its form. The peers of this rank

@@ -118,6 +118,16 @@ class GraphFacts:
         """What the passes made of the graph's collectives, by group."""
         return tuple(group.form for group in self.groups)
 
+    def runs_like(self, other: GraphFacts) -> bool:
+        """Returns whether the passes made the same of both graphs, and the kernels cut what they send by sizes that are
+        equal, or may be. Eight sequences of 512 tokens are as many elements as 32 of 128, and are cut otherwise.
+        """
+        pairs = zip(self._launches(), other._launches(), strict=False)
+        return self.form == other.form and all(may_be_equal(one.sizes, another.sizes) for one, another in pairs)
+
+    def _launches(self) -> list[LaunchFacts]:
+        return [launch for group in self.groups for launch in group.after]
+
     @property
     def key(self) -> str:
         """A hash of the program, its sizes and its form, by which sites find what was agreed."""

@@ -180,13 +180,6 @@ MOST_ORDERED_TOKENS = 511
 """The most tokens of `ExpertProjections` by a kernel. More than MOST_EXPERT_TOKENS are ordered by expert first."""
 
 
-def most_expert_tokens(strategy: str) -> int:
-    """Returns the most tokens that the passes make an `ExpertProjections` for. The kernel for more than
-    MOST_EXPERT_TOKENS has not been measured, so it has to be asked for by the strategy `tile`.
-    """
-    return MOST_ORDERED_TOKENS if strategy == "tile" else MOST_EXPERT_TOKENS
-
-
 @dataclass(frozen=True)
 class CombineExperts(Node):
     """out[t] = added[t] + sum_j scale[s] * products[s] with s = places[t * top_k + j]. j counts the `top_k` experts

@@ -25,7 +25,6 @@ from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
     HEAD_DIMS,
-    MOST_EXPERT_TOKENS,
     MOST_NORM_COLUMNS,
     MOST_ORDERED_TOKENS,
     WithEpilogue,
@@ -48,7 +47,7 @@ TEXTS: dict[str, str] = {
     ),
     EXPERTS_FORM: (
         "their weights are copied for each slot. It is one call, which reads each weight once, for a known number of "
-        f"{MOST_EXPERT_TOKENS} tokens or fewer ({MOST_ORDERED_TOKENS} with the strategy tile), if the experts are "
+        f"{MOST_ORDERED_TOKENS} tokens or fewer, if the experts are "
         "choices of a topk among all experts of the weight, and if nothing else reads the copies"
     ),
     absorb_epilogues.NO_TEXT: (

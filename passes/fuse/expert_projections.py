@@ -25,8 +25,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
 * the experts are not the indices of a `topk` over no more than E values: only then they differ for one token, and all
   of them exist; or those of these indices that are on this rank, if what is computed for the others is never used;
-* the number of tokens is dynamic, or more than `MOST_EXPERT_TOKENS`, or with the strategy `tile` more than
-  `MOST_ORDERED_TOKENS`;
+* the number of tokens is dynamic, or more than `MOST_ORDERED_TOKENS`;
 * the copied weights have another reader, or the product is not used as [S, N];
 * something writes into x, the experts or the weight;
 * neither dimension of the matrices is contiguous;
@@ -46,7 +45,7 @@ from ditron_inductor.passes.fuse.sorted_experts import sorted_experts
 from ditron_inductor.passes.graph import expert_rows, proofs, rewriting, slots_elsewhere
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
-from ditron_inductor.task.nodes import ExpertProjections, most_expert_tokens
+from ditron_inductor.task.nodes import MOST_ORDERED_TOKENS, ExpertProjections
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
@@ -207,7 +206,7 @@ def expert_projections(graph: fx.Graph, *, options: Options) -> int:
         return 0
     found = []
     for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default):
-        match = find_expert_projections(bmm, most_expert_tokens(options.strategy))
+        match = find_expert_projections(bmm, MOST_ORDERED_TOKENS)
         if match is not None:
             found.append(match)
         elif expert_rows.copies_weights(bmm):

@@ -38,7 +38,7 @@ from ditron_inductor.passes.graph.place_order import Kind
 from ditron_inductor.passes.graph.rows_behind import drop_masks
 from ditron_inductor.passes.graph.sorts import SORTS, sorted_slots
 from ditron_inductor.task.node import Node
-from ditron_inductor.task.nodes import most_expert_tokens
+from ditron_inductor.task.nodes import MOST_ORDERED_TOKENS
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
@@ -211,7 +211,7 @@ def sorted_experts(graph: fx.Graph, make: MakeTask, strategy: str) -> int:
     for target in SORTS:
         for sort in graph.find_nodes(op="call_function", target=target):
             runs = strategy == "tile" or proofs.fake(proofs.operand(sort)).device.type in GPUS
-            match = find_sorted_experts(sort, most_expert_tokens(strategy)) if runs else None
+            match = find_sorted_experts(sort, MOST_ORDERED_TOKENS) if runs else None
             if match is not None:
                 count += rewrite(graph, match, make)
     return count

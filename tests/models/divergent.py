@@ -29,6 +29,14 @@ def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
     return collectives.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
 
 
+def gather_sequences(x: torch.Tensor) -> torch.Tensor:
+    return collectives.all_gather_tensor(x, 1, dist.group.WORLD)
+
+
+def reduce_sequences(x: torch.Tensor) -> torch.Tensor:
+    return collectives.reduce_scatter_tensor(x, "sum", 1, dist.group.WORLD)
+
+
 def bias_before(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return all_reduce(x @ w + b if rank == 0 else x @ w)
 
@@ -182,9 +190,8 @@ def other_branch(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -
 
 def _of_sequences(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of two sequences, gathered, multiplied twice and scattered; also the gathered ones."""
-    whole = collectives.all_gather_tensor(x.view(2, -1, x.shape[1]), 1, dist.group.WORLD)
-    out = collectives.reduce_scatter_tensor(torch.relu(whole @ w) @ w.t(), "sum", 1, dist.group.WORLD)
-    return out, whole
+    whole = gather_sequences(x.view(2, -1, x.shape[1]))
+    return reduce_sequences(torch.relu(whole @ w) @ w.t()), whole
 
 
 def statistic_of_sequences(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
@@ -200,9 +207,16 @@ def statistic_of_sequences_this_time(
     return (out, whole.norm(dim=(1, 2))) if rank == 0 and call == 1 else out
 
 
+def other_sequences(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> Any:
+    """As many tokens on all ranks, but of more sequences."""
+    rows = torch.nn.functional.rms_norm(x.view(4 if call == 1 else 2, -1, x.shape[1]), (x.shape[1],))
+    return reduce_sequences(torch.relu(gather_sequences(rows) @ w) @ w.t())
+
+
 PROGRAMS: dict[str, Program] = {
     one.__name__: one
     for one in (
+        other_sequences,
         bias_before,
         residual_behind,
         epilogue_behind,
@@ -253,7 +267,7 @@ def check(ctx: Any, name: str, options: dict[str, Any], calls: int = 3) -> dict[
     program: Any = {**PROGRAMS, **LATE}[name]
     by_call = "call" in inspect.signature(program).parameters
     # True: sizes are symbols. False: they are numbers, and each new one is compiled for.
-    dynamic = rank == 0 if program is sizes_of_one_rank else None
+    dynamic = {sizes_of_one_rank: rank == 0, other_sequences: False}.get(program)
     compiled = torch.compile(program, backend="ditron", options=options, dynamic=dynamic)
     generator = torch.Generator().manual_seed(rank)
     decisions._last.clear()

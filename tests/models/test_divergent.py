@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ditron_inductor import graph_meeting
 from ditron_inductor.device import meetings
 from tests.cases import rare, sampled
 from tests.models import divergent
@@ -34,6 +35,7 @@ WITH_TILES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "two_weights_contracted": (FUSED, FUSED),
     "tokens_of_one_rank": (FUSED, FUSED),
     "other_branch": (PLAIN, PLAIN),
+    "other_sequences": ({"tile": 2}, {"tile": 2}),
     "other_columns": (LIBRARY, LIBRARY),
     "gathered_in_other_columns": (LIBRARY, LIBRARY),
     "scattered_in_other_columns": (LIBRARY, LIBRARY),
@@ -67,6 +69,17 @@ def test_local_facts_keep_the_fusion_and_others_give_it_up(pair: RankPool, name:
 def test_a_rank_that_differs_later_runs_what_was_agreed(pair: RankPool, name: str) -> None:
     """The other rank's kernel waits for tiles, and gets them."""
     found = pair.run(divergent.check, name, {"ditron.strategy": "tile", "ditron.meeting_s": 2.0})
+    assert all(set(one) == {"tile"} for one in found)
+
+
+def without_standing_in(ctx: RankContext, options: dict[str, Any]) -> dict[str, int]:
+    with mock.patch.object(graph_meeting, "ConformPipeline", side_effect=AssertionError("compiled again")):
+        return divergent.check(ctx, "other_sequences", options)
+
+
+def test_all_ranks_have_as_many_tokens_of_other_sequences(pair: RankPool) -> None:
+    """They meet for the new graph. None of them takes its peers to run the old one."""
+    found = pair.run(without_standing_in, {"ditron.strategy": "tile"})
     assert all(set(one) == {"tile"} for one in found)
 
 
