@@ -81,17 +81,17 @@ class Match:
         return found
 
 
-def find_expert_projections(bmm: fx.Node, most: int) -> Match | None:
-    """Proves that a bmm is one of slots of at most so many tokens, as drawn above; None if it is not."""
+def find_expert_projections(bmm: fx.Node) -> Match | None:
+    """Proves that a bmm is one of the slots of few tokens, as drawn above; None if it is not."""
     left, right = bmm.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     for copied, rows, swapped in ((left, right, True), (right, left, False)):
         if copied.target is aten.index.Tensor:
-            return _of_copies(bmm, copied, rows, swapped, most)
+            return _of_copies(bmm, copied, rows, swapped)
     return None
 
 
-def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool, most: int) -> Match | None:
+def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool) -> Match | None:
     weight, indices = copied.args
     if not isinstance(weight, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
         return None
@@ -101,7 +101,7 @@ def _of_copies(bmm: fx.Node, copied: fx.Node, rows: fx.Node, swapped: bool, most
     ids, chosen, has_absent = _ids(experts, value.shape[0])
     top_k = _slots_of_a_token(ids, chosen, value.shape[0], has_absent)
     S = proofs.size(experts.meta["val"].shape[0])
-    if top_k is None or not isinstance(S, int) or not 0 < S <= most * top_k or value.ndim != 3:
+    if top_k is None or not isinstance(S, int) or not 0 < S <= MOST_ORDERED_TOKENS * top_k or value.ndim != 3:
         return None
     contracted = 2 if swapped else 1
     if value.dtype not in OPERAND_DTYPES or given.dtype != value.dtype:
@@ -206,7 +206,7 @@ def expert_projections(graph: fx.Graph, *, options: Options) -> int:
         return 0
     found = []
     for bmm in graph.find_nodes(op="call_function", target=aten.bmm.default):
-        match = find_expert_projections(bmm, MOST_ORDERED_TOKENS)
+        match = find_expert_projections(bmm)
         if match is not None:
             found.append(match)
         elif expert_rows.copies_weights(bmm):

@@ -38,7 +38,7 @@ from ditron_inductor.passes.graph.place_order import Kind
 from ditron_inductor.passes.graph.rows_behind import drop_masks
 from ditron_inductor.passes.graph.sorts import SORTS, sorted_slots
 from ditron_inductor.task.node import Node
-from ditron_inductor.task.nodes import MOST_ORDERED_TOKENS
+from ditron_inductor.task.nodes import most_expert_tokens
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
@@ -75,8 +75,8 @@ class Match:
         return [node for node, kind in self.kinds.items() if kind is Kind.PLACES]
 
 
-def find_sorted_experts(sort: fx.Node, most: int) -> Match | None:
-    """Proves that a sort is one of the slots of at most so many tokens, as drawn above; None if it is not."""
+def find_sorted_experts(sort: fx.Node, strategy: str) -> Match | None:
+    """Proves that a sort is one of the slots of few tokens, as drawn above; None if it is not."""
     ids = proofs.arguments(sort)["self"]
     value = proofs.tensor(ids)
     if value is None or value.ndim != 1 or value.dtype != torch.int64:
@@ -93,7 +93,9 @@ def find_sorted_experts(sort: fx.Node, most: int) -> Match | None:
     elsewhere = slots_elsewhere.choices_behind(source, num_experts)
     top_k = expert_rows.taken_of(elsewhere or source, num_experts, of_ranks=elsewhere is not None)
     S = value.shape[0]
-    if top_k is None or not isinstance(S, int) or not 0 < S <= most * top_k or S % top_k:
+    if top_k is None or not isinstance(S, int) or S % top_k:
+        return None
+    if not 0 < S <= most_expert_tokens(strategy, top_k, num_experts) * top_k:
         return None
     if not expert_rows.range_of(source).most <= num_experts - (elsewhere is None) or not _are_kept(sort, kinds):
         return None
@@ -211,7 +213,7 @@ def sorted_experts(graph: fx.Graph, make: MakeTask, strategy: str) -> int:
     for target in SORTS:
         for sort in graph.find_nodes(op="call_function", target=target):
             runs = strategy == "tile" or proofs.fake(proofs.operand(sort)).device.type in GPUS
-            match = find_sorted_experts(sort, MOST_ORDERED_TOKENS) if runs else None
+            match = find_sorted_experts(sort, strategy) if runs else None
             if match is not None:
                 count += rewrite(graph, match, make)
     return count
