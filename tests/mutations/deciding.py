@@ -271,4 +271,11 @@ DECIDING: tuple[Mutation, ...] = (
         "elif False:",
         "tests/models/test_divergent.py::test_local_facts_keep_the_fusion_and_others_give_it_up[cpu-statistic_of_sequences]",
     ),
+    Mutation(
+        "a graph of other sequences takes its peers to run the old one",
+        "ditron_inductor/device/agreements.py",
+        "if other.runs_like(facts)), None)",
+        "if other.form == facts.form), None)",
+        "tests/models/test_divergent.py::test_all_ranks_have_as_many_tokens_of_other_sequences[cpu]",
+    ),
 )

@@ -41,7 +41,7 @@ UNSORTING: tuple[Mutation, ...] = (
     Mutation(
         "slots of any number of tokens are left unsorted",
         SORTED_EXPERTS,
-        "not 0 < S <= most * top_k",
+        "not 0 < S <= most_expert_tokens(strategy, top_k, num_experts) * top_k",
         "not 0 < S",
         f"{UNSORTED}::test_more_tokens_are_sorted",
     ),
@@ -114,5 +114,12 @@ UNSORTING: tuple[Mutation, ...] = (
         "if proofs.fake(rows).dtype != proofs.fake(node).dtype:",
         "if False:",
         f"{STAYS}[in_another_dtype]",
+    ),
+    Mutation(
+        "experts of many slots are not left to torch",
+        "ditron_inductor/task/expert_nodes.py",
+        "few = MOST_SLOTS_OF_AN_EXPERT * num_experts // top_k",
+        "few = MOST_ORDERED_TOKENS",
+        f"{UNSORTED}::test_with_many_slots_of_an_expert_torch_is_faster[97-0]",
     ),
 )

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse.expert_projections import expert_projections
-from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, MOST_ORDERED_TOKENS
+from ditron_inductor.task.nodes import MOST_ORDERED_TOKENS
 from tests.passes.graphs import all_reduce, compiled_graphs, run_ranks, text, traced, twin
 
 pytestmark = pytest.mark.usefixtures("group")

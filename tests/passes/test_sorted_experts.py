@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import silu
 from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
+from ditron_inductor.passes.fuse import sorted_experts
 from ditron_inductor.passes.graph import place_order
 from ditron_inductor.passes.graph.place_order import Kind
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, MOST_ORDERED_TOKENS
@@ -305,6 +307,14 @@ def test_where_the_order_matters_it_stays(name: str) -> None:
 def test_more_tokens_are_sorted() -> None:
     tokens = MOST_ORDERED_TOKENS + 1
     assert made(graph_of(experts, (torch.empty(tokens, D).to(BF16), torch.empty(tokens, E), GATE_UP, DOWN))) == 0
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(96, 2), (97, 0)])
+def test_with_many_slots_of_an_expert_torch_is_faster(tokens: int, count: int) -> None:
+    """E = 6 and K = 2, so 96 tokens have 32 slots of an expert."""
+    module = graph_of(experts, (torch.empty(tokens, D).to(BF16), torch.empty(tokens, E), GATE_UP, DOWN))
+    with mock.patch.object(sorted_experts, "GPUS", ("cpu",)):
+        assert made(module, Options()) == count
 
 
 def test_a_number_of_tokens_that_is_not_known() -> None:
