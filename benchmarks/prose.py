@@ -254,6 +254,7 @@ def whole_models(every: Sequence[Row], facts: Sequence[Fact]) -> list[Claim]:
         Claim("now they take {}, where it takes {}", _milliseconds(every, -1, **in_reduces)),
         Claim("took {} ms at commit 734c830e, where async TP took {}", _milliseconds(every, "734c830e", **batched)),
         Claim("#rows_by_rank) they take {} ms, where async TP takes {}", _milliseconds(every, -1, **batched)),
+        Claim("On two H200s it ran in {} cells", (str(_tuned_on_h200s(every)),)),
         Claim(MANY_SEQUENCES, tuple(f"{_many(every, model)[0]:.2f}" for model in MIXTURES)),
         Claim(MANY_SEQUENCES_SINCE, tuple(f"{_many(every, model)[1]:.2f}" for model in MIXTURES)),
         Claim("were {} and {} % slower than the best rival in two of", tuple(map(slower, lost_runs))),
@@ -301,6 +302,12 @@ def beside_max_autotune(every: Sequence[Row]) -> list[Claim]:
         )
         for line in ONE_SEQUENCE
     ]
+
+
+def _tuned_on_h200s(every: Sequence[Row]) -> int:
+    """In how many decode cells of two H200s max-autotune ran."""
+    tuned = [one for one in _runs(every) if one.where == ("NVIDIA H200", 2) and one.us("max_autotune")]
+    return len({one.label for one in tuned if one.phase == "decode"})
 
 
 def _many(every: Sequence[Row], model: str) -> tuple[float, float]:

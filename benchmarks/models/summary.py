@@ -6,6 +6,7 @@ of other models.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from tabulate import tabulate
 from benchmarks import sources
 from benchmarks.models.facts import Fact
 from benchmarks.models.request import OURS, TITLES
-from benchmarks.models.tables import Contest, aged, contestants_of, contests
+from benchmarks.models.tables import NOISE, Contest, aged, contestants_of, contests, number
 from benchmarks.models.zoo import position
 from benchmarks.records import Row
 
@@ -73,8 +74,8 @@ def _caption(cells: Sequence[Contest], facts: Sequence[Fact]) -> list[str]:
     return [
         f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(cells)}.",
         f"The best rival of a cell is the fastest of those that ran beside Ditron in it: {_rivals(cells)}.",
-        "A cell is within noise if the samples of Ditron and of its best rival overlap, from the 20th to the 80th "
-        f"percentile: this holds for {unclear} of {len(cells)} cells. {_old(cells, facts)}",
+        f"A cell is within noise (`{NOISE}`) if the samples of Ditron and of its best rival overlap, from the 20th to "
+        f"the 80th percentile: this holds for {unclear} of {len(cells)} cells. {_old(cells, facts)}",
         f"Layers alone, {_layers(cells)} of them, with random weights. "
         "NVLink multicast is off for everybody. Rivals that use it are faster than shown.",
     ]
@@ -82,9 +83,11 @@ def _caption(cells: Sequence[Contest], facts: Sequence[Fact]) -> list[str]:
 
 def _ratios(cells: Sequence[Contest]) -> list[str]:
     best = [gain for one in cells if (gain := one.best_gain)]
+    least = min(cells, key=lambda one: one.best_gain or math.inf)
     inductor = [gain for one in cells if (gain := one.gain("inductor"))]
     means = [f"{statistics.geometric_mean(gains):.2f}" if gains else "-" for gains in (best, inductor)]
-    return [*means, f"{min(best):.2f}", str(len(cells)), str(sum(one.unclear for one in cells))]
+    lowest = number(least.best_gain, 2) + f" {NOISE}" * least.unclear
+    return [*means, lowest, str(len(cells)), str(sum(one.unclear for one in cells))]
 
 
 def _rivals(cells: Sequence[Contest]) -> str:

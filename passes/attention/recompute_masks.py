@@ -31,13 +31,12 @@ from ditron_inductor.passes.attention.attention_calls import BACKWARD, FOLLOWED,
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, WAIT, collectives
 from ditron_inductor.passes.graph.reasons import refused
+from ditron_inductor.passes.graph.rewriting import RECOMPUTE
 from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 aten = torch.ops.aten
 
 BETWEEN = FOLLOWED | {WAIT, aten.expand.default, aten.cat.default, aten.split.Tensor, aten.split_with_sizes.default}
-MARK = "recompute"
-"""The key of a node's meta that the partitioner of AOTAutograd reads."""
 
 
 def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
@@ -59,7 +58,7 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
         known.add(tuple(masks))
         for source in _made_of(masks):
             # A mark that the user's own checkpointing has put on a node stays.
-            source.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
+            source.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
     return len(known)
 
 

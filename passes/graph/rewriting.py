@@ -114,6 +114,8 @@ def _mode_of(value: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 TRANSPOSED = "ditron_transposed"
 """Marks, in the metadata of a Task node, that it solves the transposed problem."""
+RECOMPUTE = "recompute"
+"""Marks, in the metadata of a node of a joint graph, how the partitioner of AOTAutograd treats it."""
 
 
 def call(

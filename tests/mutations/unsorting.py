@@ -122,4 +122,11 @@ UNSORTING: tuple[Mutation, ...] = (
         "few = MOST_ORDERED_TOKENS",
         f"{UNSORTED}::test_with_many_slots_of_an_expert_torch_is_faster[97-0]",
     ),
+    Mutation(
+        "zeros to which a backward adds rows are saved for it",
+        "passes/normalize/recompute_zeros.py",
+        "CheckpointPolicy.MUST_RECOMPUTE",
+        "CheckpointPolicy.PREFER_SAVE",
+        "tests/passes/test_recompute_zeros.py::test_the_backward_makes_its_zeros",
+    ),
 )

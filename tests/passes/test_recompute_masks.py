@@ -10,7 +10,8 @@ from expecttest import assert_expected_inline
 from torch._inductor import config
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.attention.recompute_masks import MARK, recompute_masks
+from ditron_inductor.passes.attention.recompute_masks import recompute_masks
+from ditron_inductor.passes.graph.rewriting import RECOMPUTE
 from ditron_inductor.pipeline import JointPipeline
 from tests.passes.graphs import compiled_graphs, run_ranks, text, twin
 from tests.passes.test_all_gather_attention import fuse_attention, masked, of_all_ranks, operands, sdpa
@@ -61,7 +62,7 @@ def test_other_masks_are_kept() -> None:
     marked = []
 
     def act(graph: torch.fx.Graph) -> None:
-        marked.append((recompute_masks(graph, options=Options()), any(MARK in node.meta for node in graph.nodes)))
+        marked.append((recompute_masks(graph, options=Options()), any(RECOMPUTE in node.meta for node in graph.nodes)))
 
     given = tuple(one.requires_grad_() for one in operands())
     with config.patch(joint_custom_post_pass=act):
