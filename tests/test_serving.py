@@ -273,11 +273,13 @@ FOUR = Sizes(kv_heads=4, experts=8)
 def generated(ctx: RankContext, case: Generation, count: int = 4) -> dict[str, int]:
     """What was fused while the compiled model's `generate` made as many tokens, those of eager mode, by its logits."""
     torch._dynamo.reset()
+    cuda = ctx.device.type == "cuda"
+    code = contextlib.nullcontext() if cuda else without_generated_code()
     here = mock.patch.object(cached_attention, "GPUS", ("cpu", "cuda"))
     sizes = FOUR if ctx.world_size == 4 else Sizes()
-    with from_one_folder(ctx, case, sizes) as load, without_generated_code(), here:
+    with from_one_folder(ctx, case, sizes) as load, code, here:
         model = load(torch.float32)
-        tokens = torch.arange(1, 17).view(2, -1)
+        tokens = torch.arange(1, 17, device=ctx.device).view(2, -1)
         how = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         how |= {"return_dict_in_generate": True, "output_logits": True}
         wanted = model.generate(tokens, **how, disable_compile=True)
@@ -285,7 +287,7 @@ def generated(ctx: RankContext, case: Generation, count: int = 4) -> dict[str, i
             serving.local_parameters(model)
         counters.clear()
         if case.cache == "static":
-            got = model.generate(tokens, **how, **case.compiled(cudagraphs=False))
+            got = model.generate(tokens, **how, **case.compiled(cuda))
         else:
             options = serving.options(cudagraphs=False, **{"ditron.strategy": case.strategy})
             model.forward = torch.compile(model.forward, backend="ditron", options=options)
@@ -364,6 +366,20 @@ the attentions to a cache. GPT-OSS has two graphs, and latent attention is none 
 )
 def test_generate_of_a_mixture(rank_pools: RankPools, case: Generation) -> None:
     check_fused(case, rank_pools.get("cpu", 2, label="accelerate").run(generated, case, timeout=200.0))
+
+
+@pytest.mark.gpu
+@needs_transformers
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Generation(name, form, "static", "batched_mm") for name, (form, *_) in MIXTURES.items()),
+        *(Generation(name, MIXTURES[name][0], "dynamic", "batched_mm") for name in ("mixtral", "gpt_oss")),
+    ],
+    ids=str,
+)
+def test_generate_of_a_mixture_on_gpus(rank_pools: RankPools, case: Generation) -> None:
+    check_fused(case, rank_pools.get("cuda", 2).run(generated, case, timeout=200.0))
 
 
 def check_fused(case: Generation, by_rank: list[dict[str, int]]) -> None:
