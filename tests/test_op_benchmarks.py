@@ -107,12 +107,13 @@ def test_routing(rank_pools: RankPools) -> None:
 
 
 @pytest.mark.all_cases
-@pytest.mark.parametrize("model", ["tiny", "tiny-biased"])
-def test_gathered_experts(rank_pools: RankPools, model: str) -> None:
+@pytest.mark.parametrize(("model", "routing"), [("tiny", "skewed"), ("tiny-biased", "uniform")])
+def test_gathered_experts(rank_pools: RankPools, model: str, routing: str) -> None:
     module = "benchmarks.ops.gathered_experts"
     tiny = ["--device", "cpu", "--models", model, "--tokens", "2048", "--batches", "2", "--rounds", "2", "--out", ""]
-    options = importlib.import_module(module).parser().parse_args([*tiny, "--commit", "0"])
+    options = importlib.import_module(module).parser().parse_args([*tiny, "--commit", "0", "--routing", routing])
     rows = _run(rank_pools, module, options)
+    assert all((row.sizes.get("routing") == "skewed") == (routing == "skewed") for row in rows)
     wanted = {"gemm", "inductor", "ditron"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 

@@ -30,6 +30,7 @@ from benchmarks.ops.expert_cells import (
     BIASED_TINY,
     LIMIT_S,
     MODELS,
+    SKEW,
     TINY,
     TOLERANCE,
     Experts,
@@ -71,8 +72,10 @@ class Operands:
         return self.shard, self.router, self.gate_up, self.bias
 
 
-def drawn(sizes: Experts, B: int, T: int, session: Session) -> Operands:
-    """Random operands: the router is the same on all ranks."""
+def drawn(sizes: Experts, B: int, T: int, session: Session, routing: str) -> Operands:
+    """Random operands: the router is the same on all ranks. If the routing is skewed, the first element of all tokens
+    is 1, and the router has the liking for each expert there.
+    """
     device, W = session.clock.device, session.world_size
     shared = torch.Generator(device=device).manual_seed(1)
     own = torch.Generator(device=device).manual_seed(2 + session.rank)
@@ -82,6 +85,9 @@ def drawn(sizes: Experts, B: int, T: int, session: Session) -> Operands:
 
     shard = normal(B, T // B // W, sizes.D, scale=1.0, generator=own)
     router = normal(sizes.E, sizes.D, scale=sizes.D**-0.5, generator=shared)
+    if routing == "skewed":
+        shard[..., 0] = 1.0
+        router[:, 0] = normal(sizes.E, scale=SKEW, generator=shared)
     width, scale = 2 * sizes.F // W, sizes.D**-0.5
     if sizes.biased:
         gate_up = normal(sizes.E, sizes.D, width, scale=scale, generator=own)
@@ -176,13 +182,13 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     lines = []
     modes = command.modes(options)
-    for model, T, B in itertools.product(options.models, options.tokens, options.batches):
-        shape = f"model={model};T={T};B={B}"
+    for model, T, B, routing in itertools.product(options.models, options.tokens, options.batches, options.routing):
+        shape = f"model={model};T={T};B={B}" + f";routing={routing}" * (routing == "skewed")
         if session.seconds() > options.budget:
             session.say(f"no time for {shape}")
             continue
         sizes = CHOICES[model]
-        given = drawn(sizes, B, T, session)
+        given = drawn(sizes, B, T, session, routing)
         eager = contestants(session, given, sizes.k)
         for graph in modes:
             with torch.no_grad():
