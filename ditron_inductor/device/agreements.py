@@ -69,7 +69,7 @@ class Decision:
 def forms_of(facts: GroupFacts, verdict: Verdict) -> tuple[Form, ...]:
     """Returns the forms of a group, from its facts on any rank and from the verdict on all ranks."""
     return tuple(
-        Form(launch.wire, launch.kind, "", verdict.leader[number], launch.sizes)
+        Form(launch.wire, launch.kind, "", verdict.leader[number], verdict.sizes[number])
         if number in verdict.leader
         else Form(launch.wire, "", verdict.library.get(number, ""))
         for number, launch in enumerate(facts.after)
@@ -122,6 +122,18 @@ def _sizes_of(facts: GraphFacts, agreement: Agreement) -> tuple[int | None, ...]
     return tuple(size for group in facts.groups for size in agreement.sizes.get(group.name, own[group.name]))
 
 
+def _is_cut_so(facts: GraphFacts, agreement: Agreement) -> bool:
+    """Returns whether the kernels of a graph, whose nodes are those that were agreed on, cut what they send by the same
+    sizes. Eight sequences of 512 tokens are as many elements as 32 of 128, and are cut otherwise.
+    """
+    return all(
+        may_be_equal(launch.sizes, form.sizes)
+        for group in facts.groups
+        for launch, form in zip(group.after, agreement.forms.get(group.name, ()), strict=False)
+        if launch.kind and launch.kind == form.kind
+    )
+
+
 class Agreements:
     """All agreements of this process, by the process group that a graph names first."""
 
@@ -131,7 +143,10 @@ class Agreements:
 
     def find(self, facts: GraphFacts) -> Agreement | None:
         """Returns what was agreed for a graph of this form, whose sizes are equal, or may be, where one is a symbol."""
-        return next((agreed for other, agreed in self._of_program(facts) if other.runs_like(facts)), None)
+        for other, agreed in self._of_program(facts):
+            if other.form == facts.form and _is_cut_so(facts, agreed):
+                return agreed
+        return None
 
     def find_other(self, facts: GraphFacts) -> Agreement | None:
         """Returns what was agreed for a graph of this piece of the program, whatever its form. The peers of this rank

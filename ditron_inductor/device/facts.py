@@ -118,16 +118,6 @@ class GraphFacts:
         """What the passes made of the graph's collectives, by group."""
         return tuple(group.form for group in self.groups)
 
-    def runs_like(self, other: GraphFacts) -> bool:
-        """Returns whether the passes made the same of both graphs, and the kernels cut what they send by sizes that are
-        equal, or may be. Eight sequences of 512 tokens are as many elements as 32 of 128, and are cut otherwise.
-        """
-        pairs = zip(self._launches(), other._launches(), strict=False)
-        return self.form == other.form and all(may_be_equal(one.sizes, another.sizes) for one, another in pairs)
-
-    def _launches(self) -> list[LaunchFacts]:
-        return [launch for group in self.groups for launch in group.after]
-
     @property
     def key(self) -> str:
         """A hash of the program, its sizes and its form, by which sites find what was agreed."""
@@ -146,14 +136,16 @@ class GraphFacts:
 class Verdict:
     """The result of comparing the lists of all ranks of one group. plain: why the graph has to run as Inductor alone
     would run it; empty if it need not. library: by the number of the launch, why its node has to run by the library.
-    leader: by the number of the launch, the local facts of rank 0, with which all ranks plan. options: names of options
-    that differ, with the ranks that hold each value. diverged: the first collective that differs, as (the number of the
-    launch, rank, its collective, another rank, its collective).
+    leader: by the number of the launch, the local facts of rank 0, with which all ranks plan. sizes: by the number of
+    the launch, those by which all kernels cut, None where any rank has a symbol. options: names of options that differ,
+    with the ranks that hold each value. diverged: the first collective that differs, as (the number of the launch,
+    rank, its collective, another rank, its collective).
     """
 
     plain: str = ""
     library: Mapping[int, str] = field(default_factory=dict)
     leader: Mapping[int, str] = field(default_factory=dict)
+    sizes: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict)
     options: str = ""
     diverged: tuple[int, int, str, int, str] | None = None
 
@@ -207,6 +199,7 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
         return Verdict(plain=f"the graphs differ, and the passes moved something across their collectives: {what}")
     library: dict[int, str] = {}
     leader: dict[int, str] = {}
+    cut: dict[int, tuple[int | None, ...]] = {}
     for number, launches in enumerate(zip(*[group.after for group in groups], strict=True)):
         wires = [launch.wire for launch in launches]
         kinds = [launch.kind for launch in launches]
@@ -224,7 +217,8 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
             library[number] = reason
         elif kinds[0]:
             leader[number] = launches[0].local
-    return Verdict(library=library, leader=leader)
+            cut[number] = tuple(None if None in each else each[0] for each in zip(*sizes, strict=True))
+    return Verdict(library=library, leader=leader, sizes=cut)
 
 
 def may_be_equal(sizes: Sequence[int | None], others: Sequence[int | None]) -> bool:

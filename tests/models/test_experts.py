@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 
 from benchmarks.tolerances import MODEL_TOLERANCES
 from ditron_inductor.report.explain import without_caches
+from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS
 from ditron_inductor.task.plan import decisions
 from tests.cases import rare
 from tests.models.hugging_face import ARCHITECTURES, Sizes
@@ -25,6 +26,7 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
 fuse = importlib.import_module("ditron_inductor.passes.fuse.grouped_matmul_all_reduce")
+sort = importlib.import_module("ditron_inductor.passes.fuse.sorted_experts")
 pytest.importorskip("transformers", reason="the models are those of the extra 'models'")
 COPIES, GROUPED = "batched_mm", "grouped_mm"
 PROJECTED, COMBINED = "expert_projections", "combine_experts"
@@ -54,10 +56,11 @@ def _decoded(ctx: RankContext, setup: Setup) -> tuple[int, int, int]:
 
 
 def _read(ctx: RankContext, setup: Setup) -> tuple[int, int]:
-    """Does `_run` with grouped matmuls; returns the number of sums, and how many of these matmuls take their rows where
-    they lie.
+    """Does `_run` with grouped matmuls, of more tokens than calls of `expert_projections` take; returns the number of
+    sums, and how many of these matmuls take their rows where they lie.
     """
-    return _run(ctx, setup, GROUPED), counters["ditron"]["grouped_projections"]
+    with mock.patch.object(sort, "most_expert_tokens", return_value=MOST_EXPERT_TOKENS):
+        return _run(ctx, setup, GROUPED), counters["ditron"]["grouped_projections"]
 
 
 def _run(ctx: RankContext, setup: Setup, experts: str = COPIES) -> int:
