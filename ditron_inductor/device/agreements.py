@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ditron_inductor.device import groups
-from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, may_be_equal
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, Shape, Verdict, may_be_equal
 from ditron_inductor.errors import DitronDiverged
 
 
@@ -40,7 +40,7 @@ class Agreement:
     run. counts: how many collectives the graph of each rank holds, by group and rank. moved: for each group in which
     something was moved across collectives, what all graphs moved, and the hash of their ops. sizes: how many elements
     each collective has, by group, None if it is a symbol on any rank. The graph of that rank serves all sizes, and does
-    not come to a meeting when another rank has compiled for a new size.
+    not come to a meeting when another rank has compiled for a new size. shapes: so too of this rank's operands.
     """
 
     plain: str = ""
@@ -48,6 +48,7 @@ class Agreement:
     counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     sizes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[Shape | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,15 +123,18 @@ def _sizes_of(facts: GraphFacts, agreement: Agreement) -> tuple[int | None, ...]
     return tuple(size for group in facts.groups for size in agreement.sizes.get(group.name, own[group.name]))
 
 
-def _is_cut_so(facts: GraphFacts, agreement: Agreement) -> bool:
-    """Returns whether the kernels of a graph, whose nodes are those that were agreed on, cut what they send by the same
-    sizes. Eight sequences of 512 tokens are as many elements as 32 of 128, and are cut otherwise.
+def _has_shapes_of(facts: GraphFacts, other: GraphFacts, agreement: Agreement) -> bool:
+    """Returns whether a graph's collectives have the shapes for which something was agreed, those of `other` where
+    there were no others. Eight sequences of 512 tokens are as many elements as 32 of 128, and kernels cut them
+    otherwise.
     """
+    known = {group.name: tuple(launch.shape for launch in group.before) for group in other.groups}
     return all(
-        may_be_equal(launch.sizes, form.sizes)
+        shape is None or may_be_equal(launch.shape, shape)
         for group in facts.groups
-        for launch, form in zip(group.after, agreement.forms.get(group.name, ()), strict=False)
-        if launch.kind and launch.kind == form.kind
+        for launch, shape in zip(
+            group.before, agreement.shapes.get(group.name, known.get(group.name, ())), strict=False
+        )
     )
 
 
@@ -144,15 +148,16 @@ class Agreements:
     def find(self, facts: GraphFacts) -> Agreement | None:
         """Returns what was agreed for a graph of this form, whose sizes are equal, or may be, where one is a symbol."""
         for other, agreed in self._of_program(facts):
-            if other.form == facts.form and _is_cut_so(facts, agreed):
+            if other.form == facts.form and _has_shapes_of(facts, other, agreed):
                 return agreed
         return None
 
     def find_other(self, facts: GraphFacts) -> Agreement | None:
-        """Returns what was agreed for a graph of this piece of the program, whatever its form. The peers of this rank
-        may run that, and not know that this rank has another graph.
+        """Returns what was agreed for a graph of this piece of the program, whatever its form, the latest for these
+        shapes, or else for others. The peers of this rank may run that, and not know that this rank has another graph.
         """
-        return next((agreed for _, agreed in reversed(self._of_program(facts)) if not agreed.plain), None)
+        found = [(other, agreed) for other, agreed in reversed(self._of_program(facts)) if not agreed.plain]
+        return min(found, key=lambda pair: not _has_shapes_of(facts, *pair))[1] if found else None
 
     def _of_program(self, facts: GraphFacts) -> list[tuple[GraphFacts, Agreement]]:
         known = self._known.get(groups.find(facts.groups[0].name), {}).get(facts.program, [])

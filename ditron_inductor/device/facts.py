@@ -28,6 +28,9 @@ EQUAL_SIZES = "all_reduce", "reduce_scatter", "all_gather"
 """Collectives to which every rank contributes the same number of elements."""
 
 
+Shape = tuple[int | None, ...]
+
+
 @dataclass(frozen=True)
 class LaunchFacts:
     """One launch of a group: a collective, or a Task node.
@@ -38,7 +41,8 @@ class LaunchFacts:
     rank's alone (bias, epilogue, number of products), as JSON. site: the node's name. place: a hash of the lines of the
     program that launch it, as this rank knows them. order: how many launches of all groups stand in front of it.
     sizes: those by which a Task node's kernels cut what they send, None for a symbol. The tiles of the peers are cut by
-    the same sizes; the collective of the library does not care.
+    the same sizes; the collective of the library does not care. shape: that of a collective's first operand on this
+    rank, None for a symbol, by which two graphs are told apart whose collectives have as many elements.
     """
 
     wire: str
@@ -50,6 +54,7 @@ class LaunchFacts:
     place: str = ""
     order: int = 0
     sizes: tuple[int | None, ...] = ()
+    shape: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,9 @@ class GraphFacts:
 
     @property
     def key(self) -> str:
-        """A hash of the program, its sizes and its form, by which sites find what was agreed."""
-        return digest(json.dumps([self.program, self.sizes, self.form]))
+        """A hash of the program, of its form, and of all sizes, by which sites find what was agreed."""
+        launches = [[(one.sizes, one.shape) for one in (*group.before, *group.after)] for group in self.groups]
+        return digest(json.dumps([self.program, self.sizes, self.form, launches]))
 
     def text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -158,13 +164,21 @@ def open_sizes(lists: Sequence[Sequence[LaunchFacts]]) -> tuple[int | None, ...]
     )
 
 
+def open_shapes(own: Sequence[LaunchFacts], lists: Sequence[Sequence[LaunchFacts]]) -> tuple[Shape | None, ...]:
+    """Returns the shape of each collective's operand on this rank; None if any rank has a symbol in its own."""
+    return tuple(
+        None if any(None in launch.shape for launch in launches) else mine.shape
+        for mine, *launches in zip(own, *lists, strict=True)
+    )
+
+
 def digest(text: str) -> str:
     """Returns twelve hex digits of a hash of the text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _launch_of(value: Mapping[str, Any]) -> LaunchFacts:
-    return LaunchFacts(**{**value, "sizes": tuple(value["sizes"])})
+    return LaunchFacts(**{**value, "sizes": tuple(value["sizes"]), "shape": tuple(value["shape"])})
 
 
 def group_of(value: Mapping[str, Any]) -> GroupFacts:

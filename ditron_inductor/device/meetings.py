@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
-from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_sizes, ranks_text
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_shapes, open_sizes, ranks_text
 from ditron_inductor.device.idle import counts_on_gpu, is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
@@ -214,12 +214,14 @@ class _Meeting:
             log.group.name: {peer: len(entry.facts.before) for peer, entry in seen.items()}
             for log, seen in zip(self.logs, found, strict=True)
         }
-        sizes = {
-            log.group.name: open_sizes([entry.facts.before for entry in seen.values()])
-            for log, seen in zip(self.logs, found, strict=True)
+        lists = {
+            log.group.name: (own.facts.before, [entry.facts.before for entry in seen.values()])
+            for log, own, seen in zip(self.logs, self.own, found, strict=True)
             if len({len(entry.facts.before) for entry in seen.values()}) == 1
         }
-        return replace(decision, counts=counts, sizes=sizes)
+        sizes = {name: open_sizes(every) for name, (_, every) in lists.items()}
+        shapes = {name: open_shapes(own, every) for name, (own, every) in lists.items()}
+        return replace(decision, counts=counts, sizes=sizes, shapes=shapes)
 
     def _held(self, found: list[dict[int, LogEntry]], believe_bare: bool) -> Agreement | Decision:
         """Returns what is decided, and fills in the entries of the peers, by group and rank."""

@@ -138,6 +138,7 @@ def _collective_facts(node: fx.Node) -> LaunchFacts:
         numel=None if None in counts else sum(count for count in counts if count is not None),
         device_type="" if first is None else first.device.type,
         place=_place(node.meta.get("stack_trace") or ""),
+        shape=() if first is None else tuple(_known([size]) for size in first.shape),
     )
 
 

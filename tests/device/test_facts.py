@@ -25,6 +25,23 @@ def test_graphs_alike_are_fused_by_what_rank_0_has() -> None:
     assert forms_of(other, verdict) == (Form(REDUCED.wire, "matmul_all_reduce", "", "{}"), Form(GATHERED.wire))
 
 
+def test_graphs_of_other_shapes_have_other_keys() -> None:
+    """What is decided for the sites of one is not looked up for those of the other."""
+    whole, other, cut = (
+        replace(GROUP, before=(replace(REDUCED, shape=shape), GATHERED), after=(replace(FUSED, sizes=sizes), GATHERED))
+        for shape, sizes in (((8, 8), (8, 8)), ((4, 16), (4, 16)), ((8, 8), (4, 16)))
+    )
+    facts = [GraphFacts((group,), OPTIONS[0]) for group in (whole, other, cut)]
+    assert len({one.key for one in facts}) == 3 and len({(one.program, one.sizes, one.form) for one in facts}) == 1
+    assert all(GraphFacts.parse(one.text()) == one for one in facts)
+
+
+def test_sizes_are_open_where_a_rank_has_a_symbol() -> None:
+    groups = [replace(GROUP, after=(replace(FUSED, sizes=sizes), GATHERED)) for sizes in ((8, 16), (None, 16))]
+    verdict = compare(groups, OPTIONS)
+    assert verdict.sizes == {0: (None, 16)} and forms_of(groups[0], verdict)[0].sizes == (None, 16)
+
+
 def test_a_node_that_one_rank_lacks_runs_by_the_library() -> None:
     verdict = compare([GROUP, BARE], OPTIONS)
     assert verdict.library == {0: "the ranks fused it differently: matmul_all_reduce on rank 0, left alone on rank 1"}

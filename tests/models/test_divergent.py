@@ -35,14 +35,17 @@ WITH_TILES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "two_weights_contracted": (FUSED, FUSED),
     "tokens_of_one_rank": (FUSED, FUSED),
     "other_branch": (PLAIN, PLAIN),
-    "other_sequences": ({"tile": 2}, {"tile": 2}),
+    # Of two graphs.
+    "logs_where_columns_differ": ({"tile": 1, "library": 1}, {"tile": 1, "library": 1}),
+    # Each with two sites.
+    "other_sequences": ({"tile": 4}, {"tile": 4}),
     "other_columns": (LIBRARY, LIBRARY),
     "gathered_in_other_columns": (LIBRARY, LIBRARY),
     "scattered_in_other_columns": (LIBRARY, LIBRARY),
 }
 """How the sites of each rank run where `tile` is forced."""
-SLOW = ("eager_region",)
-"""A rank that is in the library's collective does not come: the others wait for it."""
+SLOW = ("eager_region", "logs_where_columns_differ")
+"""A rank that is in the library's collective, or has its graph, does not come: the others wait for it."""
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -274,8 +274,15 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "a graph of other sequences takes its peers to run the old one",
         "ditron_inductor/device/agreements.py",
-        "if other.form == facts.form and _is_cut_so(facts, agreed):",
+        "if other.form == facts.form and _has_shapes_of(facts, other, agreed):",
         "if other.form == facts.form:",
         "tests/models/test_divergent.py::test_all_ranks_have_as_many_tokens_of_other_sequences[cpu]",
+    ),
+    Mutation(
+        "sites of graphs for other shapes have the same key",
+        "ditron_inductor/device/facts.py",
+        "[self.program, self.sizes, self.form, launches]",
+        "[self.program, self.sizes, self.form]",
+        "tests/device/test_facts.py::test_graphs_of_other_shapes_have_other_keys",
     ),
 )
