@@ -21,7 +21,7 @@ from benchmarks.models.zoo import FORMS, MODELS, PHASES, TINY, Cell, Selection, 
 if TYPE_CHECKING:
     import torch
 
-PROGRAM, MODULE = "benchmarks.models.account", "benchmarks.models.account"
+MODULE = "benchmarks.models.account"
 BUDGET_S = 500.0
 
 
@@ -37,7 +37,7 @@ class AccountRequest:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").splitlines()[0])
+    result = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").splitlines()[0])
     result.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["llama3-8b"])
     result.add_argument("--phases", nargs="+", choices=PHASES, default=["decode"])
     result.add_argument("--forms", nargs="+", choices=FORMS, default=["kv"])
@@ -64,10 +64,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     )
     cells = selection.cells()
     if not cells:
-        print(f"{PROGRAM}: no cell has these models, phases, forms and batches", file=sys.stderr)
+        print(f"{MODULE}: no cell has these models, phases, forms and batches", file=sys.stderr)
         return 2
     if options.out and not Path(options.out).is_dir():
-        print(f"{PROGRAM}: --out {options.out} is no folder", file=sys.stderr)
+        print(f"{MODULE}: --out {options.out} is no folder", file=sys.stderr)
         return 2
     cells = tiny(cells) if options.device == "cpu" else cells
     out = options.out and str(Path(options.out).resolve())

@@ -10,15 +10,18 @@ a node that adds nothing (`conform`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from ditron_inductor.device import groups
-from ditron_inductor.device.facts import GraphFacts, GroupFacts, Shape, Verdict, may_be_equal
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, Shape, Verdict, may_be_equal
 from ditron_inductor.errors import DitronDiverged
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Form:
     kind: str = ""
     library: str = ""
     leader: str = ""
-    sizes: tuple[int | None, ...] = ()
+    sizes: Shape = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Agreement:
     forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
     counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    sizes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, Shape] = field(default_factory=dict)
     shapes: Mapping[str, tuple[Shape | None, ...]] = field(default_factory=dict)
 
 
@@ -117,25 +120,29 @@ def _unlike(group: GroupFacts, forms: Sequence[Form]) -> DitronDiverged:
     )
 
 
-def _sizes_of(facts: GraphFacts, agreement: Agreement) -> tuple[int | None, ...]:
-    """Returns the sizes for which something was agreed: those of the graph where there were no others."""
-    own = {group.name: tuple(launch.numel for launch in group.before) for group in facts.groups}
-    return tuple(size for group in facts.groups for size in agreement.sizes.get(group.name, own[group.name]))
-
-
-def _has_shapes_of(facts: GraphFacts, other: GraphFacts, agreement: Agreement) -> bool:
-    """Returns whether a graph's collectives have the shapes for which something was agreed, those of `other` where
-    there were no others. Eight sequences of 512 tokens are as many elements as 32 of 128, and kernels cut them
-    otherwise.
-    """
-    known = {group.name: tuple(launch.shape for launch in group.before) for group in other.groups}
-    return all(
-        shape is None or may_be_equal(launch.shape, shape)
-        for group in facts.groups
-        for launch, shape in zip(
-            group.before, agreement.shapes.get(group.name, known.get(group.name, ())), strict=False
-        )
+def _known(facts: GraphFacts, agreed: Mapping[str, Sequence[T]], own: Callable[[LaunchFacts], T]) -> tuple[T, ...]:
+    """Returns what was agreed on for each collective of a graph, by group: its own where there were no others."""
+    return tuple(
+        value for group in facts.groups for value in agreed.get(group.name, [own(launch) for launch in group.before])
     )
+
+
+def _sizes_of(facts: GraphFacts, agreement: Agreement) -> Shape:
+    """Returns the sizes for which something was agreed by a graph with these facts."""
+    return _known(facts, agreement.sizes, lambda launch: launch.numel)
+
+
+def _shapes_of(facts: GraphFacts, agreement: Agreement) -> tuple[Shape | None, ...]:
+    """Returns the shapes for which something was agreed by a graph with these facts."""
+    return _known(facts, agreement.shapes, lambda launch: launch.shape)
+
+
+def _has_shapes(facts: GraphFacts, shapes: Sequence[Shape | None]) -> bool:
+    """Returns whether a graph's collectives have these shapes, None for any. Eight sequences of 512 tokens are as many
+    elements as 32 of 128, and kernels cut them otherwise.
+    """
+    pairs = zip(facts.shapes, shapes, strict=True)
+    return all(shape is None or may_be_equal(own, shape) for own, shape in pairs)
 
 
 class Agreements:
@@ -148,7 +155,7 @@ class Agreements:
     def find(self, facts: GraphFacts) -> Agreement | None:
         """Returns what was agreed for a graph of this form, whose sizes are equal, or may be, where one is a symbol."""
         for other, agreed in self._of_program(facts):
-            if other.form == facts.form and _has_shapes_of(facts, other, agreed):
+            if other.form == facts.form and _has_shapes(facts, _shapes_of(other, agreed)):
                 return agreed
         return None
 
@@ -157,7 +164,7 @@ class Agreements:
         shapes, or else for others. The peers of this rank may run that, and not know that this rank has another graph.
         """
         found = [(other, agreed) for other, agreed in reversed(self._of_program(facts)) if not agreed.plain]
-        return min(found, key=lambda pair: not _has_shapes_of(facts, *pair))[1] if found else None
+        return min(found, key=lambda pair: not _has_shapes(facts, _shapes_of(*pair)))[1] if found else None
 
     def _of_program(self, facts: GraphFacts) -> list[tuple[GraphFacts, Agreement]]:
         known = self._known.get(groups.find(facts.groups[0].name), {}).get(facts.program, [])

@@ -29,6 +29,7 @@ EQUAL_SIZES = "all_reduce", "reduce_scatter", "all_gather"
 
 
 Shape = tuple[int | None, ...]
+"""Sizes, of which None is a symbol."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class LaunchFacts:
     site: str = ""
     place: str = ""
     order: int = 0
-    sizes: tuple[int | None, ...] = ()
-    shape: tuple[int | None, ...] = ()
+    sizes: Shape = ()
+    shape: Shape = ()
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,14 @@ class GraphFacts:
         return digest(json.dumps([groups, sorted(self.options.items())]))
 
     @property
-    def sizes(self) -> tuple[int | None, ...]:
+    def sizes(self) -> Shape:
         """The numbers of elements of all collectives of the program."""
         return tuple(launch.numel for group in self.groups for launch in group.before)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the operands of all collectives of the program."""
+        return tuple(launch.shape for group in self.groups for launch in group.before)
 
     @property
     def form(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
@@ -151,17 +157,14 @@ class Verdict:
     plain: str = ""
     library: Mapping[int, str] = field(default_factory=dict)
     leader: Mapping[int, str] = field(default_factory=dict)
-    sizes: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict)
+    sizes: Mapping[int, Shape] = field(default_factory=dict)
     options: str = ""
     diverged: tuple[int, int, str, int, str] | None = None
 
 
-def open_sizes(lists: Sequence[Sequence[LaunchFacts]]) -> tuple[int | None, ...]:
-    """Returns the elements of each collective; None if any rank has a symbol, as its graph serves all sizes."""
-    return tuple(
-        None if any(launch.numel is None for launch in launches) else launches[0].numel
-        for launches in zip(*lists, strict=True)
-    )
+def opened(lists: Sequence[Sequence[int | None]]) -> Shape:
+    """Returns the first of lists of sizes, one of each rank; None where any rank has a symbol."""
+    return tuple(None if None in sizes else sizes[0] for sizes in zip(*lists, strict=True))
 
 
 def open_shapes(own: Sequence[LaunchFacts], lists: Sequence[Sequence[LaunchFacts]]) -> tuple[Shape | None, ...]:
@@ -213,7 +216,7 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
         return Verdict(plain=f"the graphs differ, and the passes moved something across their collectives: {what}")
     library: dict[int, str] = {}
     leader: dict[int, str] = {}
-    cut: dict[int, tuple[int | None, ...]] = {}
+    cut: dict[int, Shape] = {}
     for number, launches in enumerate(zip(*[group.after for group in groups], strict=True)):
         wires = [launch.wire for launch in launches]
         kinds = [launch.kind for launch in launches]
@@ -231,7 +234,7 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
             library[number] = reason
         elif kinds[0]:
             leader[number] = launches[0].local
-            cut[number] = tuple(None if None in each else each[0] for each in zip(*sizes, strict=True))
+            cut[number] = opened(sizes)
     return Verdict(library=library, leader=leader, sizes=cut)
 
 

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
-from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_shapes, open_sizes, ranks_text
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_shapes, opened, ranks_text
 from ditron_inductor.device.idle import counts_on_gpu, is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
@@ -219,7 +219,10 @@ class _Meeting:
             for log, own, seen in zip(self.logs, self.own, found, strict=True)
             if len({len(entry.facts.before) for entry in seen.values()}) == 1
         }
-        sizes = {name: open_sizes(every) for name, (_, every) in lists.items()}
+        sizes = {
+            name: opened([[launch.numel for launch in before] for before in every])
+            for name, (_, every) in lists.items()
+        }
         shapes = {name: open_shapes(own, every) for name, (own, every) in lists.items()}
         return replace(decision, counts=counts, sizes=sizes, shapes=shapes)
 

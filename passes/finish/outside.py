@@ -23,13 +23,7 @@ from ditron_inductor.passes.graph.launches import is_task, takes_local
 from ditron_inductor.passes.graph.norm_forms import rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import (
-    HEAD_DIMS,
-    MOST_NORM_COLUMNS,
-    MOST_ORDERED_TOKENS,
-    WithEpilogue,
-    WithPrologue,
-)
+from ditron_inductor.task.nodes import HEAD_DIMS, MOST_NORM_COLUMNS, MOST_ORDERED_TOKENS, WithEpilogue, WithPrologue
 from ditron_inductor.task.site_records import OutsideRecord
 from ditron_inductor.task.verify import task_calls
 
@@ -47,8 +41,8 @@ TEXTS: dict[str, str] = {
     ),
     EXPERTS_FORM: (
         "their weights are copied for each slot. It is one call, which reads each weight once, for a known number of "
-        f"{MOST_ORDERED_TOKENS} tokens or fewer, if the experts are "
-        "choices of a topk among all experts of the weight, and if nothing else reads the copies"
+        f"{MOST_ORDERED_TOKENS} tokens or fewer, if the experts are choices of a topk among all experts of the weight, "
+        "and if nothing else reads the copies"
     ),
     absorb_epilogues.NO_TEXT: (
         "the op is none that the kernels have a text for, or another operand of it is not in memory before the node "

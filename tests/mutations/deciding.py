@@ -274,7 +274,7 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "a graph of other sequences takes its peers to run the old one",
         "ditron_inductor/device/agreements.py",
-        "if other.form == facts.form and _has_shapes_of(facts, other, agreed):",
+        "if other.form == facts.form and _has_shapes(facts, _shapes_of(other, agreed)):",
         "if other.form == facts.form:",
         "tests/models/test_divergent.py::test_all_ranks_have_as_many_tokens_of_other_sequences[cpu]",
     ),

@@ -307,6 +307,10 @@ def test_where_the_order_matters_it_stays(name: str) -> None:
 def test_more_tokens_are_sorted() -> None:
     tokens = MOST_ORDERED_TOKENS + 1
     assert made(graph_of(experts, (torch.empty(tokens, D).to(BF16), torch.empty(tokens, E), GATE_UP, DOWN))) == 0
+    for number, found in ((MOST_ORDERED_TOKENS, True), (tokens, False)):
+        module = graph_of(experts, (torch.empty(number, D).to(BF16), torch.empty(number, E), GATE_UP, DOWN))
+        (sort,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.sort.default)
+        assert (sorted_experts.find_sorted_experts(sort, "tile") is not None) is found
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(96, 2), (97, 0)])
