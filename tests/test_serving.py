@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
@@ -337,13 +338,14 @@ def test_generate_with_a_static_cache(rank_pools: RankPools) -> None:
 
 
 MIXTURES = {
-    "mixtral": ("hf", 4, 2, 1),
-    "qwen3_moe": ("hf", 4, 2, 1),
-    "deepseek_v3": ("hf", 3, 2, 0),
-    "gpt_oss": ("ep", 4, 4, 2),
+    "mixtral": ("hf", 1, (4, 3), 2, 1),
+    "qwen3_moe": ("hf", 1, (4, None), 2, 1),
+    "deepseek_v3": ("hf", 1, (3, 2), 2, 0),
+    "gpt_oss": ("ep", 2, (2, 1), 2, 1),
 }
-"""With a static cache, which sees each step in a graph: the form, the sites, the matmuls of experts of few tokens, and
-the attentions to a cache. GPT-OSS has two graphs, and latent attention is none of these.
+"""With a static cache, which sees each step in a graph: the form, the graphs, and in each graph the sites, the matmuls
+of experts of few tokens, and the attentions to a cache. Latent attention is none of these. The second number of sites
+is that of transformers before 5.23, which keeps embeddings whole, and makes a graph of each linear layer of Qwen3.
 """
 
 
@@ -384,12 +386,16 @@ def test_generate_of_a_mixture_on_gpus(rank_pools: RankPools, case: Generation) 
 
 def check_fused(case: Generation, by_rank: list[dict[str, int]]) -> None:
     """AssertionError unless each rank has fused what it should, in the graphs of `generate`."""
-    _, sites, projections, attentions = MIXTURES[case.name]
+    version = importlib.metadata.version("transformers")
+    _, graphs, releases, projections, attentions = MIXTURES[case.name]
+    sites = releases[tuple(map(int, version.split(".")[:2])) < (5, 23)]
+    if sites is None:
+        pytest.skip(f"transformers {version} compiles each linear layer of {case.name} to a graph of its own")
     projections = projections if case.experts == "batched_mm" else 0
     for fused in by_rank:
-        found = fused["name_sites"], fused["expert_projections"]
+        found = fused["name_sites"], fused["expert_projections"], fused["cached_attention"]
         if case.cache == "static":
-            assert (*found, fused["cached_attention"]) == (sites, projections, attentions)
+            assert found == (graphs * sites, graphs * projections, graphs * attentions)
         else:
             # The prompt is compiled too, and the steps again once the length is a symbol.
             assert found[0] > sites and (found[1] > projections) is (case.experts == "batched_mm")
@@ -406,9 +412,10 @@ def test_steps_in_bfloat16(rank_pools: RankPools, name: str) -> None:
 
 @pytest.mark.gpu
 @needs_transformers
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
-def test_steps_in_cuda_graphs(rank_pools: RankPools, name: str) -> None:
+@pytest.mark.parametrize("name, count", [("llama", 24), ("llama", 21), ("qwen3", 21), ("mixtral", 21)])
+def test_steps_in_cuda_graphs(rank_pools: RankPools, name: str, count: int) -> None:
+    """With 29 tokens in a cache torch pads the rows of the mask."""
     sizes = Sizes(hidden=512, heads=8, kv_heads=4, inner=1024, vocabulary=256, longest=128, dtype=torch.bfloat16)
     case = Generation(name, experts="batched_mm")
-    for fused in rank_pools.get("cuda", 2).run(as_near_as_eager, case, sizes, 24, timeout=200.0):
+    for fused in rank_pools.get("cuda", 2).run(as_near_as_eager, case, sizes, count, timeout=200.0):
         assert fused["cached_attention"] == LAYERS and fused["ran"] >= 2 * LAYERS

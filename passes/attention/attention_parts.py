@@ -141,15 +141,18 @@ class GatheredParts:
 
 def read_mask(added: object, hiding: Collection[float] = (-math.inf,)) -> TokenMask | None:
     """Returns the TokenMask that `added`, to scores, is: 0 for those that are kept and a number of `hiding` for the
-    others, in a dtype that has both and behind views; None if it is something else.
+    others, in a dtype that has both, behind views and perhaps padded and cut again; None if it is something else.
     """
     views = []
-    while isinstance(added, fx.Node) and (added.target in VIEWS or added.target in CASTS):
+    while isinstance(added, fx.Node):
+        inner = proofs.unpadded(added)
+        if inner is None and added.target not in VIEWS and added.target not in CASTS:
+            break
         if proofs.fake(added).dtype not in FLOATS:
             return None
         if added.target in VIEWS:
             views.append(added)
-        added = proofs.operand(added)
+        added = inner or proofs.operand(added)
     if not isinstance(added, fx.Node) or added.target is not aten.where.self:
         return None
     condition, chosen, other = added.args

@@ -356,17 +356,9 @@ def _view(masks: Masks, node: fx.Node) -> Value | None:
             source = source.args[0]
     if not isinstance(source, fx.Node) or len(masks.shape(node)) != len(shape_of(node)):
         return None
-    if part is not None and part.source.target is aten.constant_pad_nd.default:
-        inner, pads = part.source.args[0], part.source.args[1]
-        assert isinstance(inner, fx.Node) and isinstance(pads, (list, tuple))
-        # The padding behind, which is cut off again, keeps the memory aligned.
-        if (
-            proofs.known_equal(part.start, 0)
-            and part.dim == len(shape_of(inner)) - 1
-            and len(pads) == 2
-            and pads[0] == 0
-        ):
-            return masks.value(inner) if proofs.same_shape(shape_of(inner), shape_of(node)) else None
+    inner = proofs.unpadded(node)
+    if inner is not None:
+        return masks.value(inner)
     indices = _indices(node, shape_of(source), shape_of(node))
     return (
         None

@@ -305,6 +305,20 @@ def regrouped(cat: fx.Node, world_size: int) -> Regrouped | Refused:
     return Regrouped(first.source, cat, first.dim, bound["dim"] % result.ndim, tuple(between))
 
 
+def unpadded(node: fx.Node) -> fx.Node | None:
+    """Returns the tensor that was padded behind its last dimension and cut to its own length again, as torch does with
+    the masks of attention to keep their rows aligned; None if `node` is something else.
+    """
+    part = piece(node) if node.target in SLICES else None
+    if part is None or part.source.target is not aten.constant_pad_nd.default:
+        return None
+    inner, pads = part.source.args[0], part.source.args[1]
+    assert isinstance(inner, fx.Node) and isinstance(pads, (list, tuple))
+    last = part.dim == fake(inner).ndim - 1 and len(pads) == 2
+    whole = last and known_equal(part.start, 0) and known_equal(size(pads[0]), 0)
+    return inner if whole and same_shape(tuple(fake(inner).shape), tuple(fake(node).shape)) else None
+
+
 def padded(node: fx.Node) -> bool:
     """Returns whether a node was padded, as a shard is that is smaller than the others."""
     return any(view.target is aten.constant_pad_nd.default for view in views_up(node))

@@ -18,6 +18,13 @@ MASKING: tuple[Mutation, ...] = (
         f"{DECODED}::test_computes_the_same[of_torch_with_mask]",
     ),
     Mutation(
+        "a padded mask may be cut anywhere",
+        "passes/graph/proofs.py",
+        "whole = last and known_equal(part.start, 0)",
+        "whole = last",
+        "tests/passes/test_cached_attention.py::test_a_mask_whose_rows_torch_pads[1]",
+    ),
+    Mutation(
         "of two masks the last one counts",
         PARTS,
         "not isinstance(symbol[1], Scores) or symbol[1].lengths is not None",

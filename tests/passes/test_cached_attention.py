@@ -442,3 +442,22 @@ def test_the_number_that_hides_scores_from_cudnn(op: Any, hiding: float) -> None
     match = find_attention(call, ("cpu",))
     assert (match is not None) == (op is CUDNN or hiding == -math.inf)
     assert match is None or (match.attention.choice.shown is not None and match.attention.choice.kept)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_mask_whose_rows_torch_pads(first: int) -> None:
+    """As torch does on a GPU if a cache's tokens are no multiple of 16: padded behind, and cut to its length again."""
+
+    def attend_padded(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(S, device=q.device) < lengths.long()[:, None]
+        zero, hidden = (torch.full((), number, dtype=q.dtype, device=q.device) for number in (0.0, -math.inf))
+        mask = torch.where(seen, zero, hidden)[:, None, None].expand(B, HQ, 1, S)
+        mask = torch.constant_pad_nd(mask, [0, 4], 0.0)[..., first : first + S]
+        out: torch.Tensor = EFFICIENT(q, keys, values, mask, False)[0]
+        return out
+
+    graph = graph_on(attend_padded, (B, HQ, 1, D), (B, HQ, S, D), (B, HQ, S, D), (B,), device="cpu").graph
+    (call,) = graph.find_nodes(op="call_function", target=EFFICIENT)
+    match = find_attention(call, ("cpu",))
+    assert (match is not None) == (first == 0)
+    assert match is None or match.attention.choice.mask == "given"
