@@ -22,6 +22,7 @@ from benchmarks.records import Row, grouped, newest, runs
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 WORLD = 4
 """Ranks of the tables of single kernels."""
+TWO_H200S = ("NVIDIA H200", 2)
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def home(models: Sequence[Row]) -> list[Claim]:
 
 def on_h200s(models: Sequence[Row]) -> Claim:
     """Returns the claim of README.md on the decode cells of two H200s that max-autotune ran in."""
-    cells = [one for one in contests(models) if one.where == ("NVIDIA H200", 2) and one.phase == "decode"]
+    cells = [one for one in contests(models) if one.where == TWO_H200S and one.phase == "decode"]
     gains = [gain for one in cells if one.us("max_autotune") and (gain := one.best_gain)]
     text = "In {} decode cells on two H200s, with max-autotune as a rival, Ditron is {} to {} times as fast as the best"
     return Claim(text, (str(len(gains)), *span(gains)))
@@ -293,7 +294,7 @@ def beside_max_autotune(every: Sequence[Row]) -> list[Claim]:
     times: dict[str, tuple[float | None, ...]] = {}
     for one in _runs(every):
         tuned = one.us("max_autotune") or one.us("max_autotune_select")
-        if one.phase == "decode" and one.label.endswith(" ar, 1 x 1") and one.where[1] == 2 and tuned:
+        if one.phase == "decode" and one.label.endswith(" ar, 1 x 1") and one.where == TWO_H200S and tuned:
             times[one.model] = one.us("inductor"), tuned, one.us("ditron")
     return [
         Claim(
@@ -306,7 +307,7 @@ def beside_max_autotune(every: Sequence[Row]) -> list[Claim]:
 
 def _tuned_on_h200s(every: Sequence[Row]) -> int:
     """In how many decode cells of two H200s max-autotune ran."""
-    tuned = [one for one in _runs(every) if one.where == ("NVIDIA H200", 2) and one.us("max_autotune")]
+    tuned = [one for one in _runs(every) if one.where == TWO_H200S and one.us("max_autotune")]
     return len({one.label for one in tuned if one.phase == "decode"})
 
 
