@@ -87,9 +87,10 @@ def test_grouped_projections(rank_pools: RankPools) -> None:
 def test_projections(rank_pools: RankPools) -> None:
     module = "benchmarks.ops.projections"
     tiny = ["--device", "cpu", "--models", "tiny", "--ranks", "2", "--rows", "3", "--rounds", "2", "--out", ""]
+    tiny += ["--parts", "attention", "mlp", "output"]
     options = importlib.import_module(module).parser().parse_args([*tiny, "--commit", "0"])
     rows = _run(rank_pools, module, options)
-    assert {row.shape for row in rows} == {"M=3;N=32+16+16;K=64", "M=3;N=48+48;K=64"}
+    assert {row.shape for row in rows} == {"M=3;N=32+16+16;K=64", "M=3;N=48+48;K=64", "M=3;N=64;K=32"}
     wanted = {"inductor", "max_autotune", "concatenated", "ditron"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
 

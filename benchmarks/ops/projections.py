@@ -35,6 +35,8 @@ from ditron_inductor.task.nodes import Projections
 
 MODULE = "benchmarks.ops.projections"
 RECORDED = RESULTS / "projections.csv"
+OUTPUT = "output"
+"""The output projection of attention, a weight alone; with `--ranks 1` whole, as beside a divided cache."""
 SHOWN = ("inductor", "max_autotune", "concatenated", "ditron")
 TINY = {"tiny": LayerWidths(64, 64, 32, 96, 128)}
 Layer = Callable[..., Sequence[torch.Tensor]]
@@ -58,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog=f"python -m {MODULE}")
     models = MODELS | TINY
     result.add_argument("--models", nargs="+", choices=sorted(models), default=["llama-8b", "llama-70b", "qwen3-32b"])
-    result.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    result.add_argument("--parts", nargs="+", choices=[*PARTS, OUTPUT], default=list(PARTS))
     result.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 128])
     result.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="of how many ranks the share is one")
     result.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, after which no cell is begun")
@@ -66,11 +68,13 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def columns_of(layer: LayerWidths, part: str, ranks: int) -> tuple[int, ...]:
-    """The widths of one rank's weights."""
+def widths_of(layer: LayerWidths, part: str, ranks: int) -> tuple[int, tuple[int, ...]]:
+    """(K, the columns) of one rank's weights."""
+    if part == OUTPUT:
+        return layer.query_dim // ranks, (layer.dim,)
     if part == "mlp":
-        return (layer.hidden_dim // ranks,) * 2
-    return layer.query_dim // ranks, layer.key_dim // ranks, layer.key_dim // ranks
+        return layer.dim, (layer.hidden_dim // ranks,) * 2
+    return layer.dim, (layer.query_dim // ranks, layer.key_dim // ranks, layer.key_dim // ranks)
 
 
 def finished(products: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -139,12 +143,12 @@ def measure(session: Session, options: argparse.Namespace) -> list[Row]:
     rate, on_gpu = bytes_per_s(device), device.type == "cuda"
     for model, ranks, part, m in itertools.product(options.models, options.ranks, options.parts, options.rows):
         layer = (MODELS | TINY)[model]
-        columns = columns_of(layer, part, ranks)
-        shape = f"M={m};N={'+'.join(map(str, columns))};K={layer.dim}"
+        k, columns = widths_of(layer, part, ranks)
+        shape = f"M={m};N={'+'.join(map(str, columns))};K={k}"
         if session.seconds() > options.budget:
             session.say(f"no time for {shape}")
             continue
-        given = drawn(m, layer.dim, columns, device)
+        given = drawn(m, k, columns, device)
         times = interleaved(session.clock, contestants(session, given), GRAPH_CALLS if on_gpu else 1, options.rounds)
         limit_us = given[0].whole.nbytes / rate * 1e6
         rows += session.rows_of(

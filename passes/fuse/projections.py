@@ -1,5 +1,8 @@
 """Matmuls of one tensor with few rows become one `ditron::projections`: the Q, K and V of a decode step, gate and up.
 
+A matmul that shares its tensor with no other becomes one too, if it has one row and a large weight. Examples are the
+output projection where every rank has all of it, as beside a divided cache, and a matmul behind a latent space.
+
 Before (inference graphs hold one view of the tensor for each consumer):
 
     x [B, 1, K] -> reshape [B, K] -> mm(reshape, weight_0 [K, N_0]) [B, N_0]
@@ -21,6 +24,8 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the number of rows is dynamic, or more than `MOST_PROJECTED_ROWS`;
 * it is more than `FEW_PROJECTED_ROWS`, and there are more than `MOST_PRODUCTS` products of a row and a column: the
   library fills the GPU with each of such matmuls;
+* a matmul is alone, and has several rows, or a weight of fewer than `FEWEST_ALONE` elements, as that of a router
+  (see choose_experts.py): the library's launch is as good;
 * a weight is not in the layout of `nn.Linear`, with the contracted dimension contiguous;
 * a weight cannot be computed before the first of the products, or is computed from one of them;
 * the dtype is none of bfloat16, float16 and float32.
@@ -43,6 +48,7 @@ from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, MOST_PROJECTED_ROWS, 
 PATTERN = Projections.kind
 MOST_PRODUCTS = MOST_PROJECTED_ROWS * 5120
 """As measured on an H100, see docs/kernels/projections.md."""
+FEWEST_ALONE = 4 << 20
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -62,16 +68,19 @@ class Match:
 
 
 def find_projections(graph: fx.Graph) -> list[Match]:
-    """The groups of two and more matmuls that share their first operand and may be computed together."""
+    """The groups of matmuls that share their first operand and may be computed together, where it pays."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for mm in graph.nodes:
         if mm.target in MATMULS and _is_candidate(mm):
             groups.setdefault(proofs.views_up(_operands(mm)[0])[-1], []).append(mm)
     together = [group for found in groups.values() for group in _together(found)]
-    return [Match(tuple(group)) for group in together if len(group) > 1 and _pays(group)]
+    return [Match(tuple(group)) for group in together if _pays(group)]
 
 
 def _pays(group: list[fx.Node]) -> bool:
+    if len(group) == 1:
+        x, weight = map(proofs.fake, _operands(group[0]))
+        return x.shape[0] == 1 and proofs.known(weight.numel() >= FEWEST_ALONE)
     rows, columns = group[0].meta["val"].shape[0], sum(mm.meta["val"].shape[1] for mm in group)
     return rows <= FEW_PROJECTED_ROWS or proofs.known(rows * columns <= MOST_PRODUCTS)
 

@@ -52,6 +52,7 @@ CASES = (
     Case(1, 70, (33, 17, 5), torch.float16),
     Case(1, 41, (64, 1), torch.float32),
     Case(1, 33, (50, 50, 17), epilogue=f"{SWIGLU}; mm2 + row(x0)"),
+    Case(1, 70, (45,)),
     Case(2, 64, (32, 16, 16)),
     Case(3, 70, (33, 17, 5), torch.float16),
     Case(17, 41, (64, 1), torch.float32),
@@ -64,6 +65,7 @@ CASES = (
 )
 # As wide as a model's, and odd.
 LARGE_CASES = (
+    Case(1, 4096, (4096,)),
     Case(1, 4096, (2048, 512, 512)),
     Case(1, 4096, (7168, 7168), epilogue=SWIGLU),
     Case(1, 2880, (2048, 256, 77), torch.float16),

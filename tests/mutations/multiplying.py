@@ -11,6 +11,13 @@ THREE = f"{PROJECTED}::test_near_the_reference_in_the_interpreter[1x70-33-17-5-f
 
 MULTIPLYING: tuple[Mutation, ...] = (
     Mutation(
+        "several rows are projected by a weight alone",
+        "passes/fuse/projections.py",
+        "return x.shape[0] == 1 and",
+        "return",
+        "tests/passes/test_projections.py::test_one_row_and_a_large_weight_alone[2-0-0]",
+    ),
+    Mutation(
         "the last step of a row goes beyond K",
         ROW,
         "in_k = offs_k < K - k * BLOCK_K",

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.fuse.projections import MOST_PRODUCTS, projections
+from ditron_inductor.passes.fuse.projections import FEWEST_ALONE, MOST_PRODUCTS, projections
 from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, MOST_PROJECTED_ROWS
 from tests.passes.graphs import all_reduce, compiled_graphs, fuse, run_ranks, text, traced, twin
 
@@ -206,6 +206,15 @@ def test_many_rows_with_wide_weights_are_left(more: int) -> None:
     gate, up = torch.empty(width, 32), torch.empty(width + more, 32)
     same_results(fn, torch.empty(MOST_PROJECTED_ROWS, 32), gate, up, WO, calls=1 - more)
     same_results(fn, torch.empty(FEW_PROJECTED_ROWS, 32), gate, up, WO, calls=1)
+
+
+@pytest.mark.parametrize("rows, more, calls", [(1, 0, 1), (2, 0, 0), (1, -1, 0)])
+def test_one_row_and_a_large_weight_alone(rows: int, more: int, calls: int) -> None:
+    def fn(x: torch.Tensor, large: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
+        return all_reduce((x @ large.t())[:, :32] @ wo.t())
+
+    large = torch.empty(FEWEST_ALONE // 1024 + more, 1024)
+    same_results(fn, torch.empty(rows, 1024), large, WO, calls=calls)
 
 
 def test_dynamic_rows_are_left() -> None:
