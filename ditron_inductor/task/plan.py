@@ -37,8 +37,8 @@ measured with one op that is called again and again, times this factor: in the m
 their cores, launches took 3 to 4 times as long. What they take on the very host is found by a trial.
 
 Over the 194 eager cells of `benchmarks/results`, the choices of the model take 1.014 times as long as the best ones in
-the mean and 1.16 times at worst; without this factor it is 1.026 and 2.32. Choices by the measured tables take 1.003 and
-1.16 times as long, and without it 1.000: in these cells the host had nothing else to do.
+the mean and 1.16 times at worst; without this factor it is 1.026 and 2.32. Choices by the measured tables take 1.003
+and 1.16 times as long, and without it 1.000: in these cells the host had nothing else to do.
 """
 
 
