@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,9 +105,8 @@ def check_left_waiting(outcomes: Sequence[Failure | None], site: str) -> None:
     assert all(names(one, len(waiting)) and site in one.message for one in failures), waiting
 
 
-def lose_a_rank(ctx: RankContext, kind: str, strategy: str, victim: int, signal_number: int) -> Failure | None:
+def lose_a_rank_of(ctx: RankContext, problem: Problem, victim: int, signal_number: int) -> Failure | None:
     """The victim sends itself a signal after one call of all ranks."""
-    problem = hasty(ctx, "lost/0", kind, strategy=strategy)
     problem.check(problem())
     dist.barrier()
     if ctx.rank == victim:
@@ -116,15 +115,25 @@ def lose_a_rank(ctx: RankContext, kind: str, strategy: str, victim: int, signal_
     return fails(ctx, problem)
 
 
-def stop_a_rank(pool: RankPool, kind: str, strategy: str) -> None:
-    """Each peer raises an error that names it, and the group works again when the rank goes on."""
+def lose_a_rank(ctx: RankContext, kind: str, strategy: str, victim: int, signal_number: int) -> Failure | None:
+    """`lose_a_rank_of` a small problem of a kind."""
+    return lose_a_rank_of(ctx, hasty(ctx, "lost/0", kind, strategy=strategy), victim, signal_number)
+
+
+def stop(pool: RankPool, lose: Callable[..., Failure | None], *arguments: object, site: str) -> None:
+    """Each peer raises an error that names the last rank, which stops in the middle of `lose`, and the site."""
     victim = pool.world_size - 1
-    outcomes = pool.outcomes(lose_a_rank, kind, strategy, victim, signal.SIGSTOP, timeout=60, stop=victim)
+    outcomes = pool.outcomes(lose, *arguments, victim, signal.SIGSTOP, timeout=60, stop=victim)
     failures = [outcome.value for outcome in outcomes if outcome.rank != victim]
     assert all(failure is not None for failure in failures), outcomes
     assert {failure.type_name for failure in failures} == {"DitronTimeout"}, failures
-    assert all(f"lost/0:{kind}" in failure.message for failure in failures), failures
+    assert all(site in failure.message for failure in failures), failures
     assert all(names(failure, victim) for failure in failures), failures
+
+
+def stop_a_rank(pool: RankPool, kind: str, strategy: str) -> None:
+    """The group works again when the rank goes on."""
+    stop(pool, lose_a_rank, kind, strategy, site=f"lost/0:{kind}")
     pool.run(reset_and_work, strategy)
 
 

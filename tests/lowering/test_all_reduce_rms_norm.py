@@ -20,7 +20,15 @@ from ditron_inductor.task.site_records import collect_sites
 from tests.conftest import Place
 from tests.lowering import calls
 from tests.lowering.calls import Site
-from tests.lowering.failures import Failure, call_without_the_last, check_left_waiting, nan_once_poisoned, reset
+from tests.lowering.failures import (
+    Failure,
+    call_without_the_last,
+    check_left_waiting,
+    lose_a_rank_of,
+    nan_once_poisoned,
+    reset,
+    stop,
+)
 from tests.lowering.problems import SMALL, Problem, Size
 from tests.lowering.stress import call_in_poisoned_slots, call_in_random_order, replay_with_new_operands
 from tests.rank_process import RankContext
@@ -292,6 +300,16 @@ def test_a_poisoned_launch_is_nan(fragile_pool: RankPool) -> None:
 
 def test_a_rank_that_comes_too_late(fragile_pool: RankPool) -> None:
     check_left_waiting(fragile_pool.run(_late, 1, timeout=100), "late/1")
+    fragile_pool.run(_reset_and_work)
+
+
+def _stopped(ctx: RankContext, index: int, victim: int, signal_number: int) -> Failure | None:
+    return lose_a_rank_of(ctx, _problems(ctx, "stopped", TIMEOUT_S)[index], victim, signal_number)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stopped_rank(fragile_pool: RankPool, index: int) -> None:
+    stop(fragile_pool, _stopped, index, site=f"stopped/{index}")
     fragile_pool.run(_reset_and_work)
 
 

@@ -12,7 +12,15 @@ from tests.conftest import Place
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.lowering.decode_problems import Decode, DecodeProblem
-from tests.lowering.failures import Failure, call_without_the_last, check_left_waiting, nan_once_poisoned, reset
+from tests.lowering.failures import (
+    Failure,
+    call_without_the_last,
+    check_left_waiting,
+    lose_a_rank_of,
+    nan_once_poisoned,
+    reset,
+    stop,
+)
 from tests.lowering.problems import SMALL, Problem
 from tests.lowering.stress import call_in_random_order, check_in_poisoned_slots, replay_with_new_operands
 from tests.rank_process import RankContext
@@ -151,6 +159,15 @@ def test_a_poisoned_launch_is_nan(fragile_pool: RankPool) -> None:
 
 def test_a_rank_that_comes_too_late(fragile_pool: RankPool) -> None:
     check_left_waiting(fragile_pool.run(_late, timeout=100), "late/0")
+    fragile_pool.run(_reset_and_work)
+
+
+def _stopped(ctx: RankContext, victim: int, signal_number: int) -> Failure | None:
+    return lose_a_rank_of(ctx, _problems(ctx, "stopped", TIMEOUT_S)[0], victim, signal_number)
+
+
+def test_a_stopped_rank(fragile_pool: RankPool) -> None:
+    stop(fragile_pool, _stopped, site="stopped/0")
     fragile_pool.run(_reset_and_work)
 
 
