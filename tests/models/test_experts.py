@@ -174,6 +174,8 @@ TRAINED = (
     *rare(
         Setup("qwen3_moe", "ep", train=True, sizes=NARROW, batch=5, seq_len=15),
         Setup("gpt_oss", "ep", train=True, sizes=NARROW, batch=5, seq_len=15),
+        # Its config says how many heads of keys there are.
+        Setup("deepseek_v3", "ep", train=True, sizes=replace(NARROW, heads=4), batch=5, seq_len=15),
     ),
 )
 
@@ -220,9 +222,15 @@ def test_four_ranks_reduce_a_prompt_in_a_call(rank_pools: RankPools, name: str, 
 
 
 @pytest.mark.timeout(220)
-@pytest.mark.all_cases
-def test_four_ranks_train(rank_pools: RankPools) -> None:
-    setup = Setup("mixtral", "hf", train=True, sizes=FOUR, strategy="library", batch=5, seq_len=16)
+@pytest.mark.parametrize(
+    ("name", "form", "strategy"),
+    rare(
+        ("mixtral", "hf", "library"),
+        *((name, "ep", "tile") for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")),
+    ),
+)
+def test_four_ranks_train(rank_pools: RankPools, name: str, form: str, strategy: str) -> None:
+    setup = Setup(name, form, train=True, sizes=FOUR, strategy=strategy, batch=5, seq_len=16)
     assert rank_pools.get("cpu", 4).run(_trained, setup, timeout=200) == [(1, 1)] * 4
 
 
@@ -234,6 +242,7 @@ ON_GPUS = [
     Setup("deepseek_v3", "hf", sizes=replace(MIXED, heads=4), inductor=True),
     Setup("gpt_oss", "ep", sizes=MIXED, inductor=True),
 ]
+TRAINED_ON_GPUS = [replace(setup, form="ep") if setup.name == "deepseek_v3" else setup for setup in ON_GPUS]
 
 
 @pytest.mark.gpu
@@ -258,7 +267,7 @@ def test_a_prompt_on_gpus(rank_pools: RankPools, setup: Setup) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("setup", [setup for setup in ON_GPUS if setup.name != "deepseek_v3"], ids=str)
+@pytest.mark.parametrize("setup", TRAINED_ON_GPUS, ids=str)
 def test_training_on_gpus(rank_pools: RankPools, setup: Setup) -> None:
     if OLDER and setup.form == "hf":
         pytest.skip(f"torch {torch.__version__}: {UNSHOWN}")
