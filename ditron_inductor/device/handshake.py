@@ -75,20 +75,20 @@ def shake_hands(
 
 
 def agree_options(
-    session: Session, options: AgreedOptions, timeout_s: float, site: str = "new options", size: int = 0
-) -> list[int]:
+    session: Session, options: AgreedOptions, timeout_s: float, site: str = "new options", sizes: Sequence[int] = ()
+) -> list[list[int]]:
     """Reaches an agreement on further options, or on the options and sizes of a further site, in a group that has
-    shaken hands. Returns every rank's `size`. Collective: the ranks meet here for both reasons, so that a rank with
+    shaken hands. Returns every rank's `sizes`. Collective: the ranks meet here for both reasons, so that a rank with
     other options gets an error that says so. Raises what `shake_hands` raises, and DitronDiverged if the options are
     equal and the sites are not.
     """
-    offer = {"settings": _settings(options), "site": site, "size": size}
+    offer = {"settings": _settings(options), "site": site, "sizes": [*sizes]}
     offers = session.all_gather("agree on a site and its options", offer, timeout_s)
     _compare(session.group.name, [offer["settings"] for offer in offers])
     for peer, other in enumerate(offers):
         if other["site"] != site:
             raise DitronDiverged(rank=session.group.rank, site=site, peer=peer, peer_site=other["site"])
-    return [other["size"] for other in offers]
+    return [other["sizes"] for other in offers]
 
 
 def _settings(options: AgreedOptions) -> dict[str, Any]:

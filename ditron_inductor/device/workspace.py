@@ -10,7 +10,7 @@ found.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -64,7 +64,7 @@ class SharedWorkspace:
         self._capture = (0, 0)
         self.released = False
         self.timeouts: set[float] = {timeout_s}
-        self.largest: dict[str, tuple[int, int]] = {}
+        self.largest: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._sites_seen: set[str] = set()
         self._sites_begun: set[str] = set()
         self._in_call = False
@@ -345,23 +345,27 @@ class Workspace:
         return self.shared.footprint(nbytes, self.options.workspace_limit)
 
     def largest(self, what: str, size: int) -> int:
-        """Returns the largest `size` on any rank, for sizes that may differ between ranks, such as uneven shards. The
-        ranks agree on it at the first use of `what`, a text that is equal on all ranks; this use is collective. A later
-        change of the size has no effect, because it may have changed on this rank alone.
+        """Returns what `largest_of` does for a single size."""
+        return self.largest_of(what, (size,))[0]
+
+    def largest_of(self, what: str, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Returns the largest of each of `sizes` on any rank, for sizes that may differ between ranks, such as uneven
+        shards. The ranks agree on them at the first use of `what`, a text that is equal on all ranks; this use is
+        collective. A later change of the sizes has no effect, because they may have changed on this rank alone.
         """
         known = self.agreed(what)
         if known is None:
             try:
-                sizes = agree_options(self.shared.session, self.options, self.first_timeout_s, what, size)
+                found = agree_options(self.shared.session, self.options, self.first_timeout_s, what, sizes)
             except (DitronHandshakeError, DitronDiverged) as exc:
                 self.shared.health.fail(exc)
                 raise
-            known = (size, max(sizes))
+            known = (tuple(sizes), tuple(max(each) for each in zip(*found, strict=True)))
             self.shared.largest[what] = known
         return known[1]
 
-    def agreed(self, what: str) -> tuple[int, int] | None:
-        """Returns (own size, largest size) of `what`, as the ranks last agreed. It is a new object after every
+    def agreed(self, what: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Returns (own sizes, largest sizes) of `what`, as the ranks last agreed. It is a new object after every
         agreement.
         """
         return self.shared.largest.get(what)

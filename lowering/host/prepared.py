@@ -41,7 +41,7 @@ class Prepared:
     eager: Chosen
     captured: Chosen
     what: str
-    agreed: tuple[int, int] | None
+    agreed: tuple[tuple[int, ...], tuple[int, ...]] | None
     trial: SiteTrial | None = None
 
     def holds(self) -> bool:

@@ -175,23 +175,23 @@ class Trial:
 
     def decide(self, workspace: Workspace) -> None:
         """Compares the times of all ranks, and ends a look. Collective."""
-        times = {}
-        for strategy, samples in self._samples.items():
+        own: list[int] = []
+        for samples in self._samples.values():
             clean = [sample for sample in samples if sample[0].is_clean]
             counted = clean if 2 * len(clean) >= len(samples) else samples
-            own = [
+            own += (
                 _median([int(sample.device_ns() * scale) for sample, scale in counted]),
                 # What else the host had to do made some of these calls longer, and none shorter.
                 min((int(sample.host_ns * scale) for sample, scale in samples), default=UNKNOWN_NS),
-            ]
-            what = ("on the device", "on the host")
-            largest = [
-                # The ranks have agreed on the times of an earlier trial of this name.
-                workspace.largest(f"{self.name}, number {self.number}.{self.looks}: ns by {strategy} {where}", ns)
-                for where, ns in zip(what, own, strict=True)
-            ]
-            if max(largest) < UNKNOWN_NS:
-                times[strategy] = Times(largest[0] / 1e3, largest[1] / 1e3)
+            )
+        # The ranks have agreed on the times of an earlier trial of this name.
+        found = workspace.largest_of(f"{self.name}, number {self.number}.{self.looks}: ns by strategy", own)
+        both = zip(self._samples, found[::2], found[1::2], strict=True)
+        times = {
+            strategy: Times(device / 1e3, host / 1e3)
+            for strategy, device, host in both
+            if max(device, host) < UNKNOWN_NS
+        }
         self.times = times if self.times is None else trial.later(self.times, times)
         logger.info("%s: us on the device / on the host: %s", self.name, trial.times_text(self.times))
         self._go_on(trial.second_look(self._planned, self.times) if self.looks == 0 else ())

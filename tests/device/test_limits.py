@@ -137,7 +137,7 @@ def test_growth_and_sizes_wait_as_long_as_a_first_call() -> None:
         with pytest.raises(ZeroDivisionError):
             workspace.call("a", 1 << 22).__enter__()
     assert add.call_args.args[1] == 50.0
-    with mock.patch("ditron_inductor.device.workspace.agree_options", return_value=[3]) as agree:
+    with mock.patch("ditron_inductor.device.workspace.agree_options", return_value=[[3], [2]]) as agree:
         assert workspace.largest("columns", 3) == 3
     assert agree.call_args.args[2] == 50.0
 

@@ -144,8 +144,8 @@ DEVICE: tuple[Mutation, ...] = (
     Mutation(
         "the own size for the largest one of uneven shards",
         WORKSPACE,
-        "max(sizes)",
-        "size",
+        "max(each) for each",
+        "each[-1] for each",
         f"{POINTS}::test_the_largest_of_uneven_shards_is_known_to_all",
     ),
     Mutation(

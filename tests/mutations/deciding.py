@@ -22,8 +22,8 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "each rank decides a trial by its own times",
         HOST_TRIALS,
-        'workspace.largest(f"{self.name}, number {self.number}.{self.looks}: ns by {strategy} {where}", ns)',
-        "ns",
+        'found = workspace.largest_of(f"{self.name}, number {self.number}.{self.looks}: ns by strategy", own)',
+        "found = own",
         f"{ON_RANKS}::test_every_strategy_has_its_calls_and_the_slowest_rank_decides",
     ),
     Mutation(
