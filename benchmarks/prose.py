@@ -138,10 +138,10 @@ def generation(rows: Sequence[Row]) -> list[Claim]:
         others = {name: rate for name, rate in rates.items() if not name.startswith("ditron")}
         over = rates["ditron:local"] / max(others.values())
         found.append(Claim(text, (*(f"{rates[name]:.0f}" for name in GENERATED), f"{over:.2f}")))
-    apart = {local: max(_spread(row) for run in whole.values() for name, row in run.items() if name.endswith(":local") is local)
-             for local in (True, False)}  # fmt: skip
+    spreads = [(name.endswith(":local"), _spread(row)) for run in whole.values() for name, row in run.items()]
+    served, other = (max(spread for local, spread in spreads if local is wanted) for wanted in (True, False))
     text = "percentile of a step are up to {} % apart where it was compiled for serving, and up to {} % elsewhere"
-    return [*found, Claim(text, (f"{apart[True]:.1f}", f"{apart[False]:.0f}"))]
+    return [*found, Claim(text, (f"{served:.1f}", f"{other:.0f}"))]
 
 
 def _spread(row: Row) -> float:
