@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
-from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of, unfused
+from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_shapes, opened, ranks_text
 from ditron_inductor.device.idle import counts_on_gpu, is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
@@ -133,10 +133,15 @@ class Meetings:
         began = time.monotonic()
         check_world_sizes(facts)
         other = self._agreements.find_other(facts)
-        kept = self._agreements.kept(facts) if other is None else None
-        come = [group for group in facts.groups if kept is None or group.name not in kept.forms]
+        # If the peers may run another form of this graph, and wait for it, a bare graph waits too.
+        touched = [group for group in facts.groups if other is not None or not group.is_bare]
         try:
-            found = self._hold(facts, come, other is not None, limit_s)
+            if not touched:
+                for group in facts.groups:
+                    log = self._log(group.name)
+                    log.post(NOBODY, position_of(log.group, group), group, facts.options, idle=False)
+                return Decision()
+            found = _Meeting([self._log(group.name) for group in touched], touched, facts, limit_s).hold(other is None)
         except dist.DistError as exc:
             raise DitronHandshakeError(
                 group_name=facts.groups[0].name,
@@ -145,10 +150,6 @@ class Meetings:
                 purpose="compare a graph with its peers'",
                 missing=f"the store of the group ({str(exc).splitlines()[0]})",
             ) from exc
-        if kept is not None:
-            return self._and_kept(facts, kept, found, {group.name: group for group in come})
-        if found is None:
-            return Decision()
         if isinstance(found, Decision):
             if other is not None:
                 self._agreements.keep(facts, other)
@@ -161,35 +162,6 @@ class Meetings:
         # Graphs that posted their facts and went on have to follow the agreement from now on.
         self.version += 1
         return self._noted(decide(facts, found))
-
-    def _hold(
-        self, facts: GraphFacts, come: Sequence[GroupFacts], waits: bool, limit_s: float
-    ) -> Agreement | Decision | None:
-        """Lets groups of a graph meet. Returns None if they have nothing to agree on, as far as this rank knows. waits:
-        whether the peers may run another form of the graph, and wait for this one; then a bare graph waits, too.
-        """
-        touched = [group for group in come if waits or not group.is_bare]
-        if touched:
-            return _Meeting([self._log(group.name) for group in touched], touched, facts, limit_s).hold(not waits)
-        for group in come:
-            log = self._log(group.name)
-            log.post(NOBODY, position_of(log.group, group), group, facts.options, idle=False)
-        return None
-
-    def _and_kept(
-        self, facts: GraphFacts, kept: Agreement, found: Agreement | Decision | None, come: Mapping[str, GroupFacts]
-    ) -> Decision:
-        """Returns what a graph does of whose groups some came to a meeting with a result, and some go on as before."""
-        new = found if isinstance(found, Agreement) else Agreement()
-        if found is not None and found.plain:
-            # The other groups go on, so the whole graph cannot run as Inductor alone would run it.
-            new = Agreement(forms={name: unfused(group, found.plain) for name, group in come.items()})
-        agreement = kept.and_of(new)
-        if isinstance(found, Decision) and not found.final:
-            return replace(self._noted(decide(facts, agreement)), final=False)
-        self._agreements.keep(facts, agreement)
-        self.version += 1
-        return self._noted(decide(facts, agreement))
 
     def _noted(self, decision: Decision) -> Decision:
         said = {key: (reason, "") for key, reason in decision.library.items()}
