@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
-from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
+from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of, unfused
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_shapes, opened, ranks_text
 from ditron_inductor.device.idle import counts_on_gpu, is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
@@ -133,15 +133,21 @@ class Meetings:
         began = time.monotonic()
         check_world_sizes(facts)
         other = self._agreements.find_other(facts)
+        kept = self._agreements.kept(facts) if other is None else {}
         # If the peers may run another form of this graph, and wait for it, a bare graph waits too.
-        touched = [group for group in facts.groups if other is not None or not group.is_bare]
+        touched = [
+            group
+            for group in facts.groups
+            if other is not None or not group.is_bare or (group.name in kept and kept[group.name].has_nodes)
+        ]
         try:
             if not touched:
                 for group in facts.groups:
                     log = self._log(group.name)
                     log.post(NOBODY, position_of(log.group, group), group, facts.options, idle=False)
                 return Decision()
-            found = _Meeting([self._log(group.name) for group in touched], touched, facts, limit_s).hold(other is None)
+            meeting = _Meeting([self._log(group.name) for group in touched], touched, facts, limit_s, kept)
+            found = meeting.hold(other is None)
         except dist.DistError as exc:
             raise DitronHandshakeError(
                 group_name=facts.groups[0].name,
@@ -157,6 +163,11 @@ class Meetings:
             if found.final:
                 self._agreements.keep(facts, Agreement(plain=found.plain))
             return found
+        for name in meeting.apart:
+            if found.plain:
+                # What was agreed goes on there, so the whole graph cannot run as Inductor alone would run it.
+                found = Agreement(forms={group.name: unfused(group, found.plain) for group in touched})
+            found = found.and_of(kept[name])
         self._agreements.keep(facts, found)
         self._note_places(facts, found)
         # Graphs that posted their facts and went on have to follow the agreement from now on.
@@ -180,12 +191,22 @@ class Meetings:
 
 
 class _Meeting:
-    """One meeting of one graph."""
+    """One meeting of one graph. kept: what may go on, by group, if ranks of the group do not come, and run that. apart:
+    the groups, by number, of which this was assumed in the end; they are not among `logs` then.
+    """
 
     def __init__(
-        self, logs: Sequence[GroupLog], touched: Sequence[GroupFacts], facts: GraphFacts, limit_s: float
+        self,
+        logs: Sequence[GroupLog],
+        touched: Sequence[GroupFacts],
+        facts: GraphFacts,
+        limit_s: float,
+        kept: Mapping[str, Agreement],
     ) -> None:
         self.logs = logs
+        self.kept = kept
+        self.apart: dict[str, int] = {}
+        self._numbers = {group.name: number for number, group in enumerate(facts.groups)}
         self.uid = uuid.uuid4().hex
         self.store = registers(logs[0].group)
         # Only NCCL launches on a device what the peers have to launch too.
@@ -237,7 +258,7 @@ class _Meeting:
         else:
             for log, own, seen in zip(self.logs, self.own, found, strict=True) if believe_bare else ():
                 seen |= {rank: entry for rank in self._absent(log, seen) if (entry := log.bare(own, rank)) is not None}
-            if self._missing(found):
+            if self._missing(found) and not self._leave_apart(found):
                 return self._close(Elsewhere(self._missing(found), False))
         entries = [[seen[rank] for rank in sorted(seen)] for seen in found]
         verdicts = [compare([entry.facts for entry in ranks], [entry.options for entry in ranks]) for ranks in entries]
@@ -247,11 +268,27 @@ class _Meeting:
             "seen": {name: [entry.uid for entry in ranks] for name, ranks in zip(names, entries, strict=True)},
             "plain": next((verdict.plain for verdict in verdicts if verdict.plain), ""),
             "error": next((error for error in errors if error is not None), None),
+            "apart": sorted(self.apart.values()),
         }
         text = json.dumps(said)
         if self._write(self.uid, text) != text:
             return self._close(Elsewhere(GAVE_UP, False))
         return self._conclude(said, verdicts)
+
+    def _leave_apart(self, found: list[dict[int, LogEntry]]) -> bool:
+        """Takes the groups of which ranks are missing out of the meeting, and returns True, if something goes on in
+        each of them, and all ranks of another group have come. Those take as long to see that somebody is missing.
+        """
+        whole = [not self._absent(log, seen) for log, seen in zip(self.logs, found, strict=True)]
+        missing = [log.group.name for log, come in zip(self.logs, whole, strict=True) if not come]
+        if not any(whole) or not all(name in self.kept for name in missing):
+            return False
+        self.apart = {name: self._numbers[name] for name in missing}
+        self.logs = [log for log, come in zip(self.logs, whole, strict=True) if come]
+        self.own = [entry for entry, come in zip(self.own, whole, strict=True) if come]
+        found[:] = [seen for seen, come in zip(found, whole, strict=True) if come]
+        self.deadline = time.monotonic() + self.limit_s
+        return True
 
     def _collect(self, found: list[dict[int, LogEntry]]) -> Elsewhere | None:
         """Reads the logs of the ranks that are missing. Returns the reason if one of them will not come."""
@@ -292,6 +329,8 @@ class _Meeting:
                 open_ones += [other for other in uids if other not in said and other != NOBODY]
         if not _fit(said):
             return Decision(plain="the ranks met others than they were met by", final=False)
+        if any(register["apart"] != own["apart"] for register in said.values()):
+            return Decision(plain="not all ranks met in the same groups", final=False)
         first = sorted(said)
         for uid in first:
             if said[uid]["error"] is not None:

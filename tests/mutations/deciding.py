@@ -274,7 +274,7 @@ DECIDING: tuple[Mutation, ...] = (
     Mutation(
         "a graph of other sequences takes its peers to run the old one",
         "ditron_inductor/device/agreements.py",
-        "if other.form == facts.form and _has_shapes(facts, _shapes_of(other, agreed)):",
+        "if other.form == facts.form and _all_have(_has_shapes, facts, other, agreed):",
         "if other.form == facts.form:",
         "tests/models/test_divergent.py::test_all_ranks_have_as_many_tokens_of_other_sequences[cpu]",
     ),
@@ -284,5 +284,26 @@ DECIDING: tuple[Mutation, ...] = (
         "[self.program, self.sizes, self.form, launches]",
         "[self.program, self.sizes, self.form]",
         "tests/device/test_facts.py::test_graphs_of_other_shapes_have_other_keys",
+    ),
+    Mutation(
+        "a group goes on that agreed differently before",
+        "ditron_inductor/device/agreements.py",
+        "if found and all(one == found[0] for one in found) and _can_follow(group, found[0]):",
+        "if found and _can_follow(group, found[0]):",
+        "tests/device/test_agreements.py::test_it_has_to_be_the_same_for_all_sizes",
+    ),
+    Mutation(
+        "a group goes on whose agreement the graph cannot follow",
+        "ditron_inductor/device/agreements.py",
+        "if found and all(one == found[0] for one in found) and _can_follow(group, found[0]):",
+        "if found and all(one == found[0] for one in found):",
+        "tests/device/test_agreements.py::test_nothing_goes_on_that_the_graph_cannot_follow",
+    ),
+    Mutation(
+        "a replica that changes alone has nobody to meet",
+        "ditron_inductor/device/meetings.py",
+        "if self._missing(found) and not self._leave_apart(found):",
+        "if self._missing(found):",
+        "tests/models/test_replicas.py::test_replicas_have_tokens_of_their_own[one replica changes-False]",
     ),
 )
