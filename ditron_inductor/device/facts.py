@@ -120,11 +120,6 @@ class GraphFacts:
         return tuple(launch.numel for group in self.groups for launch in group.before)
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """The shapes of the operands of all collectives of the program."""
-        return tuple(launch.shape for group in self.groups for launch in group.before)
-
-    @property
     def form(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
         """What the passes made of the graph's collectives, by group."""
         return tuple(group.form for group in self.groups)

@@ -163,10 +163,10 @@ class Meetings:
             if found.final:
                 self._agreements.keep(facts, Agreement(plain=found.plain))
             return found
+        if meeting.apart and found.plain:
+            # What was agreed goes on in some groups, so the whole graph cannot run as Inductor alone would run it.
+            found = Agreement(forms={group.name: unfused(group, found.plain) for group in touched})
         for name in meeting.apart:
-            if found.plain:
-                # What was agreed goes on there, so the whole graph cannot run as Inductor alone would run it.
-                found = Agreement(forms={group.name: unfused(group, found.plain) for group in touched})
             found = found.and_of(kept[name])
         self._agreements.keep(facts, found)
         self._note_places(facts, found)
@@ -192,7 +192,7 @@ class Meetings:
 
 class _Meeting:
     """One meeting of one graph. kept: what may go on, by group, if ranks of the group do not come, and run that. apart:
-    the groups, by number, of which this was assumed in the end; they are not among `logs` then.
+    the groups of which this was assumed in the end; they are not among `logs` then.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class _Meeting:
     ) -> None:
         self.logs = logs
         self.kept = kept
-        self.apart: dict[str, int] = {}
-        self._numbers = {group.name: number for number, group in enumerate(facts.groups)}
+        self.apart: list[str] = []
+        self._names = [group.name for group in facts.groups]
         self.uid = uuid.uuid4().hex
         self.store = registers(logs[0].group)
         # Only NCCL launches on a device what the peers have to launch too.
@@ -268,7 +268,8 @@ class _Meeting:
             "seen": {name: [entry.uid for entry in ranks] for name, ranks in zip(names, entries, strict=True)},
             "plain": next((verdict.plain for verdict in verdicts if verdict.plain), ""),
             "error": next((error for error in errors if error is not None), None),
-            "apart": sorted(self.apart.values()),
+            # By number, since the names of a group's counterparts differ between ranks.
+            "apart": [self._names.index(name) for name in self.apart],
         }
         text = json.dumps(said)
         if self._write(self.uid, text) != text:
@@ -283,7 +284,7 @@ class _Meeting:
         missing = [log.group.name for log, come in zip(self.logs, whole, strict=True) if not come]
         if not any(whole) or not all(name in self.kept for name in missing):
             return False
-        self.apart = {name: self._numbers[name] for name in missing}
+        self.apart = missing
         self.logs = [log for log, come in zip(self.logs, whole, strict=True) if come]
         self.own = [entry for entry, come in zip(self.own, whole, strict=True) if come]
         found[:] = [seen for seen, come in zip(found, whole, strict=True) if come]

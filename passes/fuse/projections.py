@@ -49,6 +49,7 @@ PATTERN = Projections.kind
 MOST_PRODUCTS = MOST_PROJECTED_ROWS * 5120
 """As measured on an H100, see docs/kernels/projections.md."""
 FEWEST_ALONE = 4 << 20
+"""Elements. Routers have fewer (Mixtral to DeepSeek V3: up to 1.8 Mi), output projections of large models have more."""
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 

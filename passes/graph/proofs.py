@@ -309,7 +309,7 @@ def unpadded(node: fx.Node) -> fx.Node | None:
     """Returns the tensor that was padded behind its last dimension and cut to its own length again, as torch does with
     the masks of attention to keep their rows aligned; None if `node` is something else.
     """
-    part = piece(node) if node.target in SLICES else None
+    part = piece(node)
     if part is None or part.source.target is not aten.constant_pad_nd.default:
         return None
     inner, pads = part.source.args[0], part.source.args[1]
