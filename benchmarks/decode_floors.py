@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from benchmarks.models.estimate import bytes_read
 from benchmarks.models.request import TITLES
-from benchmarks.models.tables import Contest, contests, number
+from benchmarks.models.tables import Contest, newest_contests, number
 from benchmarks.models.zoo import LAYERS as LAYERS_OF
 from benchmarks.models.zoo import MODELS as ARCHITECTURES
 from benchmarks.models.zoo import Cell
@@ -105,7 +105,7 @@ def lines(rows: Iterable[Row]) -> list[list[str]]:
         sizes, gpu = one.sizes, list(BYTES_PER_US).index(one.where[0])
         return gpu, "cache" in sizes, list(FLOORS).index(one.model), int(sizes["batch"]), int(sizes.get("cache", 0))
 
-    return [line(one) for one in sorted(filter(is_judged, contests(rows)), key=place)]
+    return [line(one) for one in sorted(filter(is_judged, newest_contests(rows)), key=place)]
 
 
 def part() -> str:

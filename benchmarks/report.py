@@ -57,7 +57,7 @@ from benchmarks.models import pages as model_pages
 from benchmarks.models.facts import path_of, read_facts
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.models.tables import docs_part as models_part
-from benchmarks.models.tables import limits_part
+from benchmarks.models.tables import limits_part, newest_shown
 from benchmarks.ops import targets
 from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, NORM, Row, merge_csv, newest, read_csv
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES, STRATEGIES
@@ -236,7 +236,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
     """Every generated page and its text."""
     rows = newest(read_csv(results))
     pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
-    models, facts = newest(read_csv(MODELS)), newest(read_facts(path_of(MODELS)))
+    models, facts = newest_shown(read_csv(MODELS)), newest(read_facts(path_of(MODELS)))
     gpus = f"{conditions(models)}."
     summary = "\n\n".join([gpus, phases_part(models, facts), limits_part(read_csv(MODELS))])
     every_cell = "\n\n".join([gpus, means_table(models, by_model=True), models_part(models, facts)])

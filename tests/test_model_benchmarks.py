@@ -21,7 +21,15 @@ from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
 from benchmarks.models.request import Barred, Request
 from benchmarks.models.summary import phases_part, readme_part
 from benchmarks.models.supervise import after_failure, supervise
-from benchmarks.models.tables import limits_part, report, targets, times_table
+from benchmarks.models.tables import (
+    contests,
+    limits_part,
+    newest_contests,
+    newest_shown,
+    report,
+    targets,
+    times_table,
+)
 from benchmarks.models.zoo import DECODES, FORMS, MODELS, PHASES, PREFILLS, QUICK, TINY, Cell, Selection, tiny
 from benchmarks.records import Row, merge_csv, newest, read_csv
 from benchmarks.session import tried_text
@@ -108,6 +116,26 @@ def test_the_table_compares_with_the_best_of_the_others() -> None:
     assert line[-8:] == ["1.50", "9.000", "3.000", "failed", "2.000", "-", "2.0", "c"]
     level = [*ROWS[:3], replace(ROWS[3], p80_us=2990.0)]
     assert times_table(level).splitlines()[-1].split()[-9:-6] == ["1.50", "~", "9.000"], "the samples overlap"
+
+
+def test_a_gain_never_grows_because_a_rival_was_left_out() -> None:
+    def run(commit: str, **times: float) -> list[Row]:
+        return [replace(row(name, us), commit=commit) for name, us in times.items()]
+
+    old = run("old", inductor=100.0, max_autotune=80.0, ditron=60.0)
+    rivals = [one.best_gain for one in contests([*old, *run("new", inductor=99.0, symm_mem=95.0, ditron=58.0)])]
+    assert rivals == [80.0 / 60.0]
+    assert {one.commit for one in newest_shown([*old, *run("new", inductor=99.0, ditron=58.0)])} == {"old"}
+    # The rival that is missing was not the best one, or one that ran is better over Inductor; or it ran again since.
+    for new in (
+        run("new", inductor=99.0, symm_mem=70.0, ditron=58.0),
+        run("new", inductor=99.0, max_autotune=90.0, ditron=58.0),
+    ):
+        assert {one.commit for one in newest_shown([*old, *new])} == {"new"}
+    third = run("third", inductor=98.0, max_autotune=90.0, ditron=57.0)
+    fourth = run("fourth", inductor=98.0, symm_mem=70.0, ditron=57.0)
+    assert {one.commit for one in newest_shown([*old, *third, *fourth])} == {"fourth"}
+    assert [one.rows[0].commit for one in newest_contests([*old, *run("new", inductor=99.0, ditron=58.0)])] == ["new"]
 
 
 def test_how_much_of_what_there_is_to_gain() -> None:

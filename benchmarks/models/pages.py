@@ -19,6 +19,7 @@ from benchmarks.models.tables import (
     contests,
     fact_lines,
     mean_lines,
+    newest_shown,
     number,
     reason_lines,
     report,
@@ -60,8 +61,8 @@ is left of a step if communication costs nothing. Better kernels than Inductor's
 
 
 def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
-    """The whole page, of the newest run of every cell."""
-    rows, facts = newest(rows), newest(facts)
+    """The whole page, of the run of every cell that `shown` picks."""
+    rows, facts = newest_shown(rows), newest(facts)
     title = "Whole models through Ditron"
     on_cpu = bool(rows) and all(row.gpu == "cpu" for row in rows)
     warning = (

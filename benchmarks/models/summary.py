@@ -73,7 +73,8 @@ def _caption(cells: Sequence[Contest], facts: Sequence[Fact]) -> list[str]:
     unclear = sum(one.unclear for one in cells)
     return [
         f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(cells)}.",
-        f"The best rival of a cell is the fastest of those that ran beside Ditron in it: {_rivals(cells)}.",
+        f"The best rival of a cell is the fastest of those that ran beside Ditron in it: {_rivals(cells)}. A cell "
+        "shows its newest run; if that lacks a rival that was the best before, it shows the newest run that has it.",
         f"A cell is within noise (`{NOISE}`) if the samples of Ditron and of its best rival overlap, from the 20th to "
         f"the 80th percentile: this holds for {unclear} of {len(cells)} cells. {_old(cells, facts)}",
         f"Layers alone, {_layers(cells)} of them, with random weights. "

@@ -131,8 +131,40 @@ def tokens_text(sizes: dict[str, str]) -> str:
 
 
 def contests(rows: Iterable[Row]) -> list[Contest]:
-    """One for each cell, of its newest run."""
+    """One for each cell, of the run that `shown` picks."""
+    return [Contest(tuple(shown(runs(lines)))) for lines in grouped(rows).values()]
+
+
+def newest_contests(rows: Iterable[Row]) -> list[Contest]:
+    """One for each cell, of its newest run, whatever rivals that has."""
     return [Contest(tuple(found)) for found in by_cell(rows)]
+
+
+def newest_shown(rows: Iterable[Row]) -> list[Row]:
+    """The rows of the runs that `contests` takes."""
+    return [row for one in contests(rows) for row in one.rows]
+
+
+def shown(found: Sequence[Sequence[Row]]) -> Sequence[Row]:
+    """Returns the run of a cell that reports show: the newest one, unless it lacks a rival that was the best one of an
+    earlier run, and by more over Inductor than the best rival of the newest run. Then it is the newest run with that
+    rival, so that a gain never grows because a rival was left out. found: the cell's runs, the oldest first.
+    """
+    last = Contest(tuple(found[-1]))
+    best = _over_inductor(last)
+    if best is not None:
+        for rows in reversed(found[:-1]):
+            one = Contest(tuple(rows))
+            rival, gain = one.best_other, _over_inductor(one)
+            if rival and gain and last.us(rival.contestant) is None and one.us("ditron") and gain > best:
+                return rows
+    return found[-1]
+
+
+def _over_inductor(one: Contest) -> float | None:
+    """How many times as fast as Inductor the fastest other contestant is."""
+    theirs, best = one.us("inductor"), one.best_other
+    return theirs / best.p50_us if theirs and best and best.p50_us else None
 
 
 def number(value: float | None, digits: int, missing: str = "-") -> str:
