@@ -120,10 +120,10 @@ class GraphMeeting:
             self._refuse_plain(decision.plain)
         elif decision.conform is not None or not self.facts.is_bare:
             keep_compiled()
-        if decision.conform is None:
-            self._count(decision.plain)
         if decision.final or self._attempts >= MOST_ATTEMPTS:
             self._version = meetings.version
+            if decision.conform is None:
+                self._count(decision.plain)
         self._groups = [(group.name, groups.find(group.name)) for group in self.facts.groups]
         return self._other
 

@@ -14,6 +14,7 @@ import torch
 
 from ditron_inductor import graph_meeting, summary
 from ditron_inductor.codegen.meeting_kernel import MEETING
+from ditron_inductor.device.agreements import Decision
 from ditron_inductor.device.facts import GraphFacts
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import DitronPipeline
@@ -156,6 +157,25 @@ def test_a_graph_that_runs_as_inductor_would_run_it_has_its_reason(caplog: pytes
     assert given is not None
     assert counted.begin(*given, "rank 1 did not come") is None
     assert "; 0 ran fused, 2 by library (rank 1 did not come), left alone" in lines(caplog)[0][1]
+
+
+def test_a_graph_is_counted_when_its_ranks_have_met(
+    caplog: pytest.LogCaptureFixture, decisions: Decisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that compiled for long may come to the second meeting."""
+    with graphs.fake_group():
+        graph = graphs.traced(layer, B, B).graph
+        DitronPipeline(Options())(graph)
+        (given,) = [node.meta[MEETING] for node in graph.nodes if MEETING in node.meta]
+        found = [Decision(plain="rank 1 did not come", final=False), Decision()]
+        monkeypatch.setattr(graph_meeting.meetings, "meet", lambda *_: found.pop(0))
+        meeting = graph_meeting.graph_meeting(*given)
+        assert meeting() is not None and lines(caplog) == []
+        assert meeting() is None and not found
+        for site in sites_of((GraphFacts.parse(given[0]), given[3])):
+            note(decisions, site, TILE)
+    ((_, text),) = lines(caplog)
+    assert "; 2 ran fused (2 tile), left alone" in text
 
 
 def test_collectives_of_one_rank_are_counted_too(caplog: pytest.LogCaptureFixture) -> None:
