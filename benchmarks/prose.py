@@ -130,7 +130,7 @@ def generation(rows: Sequence[Row]) -> list[Claim]:
     many, alone = ({name: batch * 1e6 / _us(row) for name, row in run.items()} for batch, run in whole.items())
     texts = (
         "makes {} tokens per second with Ditron, and {} compiled as [for serving](docs/guide/serving.md); Inductor "
-        "makes {} and {}. That is {} times as many as the best rival",
+        "makes {} and {}. That is {} times as many as the better of these",
         "With one sequence they are {} and {}, {} and {}: {} times",
     )
     found = []
@@ -180,15 +180,15 @@ def beside_attention(attention: Sequence[Row]) -> list[Claim]:
 
 
 def home(models: Sequence[Row]) -> list[Claim]:
-    """Returns the claims of docs/index.md, without mixtures of experts, on the GPU that was measured last."""
+    """Returns the claims of docs/index.md, without mixtures of experts, on the GPUs that were measured last."""
     decode = [
         one
         for one in contests(models)
-        if one.phase == "decode" and not one.routed and "H100" in one.where[0] and one.where[1] == 2 and one.best_gain
+        if one.phase == "decode" and not one.routed and one.where == TWO_H200S and one.best_gain
     ]
     over_inductor = [gain for one in decode if (gain := one.gain("inductor"))]
     over_best = [gain for one in decode if (gain := one.best_gain)]
-    text = "is {} times as fast as by Inductor on two H100s**, and {} times as fast as by the best rival of each cell"
+    text = "is {} times as fast as by Inductor on two H200s**, and {} times as fast as by the best rival of each cell"
     return [
         Claim(text, (f"{mean(over_inductor) or 0.0:.2f}", f"{mean(over_best) or 0.0:.2f}")),
         Claim("geometric means of {} cells", (str(len(decode)),)),

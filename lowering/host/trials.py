@@ -178,9 +178,8 @@ class Trial:
         own: list[int] = []
         for samples in self._samples.values():
             clean = [sample for sample in samples if sample[0].is_clean]
-            counted = clean if 2 * len(clean) >= len(samples) else samples
             own += (
-                _median([int(sample.device_ns() * scale) for sample, scale in counted]),
+                _median([int(sample.device_ns() * scale) for sample, scale in clean or samples]),
                 # What else the host had to do made some of these calls longer, and none shorter.
                 min((int(sample.host_ns * scale) for sample, scale in samples), default=UNKNOWN_NS),
             )

@@ -124,6 +124,33 @@ def test_slow_moments_of_the_host_do_not_count(rank_pools: RankPools) -> None:
         assert set(times.values()) == {trial.Times(50.0, 20.0)}
 
 
+def _waiting_for_the_host(ctx: RankContext, clean: int) -> float:
+    """What a trial measures if the device does not wait for the host in so many of the calls by each strategy."""
+    problem, name, count, take = _problem(ctx, "trials/waits"), "trials/waits", iter(range(1000)), Sample.take
+
+    def waits(self: Sample, *given: Any) -> Any:
+        result = take(self, *given)
+        # Three strategies take turns.
+        self.is_clean = next(count) // 3 >= trial.CALLS - trial.UNTIMED - clean
+        return result
+
+    def device_ns(self: Sample) -> int:
+        return 30_000 if self.is_clean else 150_000
+
+    with tried({}), mock.patch.object(Sample, "take", waits), mock.patch.object(Sample, "device_ns", device_ns):
+        for _ in range(STEPS + 2):
+            problem()
+    (times,) = {times.device_us for times in next(t for r, t in trials.ended() if r.site == name).values()}
+    return times
+
+
+@pytest.mark.parametrize("clean", [0, 1, trial.CALLS - trial.UNTIMED])
+def test_calls_in_which_the_device_waited_for_the_host_do_not_count(rank_pools: RankPools, clean: int) -> None:
+    """Unless there are no others."""
+    found = rank_pools.get("cpu", 2).run(_waiting_for_the_host, clean)
+    assert found == [30.0 if clean else 150.0] * 2
+
+
 LATER = 5 + 5 + 2 * trial.CALLS
 """Calls behind a second look in which there would be a third one."""
 

@@ -118,6 +118,13 @@ DECIDING: tuple[Mutation, ...] = (
         RECORDS,
     ),
     Mutation(
+        "calls in which the device waited for the host count",
+        HOST_TRIALS,
+        "for sample, scale in clean or samples]",
+        "for sample, scale in samples]",
+        f"{ON_RANKS}::test_calls_in_which_the_device_waited_for_the_host_do_not_count",
+    ),
+    Mutation(
         "a rank that records does not meet the others",
         HOST_TRIALS,
         "return False\n        meet(self._workspace)",
