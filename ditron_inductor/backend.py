@@ -19,7 +19,6 @@ from torch._inductor.compile_fx import compile_fx
 from torch._logging import warning_once
 
 from ditron_inductor import runtime
-from ditron_inductor.device.compiling import compiling
 from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.wire_facts import lines_of
@@ -56,8 +55,7 @@ def ditron(
     warn_of_many()
     has_peers = any(size > 1 for size in group_sizes().values())
     patches = {**_mode_patches(mode), **_passes(options, lines_of(gm) if has_peers else "")}
-    with compiling():
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
 

@@ -111,6 +111,8 @@ class GraphMeeting:
             if not decision.final:
                 self._attempts += 1
                 logger.warning("a graph runs without fusion: %s", decision.plain)
+            elif self._attempts and not decision.plain:
+                logger.warning("a graph runs with fusion from now on: its ranks have met")
         # A graph that conforms to an agreement has been compiled for it.
         if decision.conform is None or decision != self.decision:
             self._other = self._in_place(decision)
@@ -120,10 +122,10 @@ class GraphMeeting:
             self._refuse_plain(decision.plain)
         elif decision.conform is not None or not self.facts.is_bare:
             keep_compiled()
+        if decision.conform is None:
+            self._count(decision.plain)
         if decision.final or self._attempts >= MOST_ATTEMPTS:
             self._version = meetings.version
-            if decision.conform is None:
-                self._count(decision.plain)
         self._groups = [(group.name, groups.find(group.name)) for group in self.facts.groups]
         return self._other
 

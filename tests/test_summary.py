@@ -159,7 +159,7 @@ def test_a_graph_that_runs_as_inductor_would_run_it_has_its_reason(caplog: pytes
     assert "; 0 ran fused, 2 by library (rank 1 did not come), left alone" in lines(caplog)[0][1]
 
 
-def test_a_graph_is_counted_when_its_ranks_have_met(
+def test_ranks_that_meet_late_say_so(
     caplog: pytest.LogCaptureFixture, decisions: Decisions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that compiled for long may come to the second meeting."""
@@ -170,12 +170,13 @@ def test_a_graph_is_counted_when_its_ranks_have_met(
         found = [Decision(plain="rank 1 did not come", final=False), Decision()]
         monkeypatch.setattr(graph_meeting.meetings, "meet", lambda *_: found.pop(0))
         meeting = graph_meeting.graph_meeting(*given)
-        assert meeting() is not None and lines(caplog) == []
-        assert meeting() is None and not found
-        for site in sites_of((GraphFacts.parse(given[0]), given[3])):
-            note(decisions, site, TILE)
-    ((_, text),) = lines(caplog)
-    assert "; 2 ran fused (2 tile), left alone" in text
+        assert meeting() is not None and meeting() is None and meeting() is None and not found
+    assert "0 ran fused, 2 by library (rank 1 did not come)" in lines(caplog)[0][1]
+    said = [record.getMessage() for record in caplog.records if record.name == graph_meeting.logger.name]
+    assert said == [
+        "a graph runs without fusion: rank 1 did not come",
+        "a graph runs with fusion from now on: its ranks have met",
+    ]
 
 
 def test_collectives_of_one_rank_are_counted_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ import json
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,7 +28,6 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of, unfused
-from ditron_inductor.device.compiling import LONGEST_S, is_compiling
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_shapes, opened, ranks_text
 from ditron_inductor.device.idle import counts_on_gpu, is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
@@ -213,7 +212,6 @@ class _Meeting:
         # Only NCCL launches on a device what the peers have to launch too.
         idle = all(counts_on_gpu(log.group) for log in logs) and is_idle(limit_s / 4)
         self.deadline = time.monotonic() + limit_s
-        self.last_deadline = self.deadline + LONGEST_S
         self.limit_s = limit_s
         self.own = [
             log.post(self.uid, position_of(log.group, group), group, facts.options, idle)
@@ -251,7 +249,7 @@ class _Meeting:
 
     def _held(self, found: list[dict[int, LogEntry]], believe_bare: bool) -> Agreement | Decision:
         """Returns what is decided, and fills in the entries of the peers, by group and rank."""
-        for _ in self._polls(lambda: self._may_come(found)):
+        for _ in self._polls():
             problem = self._collect(found)
             if problem is not None:
                 return self._close(problem)
@@ -362,21 +360,7 @@ class _Meeting:
             for log, seen in zip(self.logs, found, strict=True)
             if (absent := self._absent(log, seen))
         ]
-        waited_s = self.limit_s + LONGEST_S - (self.last_deadline - self.deadline)
-        return f"{', '.join(missing)} did not bring a compiled graph within {waited_s:.3g} s" if missing else ""
-
-    def _may_come(self, found: Sequence[Mapping[int, LogEntry]]) -> bool:
-        """Returns whether a rank that has not come is compiling. The meeting then lasts one more limit."""
-        absent = [
-            log.group.global_ranks[rank]
-            for log, seen in zip(self.logs, found, strict=True)
-            for rank in self._absent(log, seen)
-        ]
-        now = time.monotonic()
-        if now >= self.last_deadline or not is_compiling(absent):
-            return False
-        self.deadline = min(now + self.limit_s, self.last_deadline)
-        return True
+        return f"{', '.join(missing)} did not bring a compiled graph within {self.limit_s:g} s" if missing else ""
 
     def _close(self, why: Elsewhere) -> Decision:
         held = self._write(self.uid, CLOSED_FOR_GOOD if why.for_good else CLOSED)
@@ -390,12 +374,12 @@ class _Meeting:
                 return text
         return self._write(uid, CLOSED)
 
-    def _polls(self, goes_on: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Yields with growing pauses until the time is up, at least once. goes_on: whether it is not up even so."""
+    def _polls(self) -> Iterator[None]:
+        """Yields with growing pauses until the time is up, at least once."""
         pause_s = FIRST_PAUSE_S
         while True:
             yield
-            if time.monotonic() >= self.deadline and not goes_on():
+            if time.monotonic() >= self.deadline:
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

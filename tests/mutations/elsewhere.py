@@ -12,7 +12,6 @@ STAYS = f"{UNREAD}::test_it_must_not_fire"
 SERVING, SERVED = "ditron_inductor/serving.py", "tests/test_serving.py"
 
 ACROSS = "tests/passes/test_move_across.py"
-COMPILES = "tests/models/test_late_compilation.py"
 
 ELSEWHERE: tuple[Mutation, ...] = (
     Mutation(
@@ -112,26 +111,5 @@ ELSEWHERE: tuple[Mutation, ...] = (
         'INDEX.sub("[]", guard.name)',
         "guard.name",
         f"{SERVED}::test_what_is_checked_does_not_grow_with_the_layers",
-    ),
-    Mutation(
-        "a meeting gives up a rank that compiles",
-        "ditron_inductor/device/meetings.py",
-        "if time.monotonic() >= self.deadline and not goes_on():",
-        "if time.monotonic() >= self.deadline:",
-        f"{COMPILES}::test_a_rank_that_compiles_for_long_is_waited_for",
-    ),
-    Mutation(
-        "a meeting waits without end for a rank that died compiling",
-        "ditron_inductor/device/meetings.py",
-        "if now >= self.last_deadline or not is_compiling(absent):",
-        "if not is_compiling(absent):",
-        f"{COMPILES}::test_a_mark_that_stays_is_not_waited_for_without_end",
-    ),
-    Mutation(
-        "a rank that failed to compile goes on saying that it compiles",
-        "ditron_inductor/device/compiling.py",
-        "    try:\n        yield\n    finally:\n        _under_way.add(-1)",
-        "    yield\n    _under_way.add(-1)",
-        f"{COMPILES}::test_the_mark_ends_with_the_compilation",
     ),
 )
