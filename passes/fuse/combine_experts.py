@@ -6,10 +6,15 @@ Before, with T tokens that take k experts each, in S = T * k slots sorted by exp
     -> mul(.., unsqueeze(scale [S], -1)) -> [where(absent [S, 1], 0, ..), if there is none before]
     -> index(.., [places [S]]) -> reshape [T, k, N] -> sum over k -> [cast] -> [add(.., added)]
 
+or, as DeepSeek's own code has it, with the factors behind the index, or with the rows written to their slots instead:
+
+    _grouped_mm(..) [S, N] -> [add] -> [where] -> index(.., [places]), or index_put(.., [order], ..)
+    -> reshape [T, k, N] -> [cast] -> mul(.., weights [T, k, 1]) -> [cast] -> sum over k -> [cast] -> [add(.., added)]
+
 and as TorchTitan writes it, also with `index_add` and `index_put`:
 
     _grouped_mm(..) [S, N] -> [add] -> [where] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
-    -> scatter_add(added or zeros [T, N], 0, expand(order [S] // k), ..)             order: the indices of a sort
+    -> scatter_add(added or zeros [T, N], 0, expand(order [S] // k), ..) -> [cast]   order: the indices of a sort
 
 The backward of `x[order // k]` is the second form without a scale. Where two weights multiply these rows, the products
 of two grouped matmuls are added first.
@@ -33,8 +38,9 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 * Inductor unrolls the sum, in the first form, or there are few tokens, in the second one;
 * anything between the grouped matmul and the sum is used elsewhere, except for the masked products, which then stay;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
-* the places are those of no sort, in the second form: tokens may then have any number of slots. In a backward they
-  are those of the forward's sort, see normalize/mark_sorts.py;
+* the places are those of no sort, in the second form, or where factors are behind the index: tokens may then have any
+  number of slots, or one slot several factors. In a backward they are those of the forward's sort, see
+  normalize/mark_sorts.py;
 * there is no scale, as in a backward, and the number of slots is dynamic;
 * the sum has another dtype than the products, or the result has other strides than row-major ones;
 * something writes into an operand, which the call would read later.
@@ -42,6 +48,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +61,7 @@ from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
 from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC, added_to, casts, rounded_to
-from ditron_inductor.passes.graph.sorts import sorted_slots
+from ditron_inductor.passes.graph.sorts import is_order, is_permutation, sorted_slots
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
@@ -104,13 +111,15 @@ class ScaledProducts:
 @dataclass(frozen=True)
 class Match:
     """A weighted sum of slots. index: [S], the places of the slots of the tokens, or, if `sorts`, the slot at each
-    place. added: in any shape of T * N elements, or None. views: those between the sum [T, N] and `result`, which is
-    replaced. steps: the nodes from behind the matmul to the result.
+    place. weights: [T, k, 1], what the slots of each token are multiplied by, or None if the products have a scale.
+    added: in any shape of T * N elements, or None. views: those between the sum [T, N] and `result`, which is replaced.
+    steps: the nodes from behind the matmul to the result.
     """
 
     terms: ScaledProducts
     index: fx.Node
     sorts: bool
+    weights: fx.Node | None
     top_k: int
     added: fx.Node | None
     views: tuple[fx.Node, ...]
@@ -138,21 +147,62 @@ def _sum_of_indexed(total: fx.Node, least: int) -> Match | None:
     dims = [dim % 3 for dim in bound["dim"] or ()]
     if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int):
         return None
-    if shape[1] < least:
-        return None
-    *views, taken = proofs.views_up(summed)
-    scaled = taken.args[0] if taken.target is aten.index.Tensor else None
-    indices = taken.args[1] if scaled is not None else None
-    if not isinstance(scaled, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
-        return None
-    places, terms = indices[0], _terms(scaled)
-    if terms is None or not isinstance(places, fx.Node) or not _fits(terms, places, *shape):
-        return None
-    rounded = rounded_to(total, proofs.fake(terms.grouped).dtype)
-    result, behind, added = added_to(rounded)
-    found = Match(terms, places, False, shape[1], added, behind, result, (*terms.steps, taken, *views, total))
     # A sum of another kind of numbers would not be what is added up here.
-    return _checked(found, rounded) if proofs.fake(total).dtype.is_floating_point else None
+    if shape[1] < least or not proofs.fake(total).dtype.is_floating_point:
+        return None
+    for rows, weights, multiplied in _weighted(summed):
+        *views, taken = proofs.views_up(rows)
+        by_slot = _by_slot(taken)
+        terms = None if by_slot is None else _terms(by_slot[0])
+        if by_slot is None or terms is None or not _fits(terms, by_slot[1], *shape, weights):
+            continue
+        _, index, sorts = by_slot
+        if weights is not None and not sorts and not is_permutation(index):
+            continue
+        rounded = rounded_to(total, proofs.fake(terms.grouped).dtype)
+        result, behind, added = added_to(rounded)
+        steps = (*terms.steps, taken, *views, *multiplied, total)
+        return _checked(Match(terms, index, sorts, weights, shape[1], added, behind, result, steps), rounded)
+    return None
+
+
+def _weighted(summed: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None, tuple[fx.Node, ...]]]:
+    """Yields the ways to read `summed` [T, k, N] as (rows, their factors [T, k, 1] or None, the nodes behind the rows).
+    The rows may be cast before they are multiplied, and behind that.
+    """
+    yield summed, None, ()
+    product = proofs.operand(summed) if casts(summed) else summed
+    factors = [factor for factor in product.args if isinstance(factor, fx.Node)]
+    if product.target is not aten.mul.Tensor or len(factors) != 2:
+        return
+    for factor, weights in (factors, factors[::-1]):
+        value, of_slots = proofs.tensor(weights), (*proofs.fake(summed).shape[:2], 1)
+        if value is not None and proofs.same_shape(tuple(value.shape), of_slots) and proofs.alike(factor, product):
+            rows = proofs.operand(factor) if casts(factor) else factor
+            behind = dict.fromkeys((factor, product, summed))
+            yield rows, weights, tuple(step for step in behind if step is not rows)
+
+
+def _by_slot(taken: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
+    """Returns (the rows by place, `index` and `sorts` of a Match) if `taken` has rows in the order of their slots."""
+    sorts = taken.target is aten.index_put.default
+    if taken.target is aten.index.Tensor:
+        rows, indices = taken.args[:2]
+    elif taken.target is aten.gather.default and taken.args[1] == 0:
+        rows, indices = taken.args[0], [_of_rows(taken.args[2])]
+    elif sorts and not proofs.arguments(taken)["accumulate"]:
+        bound = proofs.arguments(taken)
+        rows, indices = bound["values"], bound["indices"]
+    else:
+        return None
+    if not isinstance(rows, fx.Node) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
+        return None
+    (index,) = indices
+    if not isinstance(index, fx.Node):
+        return None
+    # All rows are written, each once.
+    whole = not sorts or (is_order(index) and proofs.alike(taken, rows))
+    return (rows, index, sorts) if whole else None
 
 
 def _scattered(total: fx.Node, least: int) -> Match | None:
@@ -176,8 +226,13 @@ def _scattered(total: fx.Node, least: int) -> Match | None:
     fits = proofs.same_shape(tuple(proofs.fake(index).shape), tuple(expected))
     if not fits or not _fits(terms, order[0], shape[0], order[1], shape[1]):
         return None
-    result, views, added = added_to(total) if proofs.is_full(base, 0) else (total, (), base)
-    return _checked(Match(terms, order[0], True, order[1], added, views, result, (*terms.steps, total)), total)
+    if not proofs.is_full(base, 0):
+        found = Match(terms, order[0], True, None, order[1], base, (), total, (*terms.steps, total))
+        return _checked(found, total)
+    rounded = rounded_to(total, proofs.fake(terms.grouped).dtype) if total.meta["val"].is_floating_point() else total
+    result, views, added = added_to(rounded)
+    found = Match(terms, order[0], True, None, order[1], added, views, result, (*terms.steps, total))
+    return _checked(found, rounded)
 
 
 def _terms(node: fx.Node) -> ScaledProducts | None:
@@ -248,21 +303,30 @@ def _unmasked(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     return (mask, kept) if same and isinstance(mask, fx.Node) else (None, node)
 
 
+def _of_rows(index: object) -> fx.Node | None:
+    """Returns what an index of elements [S, N] has in all columns of a row; None if they may differ."""
+    if not isinstance(index, fx.Node) or index.target is not aten.expand.default:
+        return None
+    rows = proofs.operand(index)
+    column = proofs.fake(rows).ndim > 0 and proofs.known_equal(proofs.fake(rows).shape[-1], 1)
+    return proofs.views_up(rows)[-1] if column else None
+
+
 def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
     """Returns (the indices of a sort of all slots, k) if `index` has their quotients by k, for rows or elements."""
-    rows = index
-    if rows.target is aten.expand.default:
-        rows = proofs.operand(rows)
-        if proofs.fake(rows).ndim == 0 or not proofs.known_equal(proofs.fake(rows).shape[-1], 1):
-            return None
-    return sorted_slots(proofs.views_up(rows)[-1])
+    rows = _of_rows(index) if index.target is aten.expand.default else proofs.views_up(index)[-1]
+    return None if rows is None else sorted_slots(rows)
 
 
-def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any) -> bool:
+def _fits(
+    terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any, weights: fx.Node | None = None
+) -> bool:
     """Returns whether the operands of a sum of `top_k` terms for T tokens are those of their slots."""
     place, S = proofs.fake(slots), T * top_k
     expected = [(place, (S,)), (proofs.fake(terms.grouped), (S, N))]
-    if terms.scale is None:
+    if weights is not None:
+        known = terms.scale is None and proofs.fake(weights).dtype in ACTIVATION_DTYPES
+    elif terms.scale is None:
         # A scale of ones is made of as many.
         known = isinstance(S, int)
     else:
@@ -282,7 +346,7 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
     terms, last, value = found.terms, found.steps[-1], proofs.fake(found.result)
     inner = [step for step in found.steps[:-1] if step is not terms.masked]
     biases = () if terms.bias is None else (terms.bias.table, terms.bias.experts)
-    optional = (terms.scale, terms.absent, terms.masked, found.added, *biases)
+    optional = (terms.scale, found.weights, terms.absent, terms.masked, found.added, *biases)
     operands = [terms.grouped, terms.summed, found.index, *[one for one in optional if one is not None]]
     wrong = (
         proofs.other_user(inner, {*inner, last}) is not None
@@ -297,12 +361,20 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
 def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:
     """Inserts the place of each slot, from the slot at each place [S]."""
     value = proofs.fake(order)
-    (S,) = value.shape
-    length = S if isinstance(S, int) else sizes.made(graph, aten.sym_size.int, (order, 0), S)
-    empty = rewriting.call(graph, aten.empty.memory_format, ([length],), order, (S,))
+    return _put(graph, order, rewriting.integers(graph, order, _length(graph, order), value.dtype))
+
+
+def _length(graph: fx.Graph, vector: fx.Node) -> Any:
+    (S,) = proofs.fake(vector).shape
+    return S if isinstance(S, int) else sizes.made(graph, aten.sym_size.int, (vector, 0), S)
+
+
+def _put(graph: fx.Graph, places: fx.Node, values: fx.Node) -> fx.Node:
+    """Inserts a vector that has `values` [S] at `places` [S], which are each of 0 to S - 1 once."""
+    value = proofs.fake(values)
+    empty = rewriting.call(graph, aten.empty.memory_format, ([_length(graph, places)],), values, value.shape)
     empty.kwargs = {"dtype": value.dtype, "device": value.device}
-    iota = rewriting.integers(graph, order, length, value.dtype)
-    return rewriting.call(graph, aten.index_put.default, (empty, [order], iota), order, (S,))
+    return rewriting.call(graph, aten.index_put.default, (empty, [places], values), values, value.shape)
 
 
 def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torch.Tensor]:
@@ -313,7 +385,14 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
     like = proofs.fake(terms.grouped)
     (S,), N = proofs.fake(match.index).shape, like.shape[1]
     shape = (S // match.top_k, N)
-    if terms.scale is None:
+    if match.weights is not None:
+        by_slot = rewriting.call(graph, aten.reshape.default, (match.weights, [-1]), match.weights, (S,))
+        # A place has the factor of its slot.
+        if match.sorts:
+            scale = rewriting.call(graph, aten.index.Tensor, (by_slot, [match.index]), by_slot, (S,))
+        else:
+            scale = _put(graph, match.index, by_slot)
+    elif terms.scale is None:
         scale = rewriting.full(graph, terms.grouped, (S,), 1.0, like.dtype)
     else:
         scale = terms.scale

@@ -1,7 +1,7 @@
 """Proofs about the rows of a grouped matmul: that a tensor names the expert of each row, and the range of its numbers.
 
-    ids [S] -> sort -> getitem 0, the sorted ids -> [clamp]                          the experts of the rows
-    the sorted ids, or ids -> [cast] -> histc(E, 0, E - 1) -> cumsum(int32)          the ends of the experts
+    ids [S] -> sort -> getitem 0, or ids[getitem 1]: the sorted ids -> [clamp]       the experts of the rows
+    the sorted ids, or ids -> a count (see expert_counts.py)                         the ends of the experts
 
 The sorted ids ascend. If none of them is negative, those of expert e are the rows from ends[e - 1] to ends[e], which is
 what a grouped matmul with these ends multiplies by matrix e. What is clamped to 0 .. E - 1, or to a wider range, is the
@@ -19,16 +19,13 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.expert_counts import EXACT, counted
 from ditron_inductor.passes.graph.expressions import CLAMPS
 from ditron_inductor.passes.graph.sorts import SORTS
 
 aten = torch.ops.aten
-CAST = torch.ops.prims.convert_element_type.default
 COPIED = "ditron_copied"
 """Mark of a bmm that goes on copying the weights of experts."""
-EXACT = 1 << 24
-"""Smaller integers are exact in fp32."""
-COUNTED_IN: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,13 @@ def are_experts_of_rows(experts: fx.Node, ends: object, num_experts: int) -> boo
         return False
     named = unclamped(experts, num_experts)
     ids = None if named is None else _sorted(named)
-    counted = _counted(ends, num_experts)
-    if ids is None or counted is None:
+    count = counted(ends, num_experts)
+    if ids is None or count is None:
         return False
     found = range_of(ids)
-    return found.least >= 0 and found.most < EXACT and (_sorted(counted) or _flat(counted)) is ids
+    in_range = found.least >= 0 and found.most < EXACT and (count.most is None or found.most <= count.most)
+    in_order = _sorted(count.numbers)
+    return in_range and (in_order is ids or (not count.ascending and _flat(count.numbers) is ids))
 
 
 def unclamped(experts: fx.Node, num_experts: int) -> fx.Node | None:
@@ -117,10 +116,7 @@ def range_of(node: fx.Node) -> Range:
     if source.target is aten.where.self:
         condition, *values = source.args
         left, right = (range_of(value) if isinstance(value, fx.Node) else ANY for value in values)
-        if isinstance(condition, fx.Node) and condition.target is aten.eq.Scalar and condition.args[0] is values[1]:
-            # What is equal to the number is not taken.
-            right = Range(right.least + int(condition.args[1] == right.least), right.most)
-        return left.union(right)
+        return left.union(_where_false(condition, values[1], right))
     if source.target in (aten.full.default, aten.scalar_tensor.default):
         filled = source.args[int(source.target is aten.full.default)]
         return Range(filled, filled) if isinstance(filled, int) else ANY
@@ -133,6 +129,26 @@ def range_of(node: fx.Node) -> Range:
         # It has the sign of what is divided, and is not greater.
         return divided.toward_zero(divisor - 1) if isinstance(divisor, int) and divisor > 0 else ANY
     return ANY
+
+
+def _where_false(condition: object, value: object, found: Range) -> Range:
+    """Returns the range of `value`, whose numbers lie in `found`, where a condition is false."""
+    if not isinstance(condition, fx.Node):
+        return found
+    if condition.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
+        for part in condition.args:
+            found = _where_false(part, value, found)
+        return found
+    bound = condition.args[1] if len(condition.args) == 2 else None
+    if condition.args[0] is not value or not isinstance(bound, int):
+        return found
+    if condition.target is aten.eq.Scalar:
+        return Range(found.least + int(bound == found.least), found.most)
+    if condition.target in (aten.lt.Scalar, aten.le.Scalar):
+        return Range(max(found.least, bound + int(condition.target is aten.le.Scalar)), found.most)
+    if condition.target in (aten.ge.Scalar, aten.gt.Scalar):
+        return Range(found.least, min(found.most, bound - int(condition.target is aten.ge.Scalar)))
+    return found
 
 
 def taken_of(chosen: fx.Node, num_experts: int, *, of_ranks: bool) -> int | None:
@@ -185,9 +201,20 @@ def _bounds(clamp: fx.Node) -> Range | None:
 def _sorted(node: fx.Node) -> fx.Node | None:
     """Returns the ids whose sorted values `node` has, in ascending order; None if it has others."""
     source = proofs.views_up(node)[-1]
-    if source.target is not getitem or source.args[1] != 0:
+    if source.target is getitem and source.args[1] == 0:
+        return _ascending(source.args[0])
+    bound = proofs.arguments(source) if source.target in (aten.index.Tensor, aten.gather.default) else {}
+    taken, order = bound.get("self"), bound.get("index")
+    if "indices" in bound:
+        order = bound["indices"][0] if len(bound["indices"]) == 1 else None
+    if not isinstance(taken, fx.Node) or not isinstance(order, fx.Node) or order.target is not getitem:
         return None
-    sort = source.args[0]
+    ids = _ascending(order.args[0]) if order.args[1] == 1 else None
+    return ids if ids is _flat(taken) and proofs.fake(taken).ndim == 1 else None
+
+
+def _ascending(sort: object) -> fx.Node | None:
+    """Returns what a call sorts, if it sorts one dimension and its values ascend; None otherwise."""
     if not isinstance(sort, fx.Node) or sort.target not in SORTS:
         return None
     bound = proofs.arguments(sort)
@@ -198,22 +225,3 @@ def _sorted(node: fx.Node) -> fx.Node | None:
 def _flat(node: fx.Node) -> fx.Node:
     """Returns what `node` is a view of."""
     return proofs.views_up(node)[-1]
-
-
-def _counted(ends: fx.Node, num_experts: int) -> fx.Node | None:
-    """Returns what is counted, if `ends` is the cumulative histogram of whole numbers 0 .. E - 1; None if it is not."""
-    sums = proofs.views_up(ends)[-1]
-    # Of several dimensions, one after the other is summed.
-    if sums.target is not aten.cumsum.default or proofs.fake(sums).ndim != 1:
-        return None
-    histogram = proofs.views_up(proofs.operand(sums))[-1]
-    if histogram.target is not aten.histc.default:
-        return None
-    bound = proofs.arguments(histogram)
-    few = proofs.known(proofs.fake(bound["self"]).numel() < EXACT)
-    if not few or (bound["bins"], bound["min"], bound["max"]) != (num_experts, 0, num_experts - 1):
-        return None
-    counted = _flat(bound["self"])
-    if counted.target is CAST and proofs.fake(counted).dtype in COUNTED_IN:
-        counted = _flat(proofs.operand(counted))
-    return counted if proofs.fake(counted).dtype in (torch.int64, torch.int32) else None

@@ -12,6 +12,9 @@ STAYS = f"{UNREAD}::test_it_must_not_fire"
 SERVING, SERVED = "ditron_inductor/serving.py", "tests/test_serving.py"
 
 ACROSS = "tests/passes/test_move_across.py"
+COMBINED = "passes/fuse/combine_experts.py"
+WEIGHTED = "tests/passes/test_weighted_slots.py"
+COUNTED = "tests/passes/test_expert_counts.py"
 
 ELSEWHERE: tuple[Mutation, ...] = (
     Mutation(
@@ -111,5 +114,40 @@ ELSEWHERE: tuple[Mutation, ...] = (
         'INDEX.sub("[]", guard.name)',
         "guard.name",
         f"{SERVED}::test_what_is_checked_does_not_grow_with_the_layers",
+    ),
+    Mutation(
+        "any places are those of slots with factors of their own",
+        COMBINED,
+        "if weights is not None and not sorts and not is_permutation(index):",
+        "if False:",
+        f"{WEIGHTED}::test_it_must_not_fire[of_any_places]",
+    ),
+    Mutation(
+        "a place has the factor of another slot",
+        COMBINED,
+        "scale = _put(graph, match.index, by_slot)",
+        "scale = rewriting.call(graph, aten.index.Tensor, (by_slot, [match.index]), by_slot, (S,))",
+        f"{WEIGHTED}::test_it_becomes_one_call[behind_the_index]",
+    ),
+    Mutation(
+        "rows that are written to some slots are written to all",
+        COMBINED,
+        "whole = not sorts or (is_order(index) and proofs.alike(taken, rows))",
+        "whole = True",
+        f"{WEIGHTED}::test_it_must_not_fire[written_to_some]",
+    ),
+    Mutation(
+        "ends may be searched for in ids that do not ascend",
+        "passes/graph/expert_rows.py",
+        "(not count.ascending and _flat(count.numbers) is ids)",
+        "(_flat(count.numbers) is ids)",
+        f"{COUNTED}::test_what_is_no_count_of_them[not sorted]",
+    ),
+    Mutation(
+        "a bin of two numbers counts one",
+        "passes/graph/expert_rows.py",
+        "(count.most is None or found.most <= count.most)",
+        "True",
+        f"{COUNTED}::test_ids_of_other_ranks_are_counted_nowhere",
     ),
 )

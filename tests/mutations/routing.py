@@ -260,9 +260,9 @@ ROUTING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the ends of experts may be sums of several dimensions",
-        ROWS,
-        " or proofs.fake(sums).ndim != 1:",
-        ":",
+        "passes/graph/expert_counts.py",
+        "last.target is aten.cumsum.default and proofs.fake(last).ndim == 1:",
+        "last.target is aten.cumsum.default:",
         f"{BIASED}[counts summed up in two parts]",
     ),
     Mutation(
@@ -310,15 +310,15 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "ids of experts may be negative",
         ROWS,
-        "return found.least >= 0 and found.most",
-        "return found.most",
+        "in_range = found.least >= 0 and found.most",
+        "in_range = found.most",
         f"{BIASED}[negative ids]",
     ),
     Mutation(
         "the experts of biases may be other ones",
         ROWS,
-        "(_sorted(counted) or _flat(counted)) is ids",
-        "(_sorted(counted) or _flat(counted)) is not None",
+        "in_range and (in_order is ids or (not count.ascending and _flat(count.numbers) is ids))",
+        "in_range",
         f"{BIASED}[ends of other ids]",
     ),
     Mutation(
