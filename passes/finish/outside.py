@@ -1,6 +1,6 @@
 """Finds what lies beside Task nodes and became no part of them and no call of its own, and says why, for `explain`:
-norms, epilogues, the matmuls of experts whose weights are copied for each slot of a token, and the attention of one
-query for each sequence.
+norms, epilogues, the matmuls of experts whose weights are copied for each slot of a token, those of experts whose sum
+a reduction with its norm did not take, and the attention of one query for each sequence.
 
 It asks the passes that absorb them once more, on the rewritten graph. It changes nothing, and runs only if a report is
 being made.
@@ -9,6 +9,7 @@ being made.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,15 +22,24 @@ from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.passes.graph.culprits import describe
 from ditron_inductor.passes.graph.launches import is_task, takes_local
 from ditron_inductor.passes.graph.norm_forms import rsqrt_before
-from ditron_inductor.passes.graph.reasons import ReasonCode
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE, SUM_OF_SLOTS, Reason, ReasonCode
 from ditron_inductor.task import schema
-from ditron_inductor.task.nodes import HEAD_DIMS, MOST_NORM_COLUMNS, MOST_ORDERED_TOKENS, WithEpilogue, WithPrologue
+from ditron_inductor.task.nodes import (
+    HEAD_DIMS,
+    MOST_EXPERT_TOKENS,
+    MOST_NORM_COLUMNS,
+    MOST_ORDERED_TOKENS,
+    ReductionWithNorm,
+    WithEpilogue,
+    WithPrologue,
+)
 from ditron_inductor.task.site_records import OutsideRecord
 from ditron_inductor.task.verify import task_calls
 
 aten = torch.ops.aten
 NORM_BEHIND, NORM_IN_FRONT, EPILOGUE = "norm behind", "norm in front", "epilogue"
 EXPERTS, EXPERTS_FORM = "experts in front", "experts_form"
+MATMULS = "matmuls in front"
 ATTENTION, ATTENTION_FORM = "attention in front", "attention_form"
 HEADS = f"{', '.join(str(size) for size in HEAD_DIMS[:-1])} or {HEAD_DIMS[-1]}"
 TEXTS: dict[str, str] = {
@@ -57,6 +67,29 @@ TEXTS: dict[str, str] = {
         f"only the strategy chunked gains by it, and that needs {absorb_norms.LEAST_ROWS} rows of all ranks or more, "
         "in a number that is known"
     ),
+    ReasonCode.DYNAMIC_TOKENS: (
+        "the number of tokens is dynamic. For a known one their sum goes into a node with the reduction"
+    ),
+    ReasonCode.EXPERTS_SUM: (
+        f"this op is none of the form of their sum that is taken. Write it as {SUM_OF_SLOTS}"
+    ),
+    ReasonCode.EXPERT_BIAS: (
+        "their biases are not proved to be those of the rows' experts. Index a table with as many biases as experts by "
+        "the sorted ids that torch.sort returns"
+    ),
+    ReasonCode.EXPERT_ENDS: (
+        "they have biases, and the ends of the rows of each expert are not proved to count the ids by which the biases "
+        "are indexed. Count them by torch.histc and sum that up by cumsum"
+    ),
+    ReasonCode.FEW_TOKENS: (
+        "their matmul is too short to hide the reduction, and the norm's node takes their sum only from a call of the "
+        f"experts, for {MOST_EXPERT_TOKENS} tokens or fewer, as a product with the weights that is summed over slots"
+    ),
+    ReasonCode.GROUPED_MATMUL: "no kernel multiplies as they do, or rows of another length are reduced",
+    ReasonCode.SUM_OF_MATMULS: (
+        "a fusion takes one matmul, or up to eight of one shape. Concatenate their operands along the contracted "
+        "dimension"
+    ),
     ReasonCode.CAST_BETWEEN: "a dtype conversion stands between it and the collective",
     ReasonCode.DISABLED: f"the option ditron.fusions leaves {all_reduce_rms_norm.PATTERN} out",
     ReasonCode.INTERMEDIATE_USED: "a tensor between it and the collective is used elsewhere too",
@@ -73,6 +106,18 @@ TEXTS: dict[str, str] = {
     ReasonCode.SHAPE_UNPROVEN: "sizes that have to be equal could not be proved to be equal",
 }
 """Why something stays outside, by code."""
+OF_EXPERTS = frozenset(
+    {
+        ReasonCode.DYNAMIC_TOKENS,
+        ReasonCode.EXPERTS_SUM,
+        ReasonCode.EXPERT_BIAS,
+        ReasonCode.EXPERT_ENDS,
+        ReasonCode.FEW_TOKENS,
+        ReasonCode.GROUPED_MATMUL,
+        ReasonCode.SUM_OF_MATMULS,
+    }
+)
+"""The reasons for which a fusion leaves the sum of what experts return outside."""
 
 
 def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[OutsideRecord, ...]]:
@@ -107,6 +152,12 @@ def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Outsi
         launch = _task_behind(bmm) if expert_rows.COPIED in bmm.meta else None
         if launch is not None:
             add(launch, EXPERTS, EXPERTS_FORM, bmm)
+    for call, task in task_calls(graph):
+        known = _experts_in_front(call, task, options)
+        if known is not None:
+            what = MATMULS if known.code == ReasonCode.SUM_OF_MATMULS else EXPERTS
+            record = OutsideRecord(what, known.code, TEXTS[known.code], known.culprit)
+            found[call] = (*found.get(call, ()), record)
     if takes_local(graph, cached_attention.PATTERN, options):
         for attention in cached_attention.left_alone(graph, cached_attention.GPUS):
             launch = _task_behind(attention)
@@ -114,6 +165,17 @@ def find_outside(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Outsi
             if launch is not None and not any(one.what == ATTENTION for one in found.get(launch, ())):
                 add(launch, ATTENTION, ATTENTION_FORM, attention)
     return found
+
+
+def _experts_in_front(call: fx.Node, task: Any, options: Options) -> Reason | None:
+    """Returns why a reduction with its norm has not the sum of the experts in front of it; None if it has, if there are
+    none, or if nobody wants it.
+    """
+    reason: Reason | None = call.meta.get(LEFT_ALONE)
+    without = isinstance(task, ReductionWithNorm) and task.sums_slots and not getattr(task, "top_k", 0)
+    if not without or reason is None or reason.pattern not in options.fusions:
+        return None
+    return reason if reason.code in OF_EXPERTS else None
 
 
 def _task_behind(node: fx.Node) -> fx.Node | None:

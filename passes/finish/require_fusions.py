@@ -17,7 +17,9 @@ from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode
 from ditron_inductor.task.nodes import FUSIONS
 from ditron_inductor.task.site_records import stopped_text
 
-OF_EXPERTS = frozenset({ReasonCode.DYNAMIC_TOKENS, ReasonCode.EXPERT_BIAS})
+OF_EXPERTS = frozenset(
+    {ReasonCode.DYNAMIC_TOKENS, ReasonCode.EXPERTS_SUM, ReasonCode.EXPERT_BIAS, ReasonCode.EXPERT_ENDS}
+)
 
 
 def find_not_fused(graph: fx.Graph, options: Options) -> list[fx.Node]:

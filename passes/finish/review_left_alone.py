@@ -3,7 +3,10 @@
     gather bf16 -> to fp8 -> _scaled_mm     no_matmul, cast_between    -> fp8_matmul
     gather int8 -> dequantize -> mm         no_matmul, cast_between    -> quantized_matmul
     _int_mm -> * scale -> reduce_scatter    pointwise_between          -> quantized_matmul
-    _grouped_mm -> index -> sum -> reduce   no_matmul, cast_between    -> grouped_matmul
+    gather -> index -> _grouped_mm          no_matmul                  -> grouped_matmul
+    _grouped_mm -> index -> sum -> reduce   no_matmul, cast_between    -> experts_sum, few_tokens, dynamic_tokens
+    bmm(.., index(weight)) -> sum -> reduce no_matmul, batched_matmul  -> experts_sum, few_tokens, dynamic_tokens
+    bmm -> sum over its batches -> reduce   no_matmul, cast_between    -> sum_of_matmuls
     all_reduce(amax(x), "max")              reduce_op                  -> no_matmul
     fused product -> relu -> all_reduce     pointwise_between          -> already_fused
     keys -> all_to_all -> part -> attention unequal_splits, no_matmul  -> attention_parts
@@ -31,13 +34,16 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.ring_attention import ring_attention
+from ditron_inductor.passes.finish.left_experts import pattern_of, why_experts_stay
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import WAIT, is_collective
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
 from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC
-from ditron_inductor.task.nodes import ATTENTION_KINDS
+from ditron_inductor.task import schema
+from ditron_inductor.task.nodes import ATTENTION_KINDS, ReductionWithNorm
+from ditron_inductor.task.verify import task_calls
 
 aten = torch.ops.aten
 
@@ -103,8 +109,17 @@ def find_other_matmul(collective: fx.Node) -> Refusal | None:
         code = other_matmul(node)
         if code is not None:
             return code.at(node)
+    experts = _experts(collective)
+    if experts is not None:
+        return experts
     found = _routed_matmul(collective)
     return None if found is None else ReasonCode.GROUPED_MATMUL.at(found)
+
+
+def _experts(collective: fx.Node) -> Refusal | None:
+    """Returns why the sum of what experts return is not fused with its reduction; None if that is none."""
+    (operand, *_) = collective.all_input_nodes
+    return why_experts_stay(operand, normed=False) if _reduces(collective) else None
 
 
 def _routed_matmul(collective: fx.Node) -> fx.Node | None:
@@ -207,8 +222,24 @@ def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
             continue
         better = _better(node, given)
         if better is not None:
-            leave_alone(node, given.pattern, better)
+            leave_alone(node, pattern_of(better.at(node), given.pattern, node.target), better)
             count += 1
+    return count + _review_normed(graph)
+
+
+def _review_normed(graph: fx.Graph) -> int:
+    """Corrects what reductions with their norms remember of why they went without the experts in front of them."""
+    count = 0
+    for call, task in task_calls(graph):
+        given = call.meta.get(LEFT_ALONE)
+        if given is None or given.code not in VAGUE | {ReasonCode.BATCHED_MATMUL}:
+            continue
+        if isinstance(task, ReductionWithNorm) and task.sums_slots:
+            x = schema.operands_from_call(call)["x"]
+            better = why_experts_stay(x, normed=True)
+            if better is not None:
+                leave_alone(call, pattern_of(better, given.pattern), better)
+                count += 1
     return count
 
 
@@ -219,6 +250,8 @@ def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
         if code is ReasonCode.UNEQUAL_SPLITS and routed is not None:
             return ReasonCode.TOKENS_EXCHANGED.at(routed)
         return None if is_beside_matmul(node) or routed is not None else ReasonCode.NO_MATMUL
+    if code is ReasonCode.BATCHED_MATMUL:
+        return _experts(node)
     if code not in VAGUE:
         return None
     return find_other_matmul(node) or (_fused_product(node) if _reduces(node) else None)

@@ -60,13 +60,21 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
-from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC, added_to, casts, rounded_to
-from ditron_inductor.passes.graph.sorts import is_order, is_permutation, sorted_slots
+from ditron_inductor.passes.graph.slot_sums import (
+    DETERMINISTIC,
+    SCATTERS,
+    added_at,
+    added_to,
+    casts,
+    rounded_to,
+    rows_of,
+    slots_of,
+)
+from ditron_inductor.passes.graph.sorts import is_order, is_permutation
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
-SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
 LEAST_SCATTERED = 512
 """The tokens from which on the node is faster than atomic additions, as it was measured (docs/kernels)."""
 
@@ -189,7 +197,7 @@ def _by_slot(taken: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     if taken.target is aten.index.Tensor:
         rows, indices = taken.args[:2]
     elif taken.target is aten.gather.default and taken.args[1] == 0:
-        rows, indices = taken.args[0], [_of_rows(taken.args[2])]
+        rows, indices = taken.args[0], [rows_of(taken.args[2])]
     elif sorts and not proofs.arguments(taken)["accumulate"]:
         bound = proofs.arguments(taken)
         rows, indices = bound["values"], bound["indices"]
@@ -208,14 +216,12 @@ def _by_slot(taken: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
 def _scattered(total: fx.Node, least: int) -> Match | None:
     """Proves the second form, with `least` tokens or more."""
     bound, shape = proofs.arguments(total), proofs.fake(total).shape
-    base, index = bound.get("self", bound.get("out")), bound.get("index")
+    base, index = bound.get("self", bound.get("out")), added_at(total)
     source = bound.get("source", bound.get("src", bound.get("values")))
-    if "indices" in bound and bound["accumulate"] and len(bound["indices"]) == 1:
-        (index,) = bound["indices"]
     assert isinstance(base, fx.Node) and isinstance(source, fx.Node)
     if not isinstance(index, fx.Node) or len(shape) != 2:
         return None
-    terms, order = _terms(source), _sorted_slots(index)
+    terms, order = _terms(source), slots_of(index)
     if terms is None or order is None or bound.get("dim", 0) != 0 or bound.get("alpha", 1) != 1:
         return None
     if least and not proofs.known(shape[0] >= least):
@@ -303,24 +309,7 @@ def _unmasked(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     return (mask, kept) if same and isinstance(mask, fx.Node) else (None, node)
 
 
-def _of_rows(index: object) -> fx.Node | None:
-    """Returns what an index of elements [S, N] has in all columns of a row; None if they may differ."""
-    if not isinstance(index, fx.Node) or index.target is not aten.expand.default:
-        return None
-    rows = proofs.operand(index)
-    column = proofs.fake(rows).ndim > 0 and proofs.known_equal(proofs.fake(rows).shape[-1], 1)
-    return proofs.views_up(rows)[-1] if column else None
-
-
-def _sorted_slots(index: fx.Node) -> tuple[fx.Node, int] | None:
-    """Returns (the indices of a sort of all slots, k) if `index` has their quotients by k, for rows or elements."""
-    rows = _of_rows(index) if index.target is aten.expand.default else proofs.views_up(index)[-1]
-    return None if rows is None else sorted_slots(rows)
-
-
-def _fits(
-    terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any, weights: fx.Node | None = None
-) -> bool:
+def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any, weights: fx.Node | None = None) -> bool:
     """Returns whether the operands of a sum of `top_k` terms for T tokens are those of their slots."""
     place, S = proofs.fake(slots), T * top_k
     expected = [(place, (S,)), (proofs.fake(terms.grouped), (S, N))]

@@ -36,19 +36,15 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse import combine_experts
 from ditron_inductor.passes.graph import expert_rows, proofs, rewriting
-from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, Collective, read_collective
 from ditron_inductor.passes.graph.fusion import Fusion
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_unless_known
-from ditron_inductor.passes.graph.slot_sums import ending_with
+from ditron_inductor.passes.graph.slot_sums import LEAST_TOKENS, ending_with
 from ditron_inductor.task.expert_nodes import SECOND
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, ReducedExperts
-from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
-LEAST_TOKENS = 512
-OPERANDS = ("self", "mat2", "offs")
-"""The parameters of a grouped matmul that are operands of the node."""
+OPERANDS = expert_rows.OPERANDS
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ def _refusal(sums: combine_experts.Match) -> Refused | None:
     terms, (reader, behind, *_) = sums.terms, sums.steps
     grouped, summed = terms.grouped, terms.summed
     matmuls = (grouped,) if terms.second is None else (grouped, terms.second[0])
-    wrong = next((matmul for matmul in matmuls if not _is_taken(matmul)), None)
+    wrong = next((matmul for matmul in matmuls if not expert_rows.is_taken(matmul)), None)
     if wrong is not None or not _are_alike(matmuls):
         return ReasonCode.GROUPED_MATMUL.at(wrong or matmuls[-1])
     ends = proofs.arguments(grouped)["offs"]
@@ -117,26 +113,12 @@ def _refusal(sums: combine_experts.Match) -> Refused | None:
     if others:
         return ReasonCode.INTERMEDIATE_USED.at(others[0])
     num_experts = proofs.fake(proofs.arguments(grouped)["mat2"]).shape[0]
-    if terms.bias is not None and not _are_biases(terms.bias, ends, num_experts):
-        return ReasonCode.EXPERT_BIAS.at(terms.bias.rows)
-    return None
+    return None if terms.bias is None else _bias_refusal(terms.bias, ends, num_experts)
 
 
 def _is_row_major(node: fx.Node) -> bool:
     made = proofs.fake(node)
     return proofs.same_shape(made.stride(), rewriting.contiguous_strides(made.shape))
-
-
-def _is_taken(grouped: fx.Node) -> bool:
-    """Returns whether a kernel of ours multiplies as this grouped matmul does, where its operands lie."""
-    bound = proofs.arguments(grouped)
-    x, weight, ends = (bound[name] for name in OPERANDS)
-    if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
-        return False
-    rows, matrices = proofs.fake(x), proofs.fake(weight)
-    dims = rows.ndim == 2 and matrices.ndim == 3 and proofs.fake(ends).dtype == torch.int32
-    lies = dims and rows.stride(1) == 1 and 1 in matrices.stride()[1:] and rows.dtype in OPERAND_DTYPES
-    return lies and written([x, weight, ends]) is None
 
 
 def _are_alike(matmuls: tuple[fx.Node, ...]) -> bool:
@@ -155,10 +137,15 @@ def _are_alike(matmuls: tuple[fx.Node, ...]) -> bool:
     )
 
 
-def _are_biases(bias: combine_experts.SlotBias, ends: fx.Node, num_experts: Any) -> bool:
-    """Returns whether the bias of a row is that of the expert whose rows end there."""
+def _bias_refusal(bias: combine_experts.SlotBias, ends: fx.Node, num_experts: Any) -> Refused | None:
+    """Returns why the bias of a row is not proved to be that of the expert whose rows end there; None if it is."""
     as_many = isinstance(num_experts, int) and proofs.known_equal(proofs.fake(bias.table).shape[0], num_experts)
-    return as_many and expert_rows.are_experts_of_rows(bias.experts, ends, num_experts)
+    if as_many and expert_rows.are_experts_of_rows(bias.experts, ends, num_experts):
+        return None
+    ends_alone = as_many and expert_rows.are_sorted_ids(bias.experts, num_experts)
+    if ends_alone and not expert_rows.are_counts(ends, num_experts):
+        return ReasonCode.EXPERT_ENDS.at(ends)
+    return ReasonCode.EXPERT_BIAS.at(bias.rows)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

@@ -19,11 +19,15 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.expert_counts import EXACT, counted
 from ditron_inductor.passes.graph.expressions import CLAMPS
 from ditron_inductor.passes.graph.sorts import SORTS
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
+OPERANDS = ("self", "mat2", "offs")
+"""The parameters of a grouped matmul that are operands of a node."""
 COPIED = "ditron_copied"
 """Mark of a bmm that goes on copying the weights of experts."""
 
@@ -64,6 +68,18 @@ def are_experts_of_rows(experts: fx.Node, ends: object, num_experts: int) -> boo
     in_range = found.least >= 0 and found.most < EXACT and (count.most is None or found.most <= count.most)
     in_order = _sorted(count.numbers)
     return in_range and (in_order is ids or (not count.ascending and _flat(count.numbers) is ids))
+
+
+def are_sorted_ids(experts: fx.Node, num_experts: int) -> bool:
+    """Returns whether `experts` are ids that a sort has brought into ascending order, from 0 on, perhaps clamped."""
+    named = unclamped(experts, num_experts)
+    ids = None if named is None else _sorted(named)
+    return ids is not None and range_of(ids).least >= 0
+
+
+def are_counts(ends: object, num_experts: int) -> bool:
+    """Returns whether the `ends` [E] of a grouped matmul are proved to count whole numbers 0 .. E - 1."""
+    return isinstance(ends, fx.Node) and counted(ends, num_experts) is not None
 
 
 def unclamped(experts: fx.Node, num_experts: int) -> fx.Node | None:
@@ -169,6 +185,18 @@ def taken_of(chosen: fx.Node, num_experts: int, *, of_ranks: bool) -> int | None
     if not isinstance(top_k, int) or not isinstance(choices, int):
         return None
     return top_k if 0 < top_k and (of_ranks or choices <= num_experts) else None
+
+
+def is_taken(grouped: fx.Node) -> bool:
+    """Returns whether a kernel of ours multiplies as this grouped matmul does, where its operands lie."""
+    bound = proofs.arguments(grouped)
+    x, weight, ends = (bound[name] for name in OPERANDS)
+    if bound["bias"] is not None or bound["out_dtype"] is not None or not isinstance(ends, fx.Node):
+        return False
+    rows, matrices = proofs.fake(x), proofs.fake(weight)
+    dims = rows.ndim == 2 and matrices.ndim == 3 and proofs.fake(ends).dtype == torch.int32
+    lies = dims and rows.stride(1) == 1 and 1 in matrices.stride()[1:] and rows.dtype in OPERAND_DTYPES
+    return lies and written([x, weight, ends]) is None
 
 
 def copies_weights(bmm: fx.Node) -> bool:

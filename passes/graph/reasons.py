@@ -50,7 +50,9 @@ class ReasonCode(enum.StrEnum):
     DISABLED = "disabled"
     DTYPE = "dtype"
     DYNAMIC_TOKENS = "dynamic_tokens"
+    EXPERTS_SUM = "experts_sum"
     EXPERT_BIAS = "expert_bias"
+    EXPERT_ENDS = "expert_ends"
     FEW_TOKENS = "few_tokens"
     FLEX_BLOCK_MASK = "flex_block_mask"
     FLEX_GRADIENT = "flex_gradient"
@@ -137,6 +139,12 @@ def refused(found: object) -> TypeIs[Refused]:
     return isinstance(found, (ReasonCode, Refusal))
 
 
+SUM_OF_SLOTS = (
+    "torch._grouped_mm of rows in the order of a sort, times one weight for each, indexed by the inverse permutation, "
+    "viewed as [tokens, slots, columns], summed over the slots and cast to the dtype of the products; or added, in "
+    "that dtype, by index_add, scatter_add or index_put to the tokens that the sort names"
+)
+"""How what experts return is added up where a fusion takes it."""
 _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.ALREADY_FUSED: (
         "the matmul beside it is fused with another collective already; nothing to change: a matmul overlaps one"
@@ -214,9 +222,18 @@ _TEXTS: dict[ReasonCode, str] = {
         "it reduces what routed experts return for a dynamic number of tokens; mark that number static, or compile "
         "with dynamic=False"
     ),
+    ReasonCode.EXPERTS_SUM: (
+        "it reduces what routed experts return, and this op is none of the form of their sum that is taken; write it "
+        f"as {SUM_OF_SLOTS}"
+    ),
     ReasonCode.EXPERT_BIAS: (
         "it reduces what routed experts return, with biases that are not proved to be those of the rows' experts; "
-        "index a table with as many biases as experts by the ids that sort the rows, as transformers does"
+        "index a table with as many biases as experts by the sorted ids that torch.sort returns, as transformers does"
+    ),
+    ReasonCode.EXPERT_ENDS: (
+        "it reduces what routed experts return, with biases that are indexed by sorted ids, and these ends of the rows "
+        "of each expert are not proved to count the same ids; make them by torch.histc(ids, experts, 0, experts - 1) "
+        "and cumsum, as transformers does"
     ),
     ReasonCode.FEW_TOKENS: (
         "it reduces what routed experts return for few tokens, whose matmul is too short to hide it; nothing to "
@@ -238,8 +255,8 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GROUPED_MATMUL: (
-        "it stands beside the grouped matmuls of routed experts, and not behind a sum of each token's slots that a "
-        "fusion takes; nothing to change"
+        "it stands beside the grouped matmuls of routed experts, and does not reduce the sum of each token's slots in "
+        "a forward, or no kernel multiplies as they do; nothing to change"
     ),
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
     ReasonCode.INTERMEDIATE_USED: (
@@ -307,8 +324,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "sizes that have to be equal could not be proved so; mark the dimensions static, or relate them by torch._check"
     ),
     ReasonCode.SUM_OF_MATMULS: (
-        "it reduces a sum of more than eight matmuls, or of matmuls that differ in shape; concatenate their operands "
-        "along the contracted dimension"
+        "it reduces a sum of more than eight matmuls, of matmuls that differ in shape, or of the batches of a bmm; "
+        "concatenate their operands along the contracted dimension"
     ),
     ReasonCode.TOKENS_EXCHANGED: (
         "it sends tokens to the ranks of their experts, or back, by sizes that are not proved to be equal; gather the "

@@ -1,4 +1,4 @@
-"""What stands around the sum over the experts of each token: casts, and a tensor that is added to it."""
+"""What stands around the sum over the experts of each token: casts, a tensor that is added to it, rows of tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.sorts import sorted_slots
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 DETERMINISTIC = "torchtitan::deterministic_scatter_add"
 """The op that adds up slots in TorchTitan 0.3. It is known by name, as TorchTitan may be missing."""
+LEAST_TOKENS = 512
+"""The fewest tokens whose experts go into a node with the reduction of their sum."""
+SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
 
 
 class EndsWith(Protocol):
@@ -69,3 +73,34 @@ def ending_with(source: fx.Node, find: Callable[[fx.Node], S | None]) -> S | Non
     """
     found = (find(total) for total in candidates(source))
     return next((one for one in found if one is not None and one.result is source), None)
+
+
+def added_at(scatter: fx.Node) -> object:
+    """Returns the numbers of the rows, or elements, to which one of `SCATTERS` adds; None if it adds to none."""
+    bound = proofs.arguments(scatter)
+    if "indices" in bound and bound["accumulate"] and len(bound["indices"]) == 1:
+        return bound["indices"][0]
+    return bound.get("index")
+
+
+def rows_of(index: object) -> fx.Node | None:
+    """Returns what an index of elements [S, N] has in all columns of a row; None if they may differ."""
+    if not isinstance(index, fx.Node) or index.target is not aten.expand.default:
+        return None
+    rows = proofs.operand(index)
+    column = proofs.fake(rows).ndim > 0 and proofs.known_equal(proofs.fake(rows).shape[-1], 1)
+    return proofs.views_up(rows)[-1] if column else None
+
+
+def slots_of(index: fx.Node) -> tuple[fx.Node, int] | None:
+    """Returns (the indices of a sort of all slots, k) if `index` has their quotients by k, for rows or elements."""
+    rows = rows_of(index) if index.target is aten.expand.default else proofs.views_up(index)[-1]
+    return None if rows is None else sorted_slots(rows)
+
+
+def adds_sorted_slots(node: fx.Node) -> bool:
+    """Returns whether a node adds to the rows of the tokens that a sort of all slots names."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in SCATTERS:
+        return False
+    index = added_at(node)
+    return isinstance(index, fx.Node) and slots_of(index) is not None

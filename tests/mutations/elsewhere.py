@@ -15,8 +15,51 @@ ACROSS = "tests/passes/test_move_across.py"
 COMBINED = "passes/fuse/combine_experts.py"
 WEIGHTED = "tests/passes/test_weighted_slots.py"
 COUNTED = "tests/passes/test_expert_counts.py"
+LEFT, ALONE = "passes/finish/left_experts.py", "tests/passes/test_left_experts.py"
 
 ELSEWHERE: tuple[Mutation, ...] = (
+    Mutation(
+        "few tokens are said to need another form",
+        LEFT,
+        "if tokens < LEAST_TOKENS:",
+        "if tokens < 0:",
+        f"{ALONE}::test_the_op_that_is_none_of_the_form_is_named",
+    ),
+    Mutation(
+        "rows in the order of the experts are said to be those of tokens",
+        LEFT,
+        "if picked and other_matmul(node)",
+        "if other_matmul(node)",
+        f"{ALONE}::test_products_of_which_nothing_is_known",
+    ),
+    Mutation(
+        "a factor behind the sum is taken for a part of it",
+        LEFT,
+        "        elif summed:\n            fits = False",
+        "        elif summed:\n            fits = True",
+        f"{ALONE}::test_the_op_that_is_none_of_the_form_is_named",
+    ),
+    Mutation(
+        "a batched matmul is not searched for copied weights",
+        LEFT,
+        "((picked and added) or _copies_weights(node))",
+        "picked and added",
+        f"{ALONE}::test_experts_whose_weights_are_copied",
+    ),
+    Mutation(
+        "a reduction with its norm hides why it has no experts",
+        "passes/finish/outside.py",
+        "if not without or reason is None or reason.pattern not in options.fusions:",
+        "if True:",
+        f"{ALONE}::test_a_reduction_with_its_norm_says_so_too",
+    ),
+    Mutation(
+        "ends that count nothing known are said to be biases of other experts",
+        "passes/fuse/grouped_matmul_all_reduce.py",
+        "return ReasonCode.EXPERT_ENDS.at(ends)",
+        "return ReasonCode.EXPERT_BIAS.at(ends)",
+        "tests/passes/test_expert_biases.py::test_it_must_not_fire[counted from one]",
+    ),
     Mutation(
         "ranks do not compare factors that are whole numbers",
         "passes/finish/wire_facts.py",

@@ -478,8 +478,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "biases of other experts are said to be products that are used elsewhere",
         "passes/fuse/grouped_matmul_all_reduce.py",
-        "return ReasonCode.EXPERT_BIAS.at(terms.bias.rows)",
-        "return ReasonCode.INTERMEDIATE_USED.at(terms.bias.rows)",
+        "return ReasonCode.EXPERT_BIAS.at(bias.rows)",
+        "return ReasonCode.INTERMEDIATE_USED.at(bias.rows)",
         "tests/passes/test_expert_biases.py::test_it_must_not_fire[next experts]",
     ),
     Mutation(

@@ -208,11 +208,14 @@ REFUSED = {
 
 
 REASONS = {
+    "counted from one": "expert_ends",
+    "counts summed up in two parts": "expert_ends",
+    "rounded ids": "expert_ends",
     "scaled biases": "no_matmul",
     "products without biases are returned": "intermediate_used",
     "products with biases are used": "intermediate_used",
 }
-"""Those of what is not refused for its biases."""
+"""Those of what is not refused for whose biases they are."""
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -132,13 +132,15 @@ def experts(x: torch.Tensor, scores: torch.Tensor, weight: torch.Tensor, out: to
 def test_experts_whose_weights_are_copied() -> None:
     given = torch.empty(3, 32), torch.empty(3, 4), torch.empty(4, 16, 16), torch.empty(32, 16)
     found = [("experts in front", "experts_form", "aten.bmm.default")]
+    # Without weights the sum is none that the norm's node takes.
+    summed = [("experts in front", "experts_sum", "aten.sum.dim_IntList")]
 
     def notes(halved: bool, options: Options | None = None) -> list[list[tuple[str, str, str]]]:
         sites = records(functools.partial(experts, halved=halved), *given, options=options)
         return [[(one.what, one.code, one.node.op) for one in site.outside] for site in sites if site.matched]
 
-    assert notes(halved=False) == [[], []]
-    assert notes(halved=True) == [[], found]
+    assert notes(halved=False) == [[], summed]
+    assert notes(halved=True) == [[], [*found, *summed]]
     # Whoever wants none of these calls needs no note.
     assert notes(halved=True, options=Options(fusions=("matmul_all_reduce", "all_reduce_rms_norm"))) == [[], []]
 

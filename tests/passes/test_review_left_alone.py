@@ -140,12 +140,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] 
     "dequantised by hand": (dequantized_by_hand, (X, W, ONE), "quantized_matmul", "_to_copy"),
     "grouped": (grouped, (X, W), "grouped_matmul", "_grouped_mm"),
     "gather, then routed": (lambda x, w: routed(all_gather(x), w), (X, W), "grouped_matmul", "_grouped_mm"),
-    "routed, by inverse": (lambda a, w: all_reduce(summed_by_inverse(a, w)), (A, W), "grouped_matmul", "_grouped_mm"),
+    "routed, by inverse": (lambda a, w: all_reduce(summed_by_inverse(a, w)), (A, W), "few_tokens", "_to_copy"),
     "routed, scattered": (
         lambda a, w: reduce_scatter(summed_by_scatter(a, w)),
         (A, W),
-        "grouped_matmul",
-        "_grouped_mm",
+        "few_tokens",
+        "scatter_add",
     ),
     "routed, by TorchTitan": (
         lambda a, w: reduce_scatter(summed_by_titan(a, w)),
