@@ -25,7 +25,13 @@ from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE
 from ditron_inductor.passes.graph.other_matmuls import other_matmul
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal
-from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC, LEAST_TOKENS, adds_sorted_slots, casts
+from ditron_inductor.passes.graph.slot_sums import (
+    DETERMINISTIC,
+    LEAST_TOKENS,
+    adds_sorted_slots,
+    casts,
+    is_written,
+)
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReducedExperts
 
 aten = torch.ops.aten
@@ -171,7 +177,7 @@ def _sum_of_batches(reduced: fx.Node) -> fx.Node | None:
 
 def _stranger(experts: Experts, *, few: bool) -> fx.Node | None:
     """Returns the first op on the way from the matmul that is none of the form that is taken; None if there is none.
-    few: the form that the reduction with a norm takes, in which any views, and factors behind the index, are allowed.
+    few: the form that the reduction with a norm takes, in which any views are allowed.
     """
     products, before = proofs.fake(experts.matmul), experts.matmul
     scaled = placed = summed = added = False
@@ -181,7 +187,7 @@ def _stranger(experts: Experts, *, few: bool) -> fx.Node | None:
         if proofs.keeps_order(node):
             fits = few or placed or summed
         elif casts(node):
-            fits = few or not placed or (summed and proofs.fake(node).dtype == products.dtype)
+            fits = few or not summed or proofs.fake(node).dtype == products.dtype
         elif node.target is aten.add.Tensor and summed:
             fits, added = not added and proofs.alike(node, before), True
         elif summed:
@@ -191,14 +197,15 @@ def _stranger(experts: Experts, *, few: bool) -> fx.Node | None:
         elif node.target is aten.where.self:
             fits = not placed
         elif node.target is aten.mul.Tensor:
-            fits, scaled = not scaled and (few or not placed) and _scales(node, before), True
+            fits, scaled = not scaled and _scales(node, before), True
         elif node.target is aten.index.Tensor:
             fits, placed = not placed and proofs.indexed_rows(node) is not None, True
+        elif not few and (node.target is aten.gather.default or is_written(node)):
+            fits, placed = not placed, True
         elif node.target is aten.sum.dim_IntList:
             fits, summed = (scaled if few else placed) and _sums_slots(node), True
         else:
             fits, summed = not few and not placed and adds_sorted_slots(node), True
-            fits = fits and proofs.fake(node).dtype == products.dtype
         if not fits:
             return _read_by_bmm(node)
         before = node

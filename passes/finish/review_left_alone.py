@@ -11,13 +11,17 @@
     fused product -> relu -> all_reduce     pointwise_between          -> already_fused
     keys -> all_to_all -> part -> attention unequal_splits, no_matmul  -> attention_parts
     rows -> all_to_all -> _grouped_mm       unequal_splits             -> tokens_exchanged
+    index(x, [order of a sort]) -> all_to_all, and back              -> tokens_exchanged
+    all_to_all, searchsorted(counts, rows)  unequal_splits             -> tokens_exchanged
 
 A fusion looks only for the matmuls that it takes. If a chain ends in a matmul of another kind, the reason that the
 fusion gives is not the real one. So the chain is followed here: from a reduction upwards through casts, views and
 scales, and from a gather downwards through ops that make or read quantised numbers. A gather that is scaled more than
 once on the way down (a norm) does not count as next to the matmul. A grouped matmul, as that of routed experts, counts
 also behind the ops that bring the slots of a token together, or the rows of an expert: they are a part of it. An
-all-to-all of unequal parts beside it is that of expert parallelism.
+all-to-all of unequal parts beside it is that of expert parallelism. If a graph ends between both, as where the sizes
+are read from the device, that shows in what picks the rows that are sent: the order of a sort, or in what names those
+that come: the counts of each part.
 
 A reason of the collective itself, such as its reduce op, counts only if a matmul is next to it. Otherwise there is
 nothing to fuse, whatever the collective.
@@ -41,6 +45,7 @@ from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
 from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC
+from ditron_inductor.passes.graph.sorts import is_order, sorted_slots
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import ATTENTION_KINDS, ReductionWithNorm
 from ditron_inductor.task.verify import task_calls
@@ -85,6 +90,10 @@ ROUTES: frozenset[object] = frozenset(
     }
 )
 """Ops that bring the slots of a token together, or the rows of an expert, and what takes one of several results."""
+NUMBERS: frozenset[object] = frozenset(
+    {torch.ops.prims.iota.default, aten.arange.default, aten.arange.start, aten.arange.start_step}
+)
+"""Ops that make numbers in a row."""
 CLAMPS: frozenset[object] = frozenset(
     {
         aten.clamp.default,
@@ -129,6 +138,37 @@ def _routed_matmul(collective: fx.Node) -> fx.Node | None:
     down = () if _reduces(collective) else _downwards(collective, through)
     up = () if _gathers(collective) else _upwards(collective, through)
     return next((node for node in chain(down, up) if other_matmul(node) is ReasonCode.GROUPED_MATMUL), None)
+
+
+def _sorts_rows(exchange: fx.Node) -> fx.Node | None:
+    """Returns what shows that an all-to-all sends rows in the order of a sort, brings them back to where they were, or
+    brings rows of which others' counts say what they are; None if nothing does.
+    """
+    sent, received = proofs.operand(exchange), proofs.fake(exchange)
+    if received.ndim < 2 or not received.dtype.is_floating_point:
+        return None
+    picked = proofs.indexed_rows(proofs.views_up(sent)[-1])
+    if picked is not None and _is_of_sort(picked[1]):
+        return proofs.views_up(sent)[-1]
+    for user in _downwards(exchange, MOVES):
+        rows = user.args[1] if user.target in (aten.index.Tensor, aten.index_put.default) else None
+        if isinstance(rows, (list, tuple)) and len(rows) == 1 and _is_of_sort(rows[0]):
+            return user
+    for search in exchange.graph.find_nodes(op="call_function", target=aten.searchsorted.Tensor):
+        bound = proofs.arguments(search)
+        summed, numbers = (proofs.views_up(bound[name])[-1] for name in ("sorted_sequence", "self"))
+        counted = summed.target is aten.cumsum.default and numbers.target in NUMBERS
+        if counted and proofs.same_shape(tuple(proofs.fake(numbers).shape), (received.shape[0],)):
+            return search
+    return None
+
+
+def _is_of_sort(rows: object) -> bool:
+    """Returns whether numbers of rows are the indices of a sort, or their quotients."""
+    if not isinstance(rows, fx.Node):
+        return False
+    source = proofs.views_up(rows)[-1]
+    return is_order(source) or sorted_slots(source) is not None
 
 
 def _reduces(collective: fx.Node) -> bool:
@@ -247,8 +287,9 @@ def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
     code = ReasonCode(given.code)
     if code in OWN:
         routed = _routed_matmul(node)
-        if code is ReasonCode.UNEQUAL_SPLITS and routed is not None:
-            return ReasonCode.TOKENS_EXCHANGED.at(routed)
+        exchanged = routed or _sorts_rows(node) if code is ReasonCode.UNEQUAL_SPLITS else None
+        if exchanged is not None:
+            return ReasonCode.TOKENS_EXCHANGED.at(exchanged)
         return None if is_beside_matmul(node) or routed is not None else ReasonCode.NO_MATMUL
     if code is ReasonCode.BATCHED_MATMUL:
         return _experts(node)

@@ -66,6 +66,7 @@ from ditron_inductor.passes.graph.slot_sums import (
     added_at,
     added_to,
     casts,
+    is_written,
     rounded_to,
     rows_of,
     slots_of,
@@ -193,12 +194,12 @@ def _weighted(summed: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None, tuple[
 
 def _by_slot(taken: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     """Returns (the rows by place, `index` and `sorts` of a Match) if `taken` has rows in the order of their slots."""
-    sorts = taken.target is aten.index_put.default
+    sorts = is_written(taken)
     if taken.target is aten.index.Tensor:
         rows, indices = taken.args[:2]
     elif taken.target is aten.gather.default and taken.args[1] == 0:
         rows, indices = taken.args[0], [rows_of(taken.args[2])]
-    elif sorts and not proofs.arguments(taken)["accumulate"]:
+    elif sorts:
         bound = proofs.arguments(taken)
         rows, indices = bound["values"], bound["indices"]
     else:

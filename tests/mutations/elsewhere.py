@@ -54,6 +54,20 @@ ELSEWHERE: tuple[Mutation, ...] = (
         f"{ALONE}::test_a_reduction_with_its_norm_says_so_too",
     ),
     Mutation(
+        "rows in any order are said to be tokens on their way to experts",
+        "passes/finish/review_left_alone.py",
+        "return is_order(source) or sorted_slots(source) is not None",
+        "return True",
+        "tests/passes/test_review_left_alone.py::test_the_reason_and_its_node[picked, to others]",
+    ),
+    Mutation(
+        "counts of other rows are said to be those of what an all-to-all brings",
+        "passes/finish/review_left_alone.py",
+        "if counted and proofs.same_shape(tuple(proofs.fake(numbers).shape), (received.shape[0],)):",
+        "if counted:",
+        "tests/passes/test_review_left_alone.py::test_the_reason_and_its_node[fewer are counted]",
+    ),
+    Mutation(
         "ends that count nothing known are said to be biases of other experts",
         "passes/fuse/grouped_matmul_all_reduce.py",
         "return ReasonCode.EXPERT_ENDS.at(ends)",

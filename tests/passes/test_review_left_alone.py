@@ -26,6 +26,7 @@ X = torch.empty(16, 32)
 A = torch.empty(64, 32)
 W = torch.empty(32, 48)
 ONE = torch.empty(())
+SLOTS = torch.zeros(128, dtype=torch.int64)
 
 
 def left_alone(fn: Callable[..., Any], *args: torch.Tensor) -> list[Reason]:
@@ -117,6 +118,20 @@ def to_experts(x: torch.Tensor) -> torch.Tensor:
     return c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, group_name()))
 
 
+def sorted_to_experts(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows of two slots for each token, by their experts."""
+    return to_experts(x[ids.sort()[1] // 2]).sin()
+
+
+def from_experts_in_order(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x).index_put((ids.sort()[1],), to_experts(x.sin()))
+
+
+def counted_at_experts(x: torch.Tensor, counts: torch.Tensor, received: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part of the graph in front of which, and behind which, sizes are read from the device."""
+    return to_experts(x), torch.searchsorted(counts.cumsum(0), torch.arange(received), right=True)
+
+
 def to_all(x: torch.Tensor) -> torch.Tensor:
     sizes = [x.shape[0] // WORLD_SIZE] * WORLD_SIZE
     return c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, group_name()))
@@ -155,6 +170,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] 
     ),
     "to experts": (lambda a, w: routed(to_experts(a), w), (A, W), "tokens_exchanged", "_grouped_mm"),
     "from experts": (lambda a, w: to_experts(routed(a, w)), (A, W), "tokens_exchanged", "_grouped_mm"),
+    "sorted, to experts": (sorted_to_experts, (A, SLOTS), "tokens_exchanged", "index"),
+    "from experts, in order": (from_experts_in_order, (A, SLOTS[:64]), "tokens_exchanged", "index_put"),
+    "counted at experts": (lambda a, c: counted_at_experts(a, c, 64), (A, SLOTS[:8]), "tokens_exchanged", "searchsorted"),
+    "fewer are counted": (lambda a, c: counted_at_experts(a, c, 32), (A, SLOTS[:8]), "no_matmul", ""),
+    "picked, to others": (lambda a, rows: to_experts(a[rows]).sin(), (A, SLOTS), "no_matmul", ""),
+    "sorted numbers": (lambda a, ids: to_experts(ids[ids.sort()[1]]), (A, SLOTS), "no_matmul", ""),
     "to others": (lambda a: to_experts(a).sin(), (A,), "no_matmul", ""),
     "a sum of fp8": (
         lambda a, w: all_reduce(fp8(a.to(FP8), column_major(w)).float().sum(1)),
