@@ -159,8 +159,10 @@ def test_experts_of_a_prompt_are_combined_in_a_call(rank_pools: RankPools, setup
     [
         # Its experts have biases.
         ("gpt_oss", "ep", "tile"),
+        ("mixtral", "hf", "library"),
         *rare(("qwen3_moe", "hf", "library"), ("qwen3_moe", "ep", "library")),
         *rare(("qwen3_moe", "hf", "tile"), ("qwen3_moe", "ep", "tile"), ("gpt_oss", "ep", "library")),
+        *rare(("mixtral", "hf", "tile"), ("deepseek_v3", "hf", "tile"), ("deepseek_v3", "hf", "library")),
     ],
 )
 def test_experts_of_a_prompt_are_reduced_in_a_call(rank_pools: RankPools, name: str, form: str, strategy: str) -> None:
@@ -172,10 +174,14 @@ TRAINED = (
     Setup("mixtral", "hf", train=True, sizes=NARROW, strategy="library", batch=5, seq_len=15),
     # The forward keeps masked products.
     *rare(
+        Setup("mixtral", "ep", train=True, sizes=NARROW, batch=5, seq_len=15),
         Setup("qwen3_moe", "ep", train=True, sizes=NARROW, batch=5, seq_len=15),
         Setup("gpt_oss", "ep", train=True, sizes=NARROW, batch=5, seq_len=15),
         # Its config says how many heads of keys there are.
-        Setup("deepseek_v3", "ep", train=True, sizes=replace(NARROW, heads=4), batch=5, seq_len=15),
+        *(
+            Setup("deepseek_v3", form, train=True, sizes=replace(NARROW, heads=4), batch=5, seq_len=15)
+            for form in ("ep", "hf")
+        ),
     ),
 )
 
@@ -226,7 +232,8 @@ def test_four_ranks_reduce_a_prompt_in_a_call(rank_pools: RankPools, name: str, 
     ("name", "form", "strategy"),
     rare(
         ("mixtral", "hf", "library"),
-        *((name, "ep", "tile") for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")),
+        ("deepseek_v3", "hf", "tile"),
+        *((name, "ep", "tile") for name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")),
     ),
 )
 def test_four_ranks_train(rank_pools: RankPools, name: str, form: str, strategy: str) -> None:
