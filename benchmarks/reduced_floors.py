@@ -50,13 +50,18 @@ HEADERS = (
 )
 
 
+def best_rival(cell: Mapping[str, Row], rivals: Iterable[str]) -> Row | None:
+    """The fastest of those of the rivals that have a time in a cell, whose rows have the names of contestants."""
+    return min((cell[name] for name in rivals if name in cell), key=lambda row: row.p50_us or 0.0, default=None)
+
+
 def line(rows: Iterable[Row]) -> list[str] | None:
     """The line of a cell; None if it has no time of ours or of a rival."""
     cell = {row.contestant: row for row in rows if row.p50_us}
-    rivals = [cell[name] for name in RIVALS if name in cell]
-    if not rivals or "ditron" not in cell:
+    best = best_rival(cell, RIVALS)
+    if best is None or "ditron" not in cell:
         return None
-    best, first = min(rivals, key=lambda row: row.p50_us or 0.0), cell["ditron"]
+    first = cell["ditron"]
     us, limit, ours = best.p50_us or 0.0, first.limit_us, first.p50_us or 0.0
     sizes, gain = first.sizes, us / ours
     products = sizes.get("products", "1")

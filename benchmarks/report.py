@@ -9,6 +9,7 @@
     docs/taxes.md, docs/tuning.md            likewise, from models.csv
     docs/guide/serving.md                    likewise, from generation.csv
     docs/kernels/grouped_matmul_all_reduce.md  likewise, from moe.csv
+    docs/kernels/grouped_projections.md        likewise
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
@@ -31,6 +32,7 @@ from benchmarks import (
     deleted,
     expert_floors,
     floors,
+    gathered_floors,
     generate_table,
     prose,
     reduced_floors,
@@ -73,6 +75,7 @@ SERVING_PAGE = ROOT / "docs" / "guide" / "serving.md"
 EXPERTS_PAGE = ROOT / "docs" / "guide" / "mixture_of_experts.md"
 TUNING_PAGE = ROOT / "docs" / "tuning.md"
 REDUCED_PAGE = ROOT / "docs" / "kernels" / "grouped_matmul_all_reduce.md"
+GATHERED_PAGE = ROOT / "docs" / "kernels" / "grouped_projections.md"
 DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 HOME = ROOT / "docs" / "index.md"
@@ -249,6 +252,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         EXPERTS_PAGE: with_part(EXPERTS_PAGE.read_text(), expert_floors.part()),
         TUNING_PAGE: with_part(TUNING_PAGE.read_text(), without_table.part()),
         REDUCED_PAGE: with_part(REDUCED_PAGE.read_text(), reduced_floors.part()),
+        GATHERED_PAGE: with_part(GATHERED_PAGE.read_text(), gathered_floors.part()),
         SERVING_PAGE: with_part(SERVING_PAGE.read_text(), generate_table.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), summary),
         CELLS_PAGE: with_part(CELLS_PAGE.read_text(), every_cell),

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode_floors, expert_floors, figures, floors, reduced_floors, report, sources, without_table
+from benchmarks import (
+    decode_floors,
+    deleted,
+    expert_floors,
+    figures,
+    floors,
+    gathered_floors,
+    reduced_floors,
+    report,
+    sources,
+    without_table,
+)
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
 from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.ops import targets
@@ -415,6 +426,29 @@ def test_reduced_experts_are_compared_with_floors_and_limits() -> None:
     assert reduced_floors.lines(rows[-1:]) == []
     (line,) = reduced_floors.lines([dataclasses.replace(row, limit_us=None) for row in rows])
     assert (line[5], line[-2]) == ("-", "-")
+
+
+def test_gathered_experts_are_compared_with_floors_and_limits() -> None:
+    shape = "model=mixtral-8x7b;T=8192;B=2"
+    of_cell = {"op": "gathered_experts", "shape": shape, "gpu": "NVIDIA H200", "world": 2, "limit_us": 80.0, "graph": 1}
+    times = {"gemm": 80.0, "inductor": 120.0, "overlap": 104.0, "max_autotune": 103.4, "ditron": 100.0}
+    rows = [dataclasses.replace(ROW, contestant=name, p50_us=us, **of_cell) for name, us in times.items()]
+    skewed = [dataclasses.replace(row, shape=f"{shape};routing=skewed") for row in rows]
+    alone = [dataclasses.replace(row, graph=0, limit_us=None) for row in rows]
+    older = [dataclasses.replace(row, gpu="NVIDIA H100 80GB HBM3") for row in rows]
+    first, second, third, last = gathered_floors.lines([*older, *alone, *skewed, *rows])
+    assert first[:-1] == [
+        *("H200", "mixtral-8x7b", "8192", "2", "uniform", "yes", "80", "max-autotune", "103", "100"),
+        *("1.03", "1.03", "yes", "1.29"),
+    ]
+    assert (second[4], second[10:13]) == ("skewed", ["1.03", "-", "-"])
+    assert (third[5:7], third[12:14]) == (["no", "-"], ["yes", "-"])
+    assert last[0] == "H100"
+    slower = [dataclasses.replace(row, p50_us=101.0) if row.contestant == "ditron" else row for row in rows]
+    assert gathered_floors.lines(slower)[0][12] == "no"
+    # Without a rival there is nothing to compare; nor is there where `ditron` was something else.
+    assert gathered_floors.lines(rows[-1:]) == []
+    assert gathered_floors.lines([dataclasses.replace(row, commit=deleted.ROUTED) for row in rows]) == []
 
 
 def test_with_and_without_the_table_is_of_one_run() -> None:
