@@ -36,8 +36,12 @@ def experts(
     compute: called once, with the tokens of all ranks: rows [W * T, D], the numbers of experts among those of this
         rank, int64 [W * T, K], and weights [W * T, K]. The experts of other ranks have the number `num_local` and the
         weight 0: it computes nothing for them, or something finite. Returns [W * T, D].
-    x: [T, D], as many tokens on every rank; gradients reach it and the weights from the experts of all ranks.
-    ids: int64 [T, K], numbers among the experts of all ranks. Rank r has those from r * num_local.
+    x: [T, D], as many tokens on every rank, which may be none; gradients reach it and the weights from the experts of
+        all ranks. T is not compared between the ranks: with different numbers gloo ends the process, and NCCL may hang
+        or return wrong rows. Pad to the longest, with the weight 0.
+    ids: int64 [T, K], numbers among the experts of all ranks. Rank r has those from r * num_local. What is negative, or
+        num_local * W and more, is nobody's expert and adds nothing: only the device knows the numbers, so they are not
+        checked.
     weights: [T, K].
     num_local: the number of experts of a rank, the same on all ranks.
     group: the ranks among which the experts are divided; None is the default group.
@@ -64,9 +68,10 @@ def tokens_of_all(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns what the experts of this rank get in `experts`, the tokens of all ranks: (rows, numbers, weights)."""
     rows, chosen, factors = (_gathered(one, group) for one in (x, ids, weights))
-    local = chosen - dist.get_rank(group) * num_local
-    absent = (local < 0) | (local >= num_local)
-    return rows, torch.where(absent, num_local, local), factors.masked_fill(absent, 0.0)
+    absent = chosen // num_local != dist.get_rank(group)
+    # A remainder shows the compiler that no number is negative, so that it may take biases of experts by these numbers.
+    local = torch.where(absent, num_local, chosen % num_local)
+    return rows, local, factors.masked_fill(absent, 0.0)
 
 
 def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:

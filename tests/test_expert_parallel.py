@@ -88,6 +88,39 @@ def test_ranks_whose_experts_nobody_takes_and_scores_that_are_equal(rank_pools: 
     assert rank_pools.get("cpu", 4).run(divided, routing) == [2] * 4
 
 
+def without_tokens(ctx: RankContext) -> list[tuple[int, ...]]:
+    """The shapes of what no tokens return, and of their gradients."""
+    x, ids, weights = (one[:0] for one in operands(ctx.rank, ctx.world_size))
+    weight = torch.zeros(LOCAL, D, D, dtype=torch.float64)
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return ops.experts(one_by_one(weight), x, ids, weights, num_local=LOCAL)
+
+    return [tuple(one.shape) for one in gradients(layer, x, ids, weights)]
+
+
+def test_no_tokens(rank_pools: RankPools) -> None:
+    assert rank_pools.get("cpu", 2).run(without_tokens) == [[(0, D), (0, D), (0, K)]] * 2
+
+
+def nobodys(ctx: RankContext) -> None:
+    """Numbers that are no expert's add nothing, as if their weights were 0."""
+    x, ids, weights = operands(ctx.rank, ctx.world_size)
+    weight = torch.randn(LOCAL, D, D, generator=torch.Generator().manual_seed(ctx.rank), dtype=torch.float64)
+
+    def layer(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return ops.experts(one_by_one(weight), x, ids, weights, num_local=LOCAL)
+
+    wanted = layer(ids, weights.index_fill(1, torch.tensor([1]), 0.0))
+    assert wanted.norm() > 0
+    for number in (-1, -LOCAL, LOCAL * ctx.world_size, LOCAL * ctx.world_size + 1):
+        torch.testing.assert_close(layer(ids.index_fill(1, torch.tensor([1]), number), weights), wanted)
+
+
+def test_numbers_that_are_no_experts(rank_pools: RankPools) -> None:
+    assert rank_pools.get("cpu", 2).run(nobodys) == [None] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
