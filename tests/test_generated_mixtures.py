@@ -27,7 +27,11 @@ from tests.test_serving import (
 
 pytestmark = [needs_transformers, pytest.mark.timeout(300)]
 COPIES, GROUPED = "batched_mm", "grouped_mm"
+CACHES = ("static", "dynamic")
 FORMS = [(name, form) for name, (form, *_) in MIXTURES.items()]
+
+APART = ("qwen3_moe", "deepseek_v3")
+"""Models that have plans of both kinds, of which `FORMS` has the other one."""
 
 
 @pytest.mark.parametrize(
@@ -36,14 +40,25 @@ FORMS = [(name, form) for name, (form, *_) in MIXTURES.items()]
         *rare(
             # A prompt and a step. The step after it would be another graph, of a length that is a symbol.
             (Generation("qwen3_moe", "hf", "dynamic", COPIES), 2),
-            *((Generation(*model, cache, COPIES), 4) for model in FORMS for cache in ("static", "dynamic")),
+            *((Generation(*model, cache, COPIES), 4) for model in FORMS for cache in CACHES),
             *((Generation(name, "ep", "dynamic", GROUPED), 4) for name in ("mixtral", "gpt_oss")),
+            *((Generation(name, "ep", cache, COPIES), 4) for name in APART for cache in CACHES),
         ),
     ],
     ids=str,
 )
 def test_on_four_ranks(rank_pools: RankPools, case: Generation, count: int) -> None:
     check_fused(case, rank_pools.get("cpu", 4).run(generated, case, count, timeout=250.0))
+
+
+@pytest.mark.parametrize(
+    "case",
+    rare(*(Generation(name, "ep", cache, how) for name in APART for cache in CACHES for how in (COPIES, GROUPED))),
+    ids=str,
+)
+def test_experts_as_a_whole_on_two_ranks(rank_pools: RankPools, case: Generation) -> None:
+    # The sites are those of experts that are cut.
+    check_fused(case, rank_pools.get("cpu", 2, label="accelerate").run(generated, case, timeout=250.0))
 
 
 Run = Callable[..., dict[str, int]]
