@@ -6,18 +6,19 @@ the weights of a rank and its part of the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from benchmarks.models.estimate import bytes_read
+from benchmarks.models.facts import Fact, path_of, read_facts
 from benchmarks.models.request import TITLES
-from benchmarks.models.tables import Contest, newest_contests, number
+from benchmarks.models.tables import Contest, commit_of, newest_contests, number
 from benchmarks.models.zoo import LAYERS as LAYERS_OF
 from benchmarks.models.zoo import MODELS as ARCHITECTURES
 from benchmarks.models.zoo import Cell
-from benchmarks.records import MODELS, Row, read_csv
+from benchmarks.records import MODELS, Row, newest, read_csv
 
 BYTES_PER_US = {"NVIDIA H200": 4.4e6, "NVIDIA H100 80GB HBM3": 2.98e6}
 """Bytes that a GPU reads in a microsecond. For an H200 this is what the floors were set with, and for an H100 the speed
@@ -73,7 +74,7 @@ def is_judged(one: Contest) -> bool:
     return measured and ("cache" in one.sizes or int(one.sizes["batch"]) in FLOORS[one.model].most)
 
 
-def line(one: Contest) -> list[str]:
+def line(one: Contest, facts: Sequence[Fact]) -> list[str]:
     """The line of a cell. A floor is reached if it is by the numbers that stand in the line."""
     floor, reading, us = FLOORS[one.model], reading_us(one), one.us("ditron") or 0.0
     most, over, gain = floor.most_of(int(one.sizes["batch"])), us / reading, one.gain(SYMM_MEM)
@@ -84,7 +85,7 @@ def line(one: Contest) -> list[str]:
         *(f"{us:.0f}", f"{reading:.0f}"),
         *(f"{over:.2f}", f"{most:.2f}", answer(round(over, 2) <= most)),
         *(number(gain, 2), f"{floor.least:.2f}", kept, number(theirs and theirs / reading, 2)),
-        *(number(one.gain(TUNED), 2), one.rows[0].commit),
+        *(number(one.gain(TUNED), 2), commit_of(one, facts)),
     ]
 
 
@@ -98,16 +99,17 @@ def answer(reached: bool) -> str:
     return "yes" if reached else "no"
 
 
-def lines(rows: Iterable[Row]) -> list[list[str]]:
+def lines(rows: Iterable[Row], facts: Sequence[Fact] = ()) -> list[list[str]]:
     """A line for each cell: by GPUs, without a cache first, small models and batches first."""
 
     def place(one: Contest) -> tuple[int, bool, int, int, int]:
         sizes, gpu = one.sizes, list(BYTES_PER_US).index(one.where[0])
         return gpu, "cache" in sizes, list(FLOORS).index(one.model), int(sizes["batch"]), int(sizes.get("cache", 0))
 
-    return [line(one) for one in sorted(filter(is_judged, newest_contests(rows)), key=place)]
+    return [line(one, facts) for one in sorted(filter(is_judged, newest_contests(rows)), key=place)]
 
 
 def part() -> str:
     """The table."""
-    return tabulate(lines(read_csv(MODELS)), HEADERS, "github", disable_numparse=True)
+    found = lines(read_csv(MODELS), newest(read_facts(path_of(MODELS))))
+    return tabulate(found, HEADERS, "github", disable_numparse=True)

@@ -7,17 +7,18 @@ their number is the one to be expected; models with skewed routing have no line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
 from benchmarks.decode_floors import BYTES_PER_US, answer, short_name, was_measured
 from benchmarks.models.architecture import Architecture
+from benchmarks.models.facts import Fact, path_of, read_facts
 from benchmarks.models.request import TITLES
-from benchmarks.models.tables import Contest, contests, number
+from benchmarks.models.tables import Contest, commit_of, contests, number
 from benchmarks.models.zoo import MODELS as ARCHITECTURES
 from benchmarks.models.zoo import position
-from benchmarks.records import MODELS, Row, read_csv
+from benchmarks.records import MODELS, Row, newest, read_csv
 
 LEAST = {1: 1.5, 8: 1.3, 32: 1.2}
 """By the number of tokens, how many times as fast as the best rival a step is to be."""
@@ -49,7 +50,7 @@ def is_judged(one: Contest) -> bool:
     return bool(known and here and int(one.sizes["batch"]) in LEAST and one.best_gain)
 
 
-def line(one: Contest) -> list[str]:
+def line(one: Contest, facts: Sequence[Fact]) -> list[str]:
     """The line of a cell. A floor is reached if it is by the numbers that stand in the line."""
     tokens, us, reading = int(one.sizes["batch"]), one.us("ditron") or 0.0, reading_us(one)
     best, gain, over = one.best_other, one.best_gain or 0.0, us / reading
@@ -59,19 +60,20 @@ def line(one: Contest) -> list[str]:
         *(short_name(one), f"{one.model} x {one.sizes['layers']}", str(tokens)),
         number(experts_read(ARCHITECTURES[one.model], tokens), 0),
         *(f"{us:.0f}", f"{reading:.0f}", f"{over:.2f}", f"{MOST:.2f}", answer(round(over, 2) <= MOST)),
-        *(rival, f"{gain:.2f}", f"{LEAST[tokens]:.2f}", reached, f"{gain * over:.2f}", one.rows[0].commit),
+        *(rival, f"{gain:.2f}", f"{LEAST[tokens]:.2f}", reached, f"{gain * over:.2f}", commit_of(one, facts)),
     ]
 
 
-def lines(rows: Iterable[Row]) -> list[list[str]]:
+def lines(rows: Iterable[Row], facts: Sequence[Fact] = ()) -> list[list[str]]:
     """A line for each cell, by GPUs, models and tokens."""
 
     def place(one: Contest) -> tuple[int, int, int]:
         return list(BYTES_PER_US).index(one.where[0]), position(one.model), int(one.sizes["batch"])
 
-    return [line(one) for one in sorted(filter(is_judged, contests(rows)), key=place)]
+    return [line(one, facts) for one in sorted(filter(is_judged, contests(rows)), key=place)]
 
 
 def part() -> str:
     """The table."""
-    return tabulate(lines(read_csv(MODELS)), HEADERS, "github", disable_numparse=True)
+    found = lines(read_csv(MODELS), newest(read_facts(path_of(MODELS))))
+    return tabulate(found, HEADERS, "github", disable_numparse=True)

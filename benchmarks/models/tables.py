@@ -119,6 +119,11 @@ def aged(one: Contest, facts: Sequence[Fact]) -> str:
     return sources.age(row.commit, sources.kinds_of(row, *fused))
 
 
+def commit_of(one: Contest, facts: Sequence[Fact]) -> str:
+    """The commit at which a cell was measured, and whether its kernels have changed since."""
+    return " ".join(filter(None, (one.rows[0].commit, aged(one, facts))))
+
+
 def phase_of(row: Row | Fact) -> str:
     """`prefill`, or `prefill in CUDA graphs`; decode is always inside those."""
     return f"{row.op} in CUDA graphs" if row.graph and row.op != "decode" else row.op
@@ -188,7 +193,7 @@ def times_table(rows: Sequence[Row], facts: Sequence[Fact] = (), style: str = "s
         place = [one.phase, f"{one.model} x {layers}", form, one.tokens, str(one.where[1])]
         place.append(number(one.best_gain, 2) + f" {NOISE}" * one.unclear)
         limit = number(one.limit_us and one.limit_us / 1e3, 3)
-        commit = " ".join(filter(None, (one.rows[0].commit, aged(one, known))))
+        commit = commit_of(one, known)
         lines.append([*place, *times, limit, number(one.spread_pct, 1), commit])
     headers = ["phase", "model", "form", "tokens", "ranks", "best other / ditron", *names, LIMIT, "spread %", "commit"]
     return tabulate(lines, headers, style, disable_numparse=True)
