@@ -20,6 +20,7 @@ from ditron_inductor.lowering.host.trials import Sample
 from ditron_inductor.task import trial
 from ditron_inductor.task.plan import Choice, PlanRequest, decisions
 from ditron_inductor.task.table import Table
+from tests.cases import rare
 from tests.conftest import CPU_PLACES, GPU_PLACES
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -144,7 +145,7 @@ def _waiting_for_the_host(ctx: RankContext, clean: int) -> float:
     return times
 
 
-@pytest.mark.parametrize("clean", [0, 1, trial.CALLS - trial.UNTIMED])
+@pytest.mark.parametrize("clean", [1, *rare(0, trial.CALLS - trial.UNTIMED)])
 def test_calls_in_which_the_device_waited_for_the_host_do_not_count(rank_pools: RankPools, clean: int) -> None:
     """Unless there are no others."""
     found = rank_pools.get("cpu", 2).run(_waiting_for_the_host, clean)
