@@ -25,13 +25,8 @@ from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE
 from ditron_inductor.passes.graph.other_matmuls import other_matmul
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal
-from ditron_inductor.passes.graph.slot_sums import (
-    DETERMINISTIC,
-    LEAST_TOKENS,
-    adds_sorted_slots,
-    casts,
-    is_written,
-)
+from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC, LEAST_TOKENS, adds_sorted_slots, casts
+from ditron_inductor.passes.graph.sorts import is_written
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReducedExperts
 
 aten = torch.ops.aten

@@ -38,13 +38,12 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.ring_attention import ring_attention
-from ditron_inductor.passes.finish.left_experts import pattern_of, why_experts_stay
+from ditron_inductor.passes.finish.left_experts import PICKS, pattern_of, why_experts_stay
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import WAIT, is_collective
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
-from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC
 from ditron_inductor.passes.graph.sorts import is_order, sorted_slots
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import ATTENTION_KINDS, ReductionWithNorm
@@ -74,21 +73,7 @@ OWN = frozenset(
 # They move elements, cut them apart and put them together, and change none.
 MOVES: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES | {aten.cat.default, aten.view.dtype, WAIT}
 SCALES: frozenset[object] = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
-ROUTES: frozenset[object] = frozenset(
-    {
-        aten.index.Tensor,
-        aten.index_select.default,
-        aten.gather.default,
-        aten.index_put.default,
-        aten.index_add.default,
-        aten.scatter_add.default,
-        aten.sum.dim_IntList,
-        aten.add.Tensor,
-        aten.where.self,
-        getitem,
-        DETERMINISTIC,
-    }
-)
+ROUTES: frozenset[object] = PICKS | {aten.sum.dim_IntList, aten.add.Tensor, aten.where.self, getitem}
 """Ops that bring the slots of a token together, or the rows of an expert, and what takes one of several results."""
 NUMBERS: frozenset[object] = frozenset(
     {torch.ops.prims.iota.default, aten.arange.default, aten.arange.start, aten.arange.start_step}

@@ -66,12 +66,11 @@ from ditron_inductor.passes.graph.slot_sums import (
     added_at,
     added_to,
     casts,
-    is_written,
     rounded_to,
     rows_of,
     slots_of,
 )
-from ditron_inductor.passes.graph.sorts import is_order, is_permutation
+from ditron_inductor.passes.graph.sorts import is_order, is_permutation, is_written
 from ditron_inductor.task.nodes import CombineExperts
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
@@ -233,11 +232,10 @@ def _scattered(total: fx.Node, least: int) -> Match | None:
     fits = proofs.same_shape(tuple(proofs.fake(index).shape), tuple(expected))
     if not fits or not _fits(terms, order[0], shape[0], order[1], shape[1]):
         return None
-    if not proofs.is_full(base, 0):
-        found = Match(terms, order[0], True, None, order[1], base, (), total, (*terms.steps, total))
-        return _checked(found, total)
-    rounded = rounded_to(total, proofs.fake(terms.grouped).dtype) if total.meta["val"].is_floating_point() else total
-    result, views, added = added_to(rounded)
+    # Only a sum that begins at 0 may be rounded behind: what it is added to would be rounded in front of it.
+    from_zero = proofs.is_full(base, 0)
+    rounded = rounded_to(total, proofs.fake(terms.grouped).dtype) if from_zero else total
+    result, views, added = added_to(rounded) if from_zero else (total, (), base)
     found = Match(terms, order[0], True, None, order[1], added, views, result, (*terms.steps, total))
     return _checked(found, rounded)
 
@@ -351,7 +349,8 @@ def _checked(found: Match, total: fx.Node) -> Match | None:
 def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:
     """Inserts the place of each slot, from the slot at each place [S]."""
     value = proofs.fake(order)
-    return _put(graph, order, rewriting.integers(graph, order, _length(graph, order), value.dtype))
+    length = _length(graph, order)
+    return _put(graph, order, rewriting.integers(graph, order, length, value.dtype), length)
 
 
 def _length(graph: fx.Graph, vector: fx.Node) -> Any:
@@ -359,10 +358,12 @@ def _length(graph: fx.Graph, vector: fx.Node) -> Any:
     return S if isinstance(S, int) else sizes.made(graph, aten.sym_size.int, (vector, 0), S)
 
 
-def _put(graph: fx.Graph, places: fx.Node, values: fx.Node) -> fx.Node:
-    """Inserts a vector that has `values` [S] at `places` [S], which are each of 0 to S - 1 once."""
+def _put(graph: fx.Graph, places: fx.Node, values: fx.Node, length: Any) -> fx.Node:
+    """Inserts a vector that has `values` [S] at `places` [S], which are each of 0 to S - 1 once. length: S, as an
+    argument of an op.
+    """
     value = proofs.fake(values)
-    empty = rewriting.call(graph, aten.empty.memory_format, ([_length(graph, places)],), values, value.shape)
+    empty = rewriting.call(graph, aten.empty.memory_format, ([length],), values, value.shape)
     empty.kwargs = {"dtype": value.dtype, "device": value.device}
     return rewriting.call(graph, aten.index_put.default, (empty, [places], values), values, value.shape)
 
@@ -381,7 +382,7 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
         if match.sorts:
             scale = rewriting.call(graph, aten.index.Tensor, (by_slot, [match.index]), by_slot, (S,))
         else:
-            scale = _put(graph, match.index, by_slot)
+            scale = _put(graph, match.index, by_slot, _length(graph, match.index))
     elif terms.scale is None:
         scale = rewriting.full(graph, terms.grouped, (S,), 1.0, like.dtype)
     else:

@@ -21,7 +21,6 @@ from ditron_inductor.passes.graph import proofs
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
-IOTA = torch.ops.prims.iota.default
 EXACT = 1 << 24
 """Smaller integers are exact in fp32."""
 COUNTED_IN: frozenset[torch.dtype] = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
@@ -117,7 +116,4 @@ def _searched(ends: fx.Node, num_experts: int) -> Counted | None:
 
 def _counts_up(node: Any, start: int, length: int) -> bool:
     """Returns whether a node has the integers from `start` on, so many of them, in one dimension."""
-    if not isinstance(node, fx.Node) or node.target is not IOTA:
-        return False
-    bound = proofs.arguments(node)
-    return bool((bound["length"], bound["start"], bound["step"]) == (length, start, 1))
+    return proofs.counts_from(node, start) and proofs.same_shape(tuple(proofs.fake(node).shape), (length,))

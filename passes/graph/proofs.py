@@ -105,6 +105,14 @@ def is_full(node: object, number: Any) -> bool:
     return node.args[int(node.target is aten.full.default)] in (number,)
 
 
+def counts_from(node: object, start: int) -> bool:
+    """Returns whether a node has the integers from `start` on, in one dimension."""
+    if not isinstance(node, fx.Node) or node.target is not torch.ops.prims.iota.default:
+        return False
+    bound = arguments(node)
+    return bool((bound["start"], bound["step"]) == (start, 1))
+
+
 def alike(node: object, other: object) -> bool:
     """Returns whether two nodes hold tensors of one shape."""
     value, like = tensor(node), tensor(other)

@@ -83,11 +83,6 @@ def added_at(scatter: fx.Node) -> object:
     return bound.get("index")
 
 
-def is_written(node: fx.Node) -> bool:
-    """Returns whether a node has rows written to places, which nothing is added to."""
-    return node.target is aten.index_put.default and not proofs.arguments(node)["accumulate"]
-
-
 def rows_of(index: object) -> fx.Node | None:
     """Returns what an index of elements [S, N] has in all columns of a row; None if they may differ."""
     if not isinstance(index, fx.Node) or index.target is not aten.expand.default:

@@ -28,20 +28,22 @@ def is_order(node: fx.Node) -> bool:
     return bool(from_sort) and proofs.fake(node).ndim == 1
 
 
+def is_written(node: fx.Node) -> bool:
+    """Returns whether a node has rows written to places, which nothing is added to."""
+    return node.target is aten.index_put.default and not proofs.arguments(node)["accumulate"]
+
+
 def is_permutation(node: fx.Node) -> bool:
     """Returns whether a node has each of 0 to S - 1 once: it is the indices of a sort, or the place of each of them."""
     if is_order(node):
         return True
-    if node.target is not aten.index_put.default:
+    if not is_written(node):
         return False
     bound = proofs.arguments(node)
     places, values = bound["indices"], bound["values"]
-    written = len(places) == 1 and isinstance(places[0], fx.Node) and is_order(places[0]) and not bound["accumulate"]
-    numbers = isinstance(values, fx.Node) and values.target is torch.ops.prims.iota.default
-    if not written or not numbers or not proofs.alike(node, places[0]) or not proofs.alike(values, places[0]):
-        return False
-    counted = proofs.arguments(values)
-    return bool((counted["start"], counted["step"]) == (0, 1))
+    in_order = len(places) == 1 and isinstance(places[0], fx.Node) and is_order(places[0])
+    whole = in_order and proofs.alike(node, places[0]) and proofs.alike(values, places[0])
+    return whole and proofs.counts_from(values, 0)
 
 
 def quotient(node: fx.Node) -> tuple[fx.Node, int] | None:

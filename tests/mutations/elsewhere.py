@@ -182,7 +182,7 @@ ELSEWHERE: tuple[Mutation, ...] = (
     Mutation(
         "a place has the factor of another slot",
         COMBINED,
-        "scale = _put(graph, match.index, by_slot)",
+        "scale = _put(graph, match.index, by_slot, _length(graph, match.index))",
         "scale = rewriting.call(graph, aten.index.Tensor, (by_slot, [match.index]), by_slot, (S,))",
         f"{WEIGHTED}::test_it_becomes_one_call[behind_the_index]",
     ),
