@@ -5,7 +5,7 @@ library's launch for it ends before it has filled the GPU, and the next launch b
 a program for each tile of 64 columns of any weight (see `matmul_tile_of_few_rows`), or for each column if there is one
 row (see core/matmul_row.py). If these are fewer than the SMs, the rows of a tile are divided among several programs,
 which read the weight from the L2 cache together. Products that an epilogue combines, such as gate and up, are computed
-in one tile with half the size of a K step, those of one row one after the other. Nothing is communicated, and no
+in one tile with half the size of a K step, those of one row in steps of both. Nothing is communicated, and no
 program waits. Limits. There are few rows, and K of the weights is contiguous. Anything else is
 computed by the library, one product after the other, with one launch for the epilogue.
 """

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Tiles
 from ditron_inductor.core.overlap import FOLLOWS
-from ditron_inductor.lowering.config import DIVIDED, FEW_ROWS, ROW, Config, select_few_rows_config
+from ditron_inductor.lowering.config import DIVIDED, FEW_ROWS, Config, select_few_rows_config
 from ditron_inductor.lowering.host.launch import ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import local_launcher
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import divided_product as lowering
@@ -184,7 +184,7 @@ def test_it_compiles_for_amd() -> None:
 
 
 def test_one_row_is_read_by_wide_loads() -> None:
-    listing = Listing(compiled_product("sm_90", ROW).asm["ptx"])
+    listing = Listing(compiled_product("sm_90", DIVIDED[1]).asm["ptx"])
     ((first, last),) = listing.loops(r"\bfma\.")
     loads = [line for line in listing.lines[first:last] if re.search(r"\bld\.", line)]
     assert loads and all("v4.b32" in line for line in loads) and not listing.places(NVIDIA.dot)

@@ -55,7 +55,7 @@ def test_nothing_overlaps_where_the_driver_cannot_capture_it() -> None:
                 assert overlap_for("sm_90", 1, "follows") == wanted.value
 
 
-@pytest.mark.parametrize(("k", "steps"), [(4096, 4), (2047, 2), (1023, 1), (512, 1), (511, 0)])
+@pytest.mark.parametrize(("k", "steps"), [(4096, 8), (2047, 4), (1023, 2), (512, 2), (511, 1), (255, 0)])
 def test_steps_ahead_are_whole(k: int, steps: int) -> None:
     x = torch.empty(1, k, device="meta")
     assert tiles_of(x, ROW, FOLLOWS.value, k).AHEAD == steps
@@ -121,7 +121,7 @@ def _loaded_ahead(ctx: RankContext, k: int, epilogue: str) -> list[int]:
 
 
 @pytest.mark.parametrize("epilogue", ["", SWIGLU])
-@pytest.mark.parametrize(("k", "steps"), [(31, 0), (32, 1), (70, 2), (128, 2)])
+@pytest.mark.parametrize(("k", "steps"), [(31, 0), (32, 1), (70, 2), (128, 2), (200, 2)])
 def test_what_is_loaded_ahead_is_added_up(rank_pools: RankPools, k: int, steps: int, epilogue: str) -> None:
     assert rank_pools.get("cpu", 1).run(_loaded_ahead, k, epilogue) == [[steps]]
 

@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 ROW = "ditron_inductor/core/matmul_row.py"
 PROJECTIONS = "lowering/projections/projections_kernel.py"
 PROJECTED = "tests/lowering/test_projections.py"
+AHEAD = "tests/lowering/test_overlap.py::test_what_is_loaded_ahead_is_added_up"
 THREE = f"{PROJECTED}::test_near_the_reference_in_the_interpreter[1x70-33-17-5-float16]"
 
 MULTIPLYING: tuple[Mutation, ...] = (
@@ -20,23 +21,30 @@ MULTIPLYING: tuple[Mutation, ...] = (
     Mutation(
         "the last step of a row goes beyond K",
         ROW,
-        "in_k = offs_k < K - k * BLOCK_K",
-        "in_k = offs_k < K",
+        "inside = in_k < K - (turn + step) * BLOCK_K\n            b = tl.load(",
+        "inside = in_k < K\n            b = tl.load(",
         THREE,
     ),
     Mutation(
         "a row begins anew in each step",
         ROW,
-        "a_ptrs += BLOCK_K",
-        "a_ptrs += 0",
-        THREE,
+        "a_ptrs += BLOCK_K\n            b_ptrs += length\n    return",
+        "a_ptrs += 0\n            b_ptrs += length\n    return",
+        f"{AHEAD}[200-2-]",
     ),
     Mutation(
         "the row of a pair is multiplied by the same weight twice",
-        "ditron_inductor/core/matmul_pair.py",
-        "return first.T, product_of_row(rows, other,",
-        "return first.T, product_of_row(rows, weight,",
+        ROW,
+        "_, other_ptrs, other_length = columns_of(other,",
+        "_, other_ptrs, other_length = columns_of(weight,",
         f"{PROJECTED}::test_near_the_reference_in_the_interpreter[1x33-50-50-17-bfloat16-epilogue]",
+    ),
+    Mutation(
+        "the other weight of a pair begins anew in each step",
+        ROW,
+        "other_ptrs += other_length",
+        "other_ptrs += 0",
+        f"{AHEAD}[200-2-cast(silu(mm0), bf16) * mm1]",
     ),
     Mutation(
         "the first tile of a weight is that of the one before",

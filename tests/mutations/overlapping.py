@@ -55,8 +55,8 @@ OVERLAPPING: tuple[Mutation, ...] = (
     Mutation(
         "a row is read before the launch has waited",
         "ditron_inductor/core/matmul_row.py",
-        "    wait_for_last(TILES.OVERLAP)\n    total",
-        "    total",
+        "    wait_for_last(TILES.OVERLAP)\n    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)\n    if",
+        "    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)\n    if",
         f"{OF_KERNELS}::test_weights_alone_are_read_before_the_wait",
     ),
     Mutation(
