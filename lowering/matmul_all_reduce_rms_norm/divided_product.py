@@ -2,7 +2,7 @@
 
 Problem. A product of few rows takes as long as reading its weight. A weight with few columns, as that of a down
 projection, has fewer tiles than the GPU has SMs. The library then divides K among programs and adds up what they have
-computed in a second launch. Algorithm. A program computes a tile of 64 columns, or four of a single row, and of
+computed in a second launch. Algorithm. A program computes a tile of 64 columns, or one column of a single row, and of
 one part of K (see `product_of_few_rows`), and stores it in fp32. There is no second launch, because the kernel
 that reduces the product over the ranks (see all_reduce_rms_norm/norm_in_band.py) adds up the parts when it loads them.
 There are as many parts as give each SM one program at most, and one part if there are more tiles than SMs. Nothing is
