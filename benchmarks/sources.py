@@ -161,7 +161,7 @@ def defined(node: ast.stmt) -> Iterable[str]:
     """The names that a statement of a module defines; none of what it only does, such as a condition."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         yield from (one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name))
 

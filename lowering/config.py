@@ -12,8 +12,7 @@ import torch
 class Config:
     """A tile of a matrix product: `block_m` x `block_n` elements of the output, computed in steps of `block_k`.
     `group_m` is the number of block rows whose tiles run together (see `order.grouped`). `programs_per_sm` is the
-    number of programs that a persistent grid has for each SM. `unroll` is the number of steps of a single row in one
-    turn of its loop, whose loads are under way together.
+    number of programs that a persistent grid has for each SM.
     """
 
     block_m: int
@@ -23,7 +22,6 @@ class Config:
     num_stages: int
     group_m: int = 8
     programs_per_sm: int = 1
-    unroll: int = 1
 
     def for_arch(self, arch: str) -> Config:
         """Returns these tiles with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""
@@ -42,8 +40,8 @@ class Config:
                 raise ValueError(f"Config.{field} = {size}: a power of two of at least 16 is needed (tl.dot)")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"Config.num_warps = {self.num_warps}: a power of two up to 16 is needed")
-        if self.num_stages < 1 or min(self.group_m, self.programs_per_sm, self.unroll) < 1:
-            raise ValueError("Config: num_stages, group_m, programs_per_sm and unroll are at least 1")
+        if self.num_stages < 1 or min(self.group_m, self.programs_per_sm) < 1:
+            raise ValueError("Config: num_stages, group_m and programs_per_sm are at least 1")
         return self
 
 
@@ -67,7 +65,7 @@ FEW_ROWS = {
 }
 """The tile shapes of `matmul_tile_of_few_rows`, by the largest number of rows that fits."""
 
-ROW = Config(block_m=1, block_n=1, block_k=256, num_warps=1, num_stages=1, unroll=4)
+ROW = Config(block_m=1, block_n=1, block_k=256, num_warps=1, num_stages=1)
 """The tile shape of a single row, which needs no `tl.dot` (core/matmul_row.py). A tile has one column, so it is for
 kernels that have no signal for each tile. A thread loads 16 bytes in each of four short steps, which are under way
 together. It was the fastest of 25 shapes on an H200, see docs/kernels/projections.md.
@@ -78,7 +76,7 @@ PROJECTIONS = {1: ROW, **FEW_ROWS, 128: MANY_ROWS}
 PAIRS = {**PROJECTIONS} | {most: replace(FEW_ROWS[most], block_k=256, num_stages=4) for most in (16, 32)}
 """The tile shapes of `projections`, by the rows of a tile, and those of weights that are multiplied in pairs."""
 
-DIVIDED = {1: replace(ROW, block_k=1024, num_warps=4, unroll=1), **FEW_ROWS}
+DIVIDED = {1: replace(ROW, block_k=1024, num_warps=4), **FEW_ROWS}
 DIVIDED |= {most: replace(FEW_ROWS[most], num_stages=4) for most in (16, 32)}
 """The tile shapes of products that are divided among programs, by the largest number of rows that fits. On an H100 the
 output projection of 70B takes 28.3 us with 32 rows, and 31.8 with six stages; others differ by 1 %. With one row a
@@ -134,7 +132,7 @@ def select_few_rows_config(
     """
     most = min(most for most in shapes if most >= rows)
     if interpreted:
-        return replace(INTERPRETER, block_m=most, unroll=min(shapes[most].unroll, 2))
+        return replace(INTERPRETER, block_m=most)
     # fp32 operands need twice as much shared memory, which a single row does not use.
     return replace(shapes[most], block_k=64) if dtype == torch.float32 and most > 1 else shapes[most]
 

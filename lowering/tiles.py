@@ -34,14 +34,13 @@ def tiles_of(x: torch.Tensor, config: Config, overlap: int = 0, least_k: int = 0
         DESCRIPTORS=False,
         K_MAJOR=0,
         # The steps of two weights are half as wide.
-        EVEN_K=x.shape[-1] % max(config.block_k * config.unroll, LEAST_STEP) == 0,
+        EVEN_K=x.shape[-1] % max(config.block_k, LEAST_STEP) == 0,
         PRECISION=dot_precision(x.dtype),
         UPCAST=interpreted,
         THREADS=0,
         PIECE=0,
         OVERLAP=overlap,
         AHEAD=ahead,
-        UNROLL=config.unroll,
     )
 
 

@@ -23,10 +23,9 @@ import triton.language as tl
 class Tiles(NamedTuple):
     """How a kernel computes tiles of products, known at compile time: the tile's sizes, GROUP_M of `order.grouped`,
     DESCRIPTORS or pointers, K_MAJOR (one bit for each second operand that has contiguous K), EVEN_K (K is a multiple of
-    what one turn of the K loop takes, so the loop needs no mask for it), PRECISION of `tl.dot`, UPCAST, THREADS of a
-    program, PIECE (32-bit words that are carried in one step), OVERLAP of the launch (see core/overlap.py), AHEAD, the
-    steps of a weight that a launch which follows loads before it waits: a power of two, or 0, and so many steps of all
-    weights are whole; and UNROLL, the steps of a single row in one turn of its loop.
+    BLOCK_K, so the K loop needs no mask for it), PRECISION of `tl.dot`, UPCAST, THREADS of a program, PIECE (32-bit
+    words that are carried in one step), OVERLAP of the launch (see core/overlap.py), and AHEAD, the steps of a weight
+    that a launch which follows loads before it waits: a power of two, or 0. So many steps of all weights are whole.
     """
 
     BLOCK_M: Any
@@ -42,7 +41,6 @@ class Tiles(NamedTuple):
     PIECE: Any
     OVERLAP: Any = 0
     AHEAD: Any = 0
-    UNROLL: Any = 1
 
 
 class Weight(NamedTuple):

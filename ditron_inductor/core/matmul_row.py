@@ -3,8 +3,8 @@
 Tensor cores multiply at least 8 rows, so with one row most of their operands are zeros, and blocks of the weight pass
 through shared memory to get there. Here each thread multiplies what it loads, and the threads of a program add up at
 the end. Nothing takes room but loads in flight, so a program computes one column and many share an SM, and the weight
-comes in at the speed of the memory. It is read once, so the caches drop it first. A loop has UNROLL steps in one turn,
-whose loads are under way together. Its K is contiguous. A launch that
+comes in at the speed of the memory. It is read once, so the caches drop it first. Short steps are taken four
+at a time, whose loads are under way together. Its K is contiguous. A launch that
 follows another one loads the first steps of the weight while it waits for the row (see core/overlap.py).
 """
 
@@ -15,6 +15,15 @@ import triton.language as tl
 
 from ditron_inductor.core.matmul import matmul_steps_of_few_rows
 from ditron_inductor.core.overlap import wait_for_last
+
+SHORT_STEP, SHORT_STEPS = 256, 4
+"""The most elements of a step that is taken with others in one turn of the loop, and how many these are then."""
+
+
+@triton.constexpr_function
+def steps_in_a_turn(block_k: int) -> int:
+    """Returns how many steps of so many elements are taken in one turn of the loop."""
+    return SHORT_STEPS if block_k <= SHORT_STEP else 1
 
 
 @triton.jit
@@ -41,7 +50,7 @@ def product_of_row(row, weight, column, N, K, TILES: tl.constexpr):
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     BLOCK_K: tl.constexpr = TILES.BLOCK_K
     AHEAD: tl.constexpr = TILES.AHEAD
-    UNROLL: tl.constexpr = TILES.UNROLL
+    TURN: tl.constexpr = steps_in_a_turn(BLOCK_K)
     if AHEAD > 0:
         first = load_ahead(b_ptrs, in_n, weight.stride_k, TILES)
     wait_for_last(TILES.OVERLAP)
@@ -50,11 +59,11 @@ def product_of_row(row, weight, column, N, K, TILES: tl.constexpr):
         total += product_ahead(first, row, TILES)
         b_ptrs += AHEAD * length
     in_m, in_k, a_ptrs = steps_of(row, TILES)
-    for turn in range(AHEAD, tl.cdiv(K, BLOCK_K), UNROLL):
-        for step in tl.static_range(UNROLL):
-            inside = in_k < K - (turn + step) * BLOCK_K
-            b = tl.load(b_ptrs, mask=in_n if TILES.EVEN_K else in_n & inside, other=0.0, eviction_policy="evict_first")
-            a = tl.load(a_ptrs, mask=in_m if TILES.EVEN_K else in_m & inside, other=0.0)
+    for turn in range(AHEAD, tl.cdiv(K, BLOCK_K), TURN):
+        for step in tl.static_range(TURN):
+            inside = inside_of(K - (turn + step) * BLOCK_K, in_k, TILES)
+            b = tl.load(b_ptrs, mask=in_n & inside, other=0.0, eviction_policy="evict_first")
+            a = tl.load(a_ptrs, mask=in_m & inside, other=0.0)
             total += b.to(tl.float32) * a.to(tl.float32)
             a_ptrs += BLOCK_K
             b_ptrs += length
@@ -69,7 +78,7 @@ def pair_of_row(row, weight, other, column, N, K, TILES: tl.constexpr):
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     BLOCK_K: tl.constexpr = TILES.BLOCK_K
     AHEAD: tl.constexpr = TILES.AHEAD
-    UNROLL: tl.constexpr = TILES.UNROLL
+    TURN: tl.constexpr = steps_in_a_turn(BLOCK_K)
     if AHEAD > 0:
         first = load_ahead(b_ptrs, in_n, weight.stride_k, TILES)
         second = load_ahead(other_ptrs, in_n, other.stride_k, TILES)
@@ -82,13 +91,12 @@ def pair_of_row(row, weight, other, column, N, K, TILES: tl.constexpr):
         b_ptrs += AHEAD * length
         other_ptrs += AHEAD * other_length
     in_m, in_k, a_ptrs = steps_of(row, TILES)
-    for turn in range(AHEAD, tl.cdiv(K, BLOCK_K), UNROLL):
-        for step in tl.static_range(UNROLL):
-            inside = in_k < K - (turn + step) * BLOCK_K
-            in_b = in_n if TILES.EVEN_K else in_n & inside
-            b = tl.load(b_ptrs, mask=in_b, other=0.0, eviction_policy="evict_first")
-            c = tl.load(other_ptrs, mask=in_b, other=0.0, eviction_policy="evict_first")
-            a = tl.load(a_ptrs, mask=in_m if TILES.EVEN_K else in_m & inside, other=0.0).to(tl.float32)
+    for turn in range(AHEAD, tl.cdiv(K, BLOCK_K), TURN):
+        for step in tl.static_range(TURN):
+            inside = inside_of(K - (turn + step) * BLOCK_K, in_k, TILES)
+            b = tl.load(b_ptrs, mask=in_n & inside, other=0.0, eviction_policy="evict_first")
+            c = tl.load(other_ptrs, mask=in_n & inside, other=0.0, eviction_policy="evict_first")
+            a = tl.load(a_ptrs, mask=in_m & inside, other=0.0).to(tl.float32)
             total += b.to(tl.float32) * a
             other_total += c.to(tl.float32) * a
             a_ptrs += BLOCK_K
@@ -119,6 +127,17 @@ def steps_of(row, TILES: tl.constexpr):
     AHEAD: tl.constexpr = TILES.AHEAD
     offs_k = tl.arange(0, BLOCK_K)[None, :]
     return row.inside[:, None], offs_k, row.pointers[:, None] + (AHEAD * BLOCK_K + offs_k)
+
+
+@triton.jit
+def inside_of(left, in_k, TILES: tl.constexpr):
+    """Returns which of the places `in_k` in a step there are, where `left` elements are left. They are all there or
+    none if steps are whole.
+    """
+    if TILES.EVEN_K:
+        return left > 0
+    else:
+        return in_k < left
 
 
 @triton.jit

@@ -116,8 +116,7 @@ def product_in_parts(x: torch.Tensor, rows: int, columns: int, overlap: str = ""
     config = select_few_rows_config(rows=rows, dtype=x.dtype, interpreted=interpreted, shapes=DIVIDED)
     config = config.for_arch(facts.arch)
     programs = INTERPRETED_PROGRAMS if interpreted else facts.num_sms
-    part = ceil_div(K, max(1, programs // ceil_div(columns, config.block_n)))
-    part = round_up(part, config.block_k * config.unroll)
+    part = round_up(ceil_div(K, max(1, programs // ceil_div(columns, config.block_n))), config.block_k)
     parts = ceil_div(K, part)
     tiles = tiles_of(x, config, overlap_for(facts.arch, rows, overlap), K - part * (parts - 1))
     launcher = local_launcher(divided_product_kernel, x.device)

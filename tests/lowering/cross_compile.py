@@ -229,7 +229,6 @@ def compile_case(case: Case) -> Compiled:
         PIECE=4 * threads,
         OVERLAP=FOLLOWS.value if case.follows else 0,
         AHEAD=2 if case.follows else 0,
-        UNROLL=fits.unroll,
     )
     constants: dict[str, Any] = {
         "WORLD": 4,

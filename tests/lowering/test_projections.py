@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
+from ditron_inductor.core.matmul_row import SHORT_STEPS
 from ditron_inductor.lowering import config
 from ditron_inductor.lowering.projections import projections_kernel as lowering
 from ditron_inductor.task.epilogue import parse
@@ -235,7 +236,7 @@ def test_one_row_is_read_by_wide_loads(target: str, epilogue: str, even_k: bool)
     loads = [line for line in compiled.listing.lines[first:last] if re.search(r"\bld\.", line)]
     assert all("v4.b32" in line for line in loads), loads
     of_weights = [line for line in loads if "evict_first" in line]
-    assert len(of_weights) == config.ROW.unroll * (NUM_WEIGHTS if epilogue else 1) < len(loads)
+    assert len(of_weights) == SHORT_STEPS * (NUM_WEIGHTS if epilogue else 1) < len(loads)
     assert compiled.shared_bytes < 1 << 10 and resources(compiled.assembly).spilled_bytes == 0
 
 

@@ -21,8 +21,8 @@ MULTIPLYING: tuple[Mutation, ...] = (
     Mutation(
         "the last step of a row goes beyond K",
         ROW,
-        "inside = in_k < K - (turn + step) * BLOCK_K\n            b = tl.load(",
-        "inside = in_k < K\n            b = tl.load(",
+        "return in_k < left",
+        "return left > 0",
         THREE,
     ),
     Mutation(
