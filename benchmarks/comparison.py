@@ -109,7 +109,7 @@ class Comparison:
     @property
     def measured(self) -> str:
         """The commit of the rows, and their age."""
-        return " ".join(filter(None, (next(iter(self.rows.values())).commit, self.age)))
+        return sources.measured(next(iter(self.rows.values())))
 
     @property
     def limit_us(self) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from tabulate import tabulate
 
+from benchmarks import sources
 from benchmarks.decode_floors import BYTES_PER_US, answer
 from benchmarks.deleted import ROUTED
 from benchmarks.models.tables import number
@@ -47,7 +48,7 @@ def line(rows: Iterable[Row]) -> list[str] | None:
         *(ours.gpu.split()[1], sizes["model"], sizes["T"], sizes["B"], routing, answer(bool(ours.graph))),
         *(number(limit, 0), RIVALS[best.contestant], f"{us:.0f}", f"{ours.p50_us:.0f}", f"{gain:.2f}"),
         *(number(least, 2), "-" if least is None else answer(round(gain, 2) >= least)),
-        *(number(us / limit if limit else None, 2), ours.commit),
+        *(number(us / limit if limit else None, 2), sources.measured(ours)),
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tabulate import tabulate
 
+from benchmarks import sources
 from benchmarks.comparison import NOISE, overlap
 from benchmarks.models.request import TITLES
 from benchmarks.records import GENERATION, Row, read_csv, runs
@@ -24,7 +25,7 @@ def line(rows: dict[str, Row]) -> list[str]:
     mark = NOISE if overlap(rival, own) else ""
     sizes = (f"{own.sizes['model']} x {own.sizes['layers']}", own.sizes["batch"], own.sizes["cache"])
     times = (f"{rival.p50_us:.0f}", f"{own.p50_us:.0f}", f"{rival.p50_us / own.p50_us:.2f}{mark}")
-    return [f"{own.world} x {own.gpu.split()[1]}", *sizes, NAMES[rival.contestant], *times, own.commit]
+    return [f"{own.world} x {own.gpu.split()[1]}", *sizes, NAMES[rival.contestant], *times, sources.measured(own)]
 
 
 def part() -> str:

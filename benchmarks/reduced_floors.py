@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from tabulate import tabulate
 
+from benchmarks import sources
 from benchmarks.decode_floors import answer
 from benchmarks.models.tables import number
 from benchmarks.records import MOE, Row, grouped, newest, read_csv
@@ -76,7 +77,7 @@ def line(rows: Iterable[Row]) -> list[str] | None:
         *(
             "-" if least is None else answer(round(gain, 2) >= least),
             number(us / limit if limit else None, 2),
-            first.commit,
+            sources.measured(first),
         ),
     ]
 

@@ -61,7 +61,18 @@ from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.models.tables import limits_part, newest_shown
 from benchmarks.ops import targets
-from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, NORM, Row, merge_csv, newest, read_csv
+from benchmarks.records import (
+    ATTENTION,
+    GEMM_COLLECTIVES,
+    GENERATION,
+    MODELS,
+    MOE,
+    NORM,
+    Row,
+    merge_csv,
+    newest,
+    read_csv,
+)
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES, STRATEGIES
 
 COMMAND = "python -m benchmarks.report"
@@ -80,6 +91,8 @@ DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 HOME = ROOT / "docs" / "index.md"
 STACKS = ROOT / "docs" / "guide" / "other_stacks.md"
+OTHERS = (ATTENTION, NORM, MODELS, MOE, GENERATION)
+"""The results whose tables say how old a row is, besides those of matmuls."""
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
 BEST = "the best rival of each row"
@@ -282,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in options.merge:
         merge_csv(options.results, read_csv(path))
     if not options.check:
-        rows = [row for path in (options.results, ATTENTION, NORM, MODELS) for row in read_csv(path)]
+        rows = [row for path in (options.results, *OTHERS) for row in read_csv(path)]
         sources.complete((row.commit for row in rows), options.results.with_name(sources.SOURCES.name))
     pages = generated(options.results, options.docs)
     outdated = stale(pages)

@@ -220,12 +220,18 @@ def age(commit: str, used: Iterable[str]) -> str:
 
 def kinds_of(row: Row, fused: str = "") -> tuple[str, ...]:
     """The kinds whose kernels a row of Ditron has run. fused: of a whole model, its sites as `models_facts.csv` has
-    them; where it is empty, any kind may have run.
+    them; where it is empty, or the op is no kind, any kind may have run.
     """
-    if row.bench == "models":
-        known = tuple(today())
-        return tuple(kind for kind in re.findall(r"\d+ (\w+)", fused) if kind in known) or known
-    return (matmul_of(GATHERED_OPERAND),) if row.op in GATHERED else (row.op,)
+    if row.op in GATHERED:
+        return (matmul_of(GATHERED_OPERAND),)
+    known = tuple(today())
+    found = re.findall(r"\d+ (\w+)", fused) if row.bench == "models" else [row.op]
+    return tuple(kind for kind in found if kind in known) or known
+
+
+def measured(row: Row) -> str:
+    """The commit of a row, and whether the kernels that it has run have changed since."""
+    return " ".join(filter(None, (row.commit, age(row.commit, kinds_of(row)))))
 
 
 def complete(commits: Iterable[str], path: Path = SOURCES) -> bool:

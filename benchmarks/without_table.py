@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
 from benchmarks.decode_floors import short_name
+from benchmarks.models.facts import Fact, path_of, read_facts
 from benchmarks.models.request import TITLES
-from benchmarks.models.tables import Contest, number
-from benchmarks.records import MODELS, Row, grouped, read_csv, runs
+from benchmarks.models.tables import Contest, commit_of, number
+from benchmarks.records import MODELS, Row, grouped, newest, read_csv, runs
 from benchmarks.trying import UNTABLED
 
 HEADERS = (
@@ -18,7 +19,7 @@ HEADERS = (
 )
 
 
-def line(one: Contest) -> list[str]:
+def line(one: Contest, facts: Sequence[Fact]) -> list[str]:
     """The line of a cell, in milliseconds."""
     sizes, ours, alone, best = one.sizes, one.us("ditron") or 0.0, one.us(UNTABLED) or 0.0, one.best_other
     ratio = f"{alone / ours:.3f}" if ours else "-"
@@ -26,17 +27,18 @@ def line(one: Contest) -> list[str]:
         *(f"{one.where[1]}x {short_name(one)}", one.phase, f"{sizes['model']} x {sizes['layers']}", sizes["form"]),
         *(f"{sizes['batch']} x {sizes['tokens']}", number(ours / 1e3, 2), number(alone / 1e3, 2), ratio),
         *("-" if best is None else TITLES[best.contestant], number(None if best is None else best.p50_us / 1e3, 2)),
-        one.rows[0].commit,
+        commit_of(one, facts),
     ]
 
 
-def lines(rows: Iterable[Row]) -> list[list[str]]:
+def lines(rows: Iterable[Row], facts: Sequence[Fact] = ()) -> list[list[str]]:
     """A line for each cell that has a run with both, of the newest one."""
     every = [[Contest(tuple(run)) for run in runs(of_cell)] for of_cell in grouped(rows).values()]
     both = [[one for one in found if one.us("ditron") and one.us(UNTABLED)] for found in every]
-    return [line(found[-1]) for found in both if found]
+    return [line(found[-1], facts) for found in both if found]
 
 
 def part() -> str:
     """The table."""
-    return tabulate(lines(read_csv(MODELS)), HEADERS, "github", disable_numparse=True)
+    found = lines(read_csv(MODELS), newest(read_facts(path_of(MODELS))))
+    return tabulate(found, HEADERS, "github", disable_numparse=True)

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import prose, sources
 from benchmarks.models.facts import path_of, read_facts
 from benchmarks.prose import Claim
-from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, NORM, RESULTS, newest, read_csv
-from benchmarks.report import BEGIN, END, README, ROOT, stale
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, RESULTS, newest, read_csv
+from benchmarks.report import BEGIN, END, OTHERS, README, ROOT, stale
 from tests.test_results import ROW
 
 CLAIMED = {
@@ -105,7 +105,7 @@ def test_rows_are_not_removed() -> None:
 
 def test_every_commit_of_the_results_has_its_fingerprints() -> None:
     """`python -m benchmarks.report` adds them."""
-    commits = {row.commit for path in (GEMM_COLLECTIVES, ATTENTION, NORM, MODELS) for row in read_csv(path)}
+    commits = {row.commit for path in (GEMM_COLLECTIVES, *OTHERS) for row in read_csv(path)}
     known = sources.recorded()
     assert not [commit for commit in commits if not any(of == commit for of, _ in known)]
 
@@ -219,7 +219,7 @@ def test_the_kinds_that_a_row_has_run() -> None:
     assert sources.kinds_of(ROW) == ("all_gather_matmul",)
     assert sources.kinds_of(replace(ROW, bench="norm", op="swiglu")) == ("all_gather_matmul",)
     assert sources.kinds_of(model, "4 flash_decode, 1 all_gather left alone (no_matmul)") == ("flash_decode",)
-    assert sources.kinds_of(model) == sources.kinds()
+    assert sources.kinds_of(model) == sources.kinds_of(replace(ROW, bench="moe", op="gathered")) == sources.kinds()
 
 
 def test_reports_need_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
