@@ -38,6 +38,10 @@ FEW_PROJECTED_ROWS, MOST_PROJECTED_ROWS = 64, 128
 """The most rows of the tensor of `Projections`, with weights of any width, and at all: one tile of its kernel has as
 many.
 """
+FEWEST_ALONE = 4 << 20
+"""The fewest elements of a weight whose product with a single row is not left to the library: routers have fewer
+(Mixtral to DeepSeek V3: up to 1.8 Mi), output projections of large models have more.
+"""
 
 
 class WithEpilogue(Node):

@@ -28,6 +28,7 @@ from ditron_inductor.task.expert_nodes import ProductsOfExperts as ProductsOfExp
 from ditron_inductor.task.expert_nodes import ReducedExperts as ReducedExperts
 from ditron_inductor.task.expert_nodes import most_expert_tokens as most_expert_tokens
 from ditron_inductor.task.matmul_nodes import FEW_PROJECTED_ROWS as FEW_PROJECTED_ROWS
+from ditron_inductor.task.matmul_nodes import FEWEST_ALONE as FEWEST_ALONE
 from ditron_inductor.task.matmul_nodes import MAX_PRODUCTS as MAX_PRODUCTS
 from ditron_inductor.task.matmul_nodes import MOST_PROJECTED_ROWS as MOST_PROJECTED_ROWS
 from ditron_inductor.task.matmul_nodes import REDUCE_OPS as REDUCE_OPS

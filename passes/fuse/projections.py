@@ -43,13 +43,11 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul, with_bias
 from ditron_inductor.passes.graph.launches import takes_local
-from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, MOST_PROJECTED_ROWS, Projections
+from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, FEWEST_ALONE, MOST_PROJECTED_ROWS, Projections
 
 PATTERN = Projections.kind
 MOST_PRODUCTS = MOST_PROJECTED_ROWS * 5120
 """As measured on an H100, see docs/kernels/projections.md."""
-FEWEST_ALONE = 4 << 20
-"""Elements. Routers have fewer (Mixtral to DeepSeek V3: up to 1.8 Mi), output projections of large models have more."""
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -125,6 +127,24 @@ def test_both_ways_are_taken(rank_pools: RankPools, world: int) -> None:
     for taken in rank_pools.get("cpu", world).run(_shots, SHOTS):
         assert len(taken) == len(SHOTS) and True in taken
         assert (False in taken) == (world > 2)
+
+
+def _rows_of_their_own(ctx: RankContext, cases: tuple[Case, ...]) -> list[int]:
+    """How many products of each case the kernel of one row has computed."""
+    counts = []
+    for case in cases:
+        with mock.patch.object(all_reduce_kernel, "projections", wraps=all_reduce_kernel.projections) as counted:
+            _check(ctx, case, "chunked")
+        counts.append(counted.call_count)
+    return counts
+
+
+def test_one_row_and_a_large_weight_have_a_kernel_of_their_own(rank_pools: RankPools) -> None:
+    """Not several rows, a small weight, one whose columns lie together, or fp32."""
+    row = Case((1, 64), 40, b_layout="column")
+    others = replace(row, a=(2, 64)), replace(row, n=15), replace(row, b_layout="row"), replace(row, dtype=FP32)
+    for counts in rank_pools.get("cpu", 2).run(_rows_of_their_own, (row, replace(row, a=(1, 1, 64)), *others)):
+        assert min(counts[:2]) > 0 == max(counts[2:]), counts
 
 
 def _three_ranks(ctx: RankContext) -> None:

@@ -13,8 +13,8 @@ from torch.nn.functional import silu
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.fuse.projections import FEWEST_ALONE, MOST_PRODUCTS, projections
-from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, MOST_PROJECTED_ROWS
+from ditron_inductor.passes.fuse.projections import MOST_PRODUCTS, projections
+from ditron_inductor.task.nodes import FEW_PROJECTED_ROWS, FEWEST_ALONE, MOST_PROJECTED_ROWS
 from tests.passes.graphs import all_reduce, compiled_graphs, fuse, run_ranks, text, traced, twin
 
 pytestmark = pytest.mark.usefixtures("group")
