@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks import sources
-from benchmarks.records import Row, by_cell
+from benchmarks.records import Row, grouped, runs, strongest
 from benchmarks.trying import UNTABLED
 from ditron_inductor.task.exchange import EXCHANGED_PRODUCT, GATHERED_OPERAND, GATHERED_PRODUCT
 from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, TASKS, ULYSSES_KINDS
@@ -146,12 +146,17 @@ class Comparison:
         return min((one for one in times if one), default=None)
 
 
+def shown_runs(rows: Iterable[Row]) -> list[Sequence[Row]]:
+    """The run of each cell that reports show, see `records.strongest`. rows: of all runs."""
+    return [strongest(runs(of_cell), "nccl", RIVALS) for of_cell in grouped(rows).values()]
+
+
 def comparisons(rows: Iterable[Row]) -> list[Comparison]:
-    """Returns a comparison for each cell, in order: by GPU, number of ranks and op, then eager before graph, wide
-    before narrow, and by falling M.
+    """Returns a comparison for each cell, of the run that `shown_runs` picks, in order: by GPU, number of ranks and op,
+    then eager before graph, wide before narrow, and by falling M.
     """
     found = []
-    for of_cell in by_cell(rows):
+    for of_cell in shown_runs(rows):
         row = of_cell[0]
         cell = {one.contestant: one for one in of_cell}
         sizes = {name: int(value) for name, value in row.sizes.items()}

@@ -7,7 +7,7 @@ routing, and beside the most that anything could gain that multiplies as fast as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tabulate import tabulate
 
@@ -15,9 +15,9 @@ from benchmarks import sources
 from benchmarks.decode_floors import BYTES_PER_US, answer
 from benchmarks.deleted import ROUTED
 from benchmarks.models.tables import number
-from benchmarks.records import MOE, Row, grouped, newest, read_csv
+from benchmarks.records import MOE, Row, read_csv
 from benchmarks.reduced_floors import LEAST as REDUCED
-from benchmarks.reduced_floors import best_rival
+from benchmarks.reduced_floors import best_rival, shown
 
 OP = "gathered_experts"
 LEAST: Mapping[tuple[str, int], float] = {
@@ -63,13 +63,13 @@ def lines(rows: Iterable[Row]) -> list[list[str]]:
     kept = (row for row in rows if row.op == OP and row.commit != ROUTED)
     cells = [
         found
-        for found in grouped(newest(kept)).values()
+        for found in shown(kept, RIVALS)
         if found[0].world == 2
         and found[0].gpu in BYTES_PER_US
         and (found[0].sizes["model"], int(found[0].sizes["T"])) in REDUCED
     ]
 
-    def place(found: list[Row]) -> tuple[int, bool, bool, int, int]:
+    def place(found: Sequence[Row]) -> tuple[int, bool, bool, int, int]:
         row, sizes = found[0], found[0].sizes
         of_model = list(REDUCED).index((sizes["model"], int(sizes["T"])))
         gpu = list(BYTES_PER_US).index(row.gpu)

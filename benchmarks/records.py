@@ -11,7 +11,7 @@ import csv
 import io
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -140,6 +140,26 @@ def runs(lines: Iterable[T]) -> list[list[T]]:
             found.append([])
         found[-1].append(line)
     return found
+
+
+def strongest(found: Sequence[Sequence[Row]], over: str, rivals: Sequence[str]) -> Sequence[Row]:
+    """Returns the run of a cell that reports show: the newest one, unless it lacks a rival that was the best one of an
+    earlier run, and by more over contestant `over` than the best rival of the newest run. Then it is the newest run
+    with that rival, so that a gain never grows because a rival was left out. found: the cell's runs, the oldest first.
+    """
+
+    def best(run: Sequence[Row]) -> tuple[float, str, dict[str, float]]:
+        """(how many times as fast as `over` the best rival is, 0 if that is not known; its name; all times)"""
+        us = {row.contestant: row.p50_us for row in run if row.p50_us}
+        name = min((name for name in rivals if name in us), key=us.__getitem__, default="")
+        return us[over] / us[name] if name and over in us else 0.0, name, us
+
+    gain, _, last = best(found[-1])
+    for run in reversed(found[:-1]):
+        earlier, name, us = best(run)
+        if gain and earlier > gain and name not in last and "ditron" in us:
+            return run
+    return found[-1]
 
 
 def newest(lines: Iterable[T]) -> list[T]:

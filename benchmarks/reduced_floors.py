@@ -6,14 +6,14 @@ beside the most that anything could gain that multiplies as fast as torch's grou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tabulate import tabulate
 
 from benchmarks import sources
 from benchmarks.decode_floors import answer
 from benchmarks.models.tables import number
-from benchmarks.records import MOE, Row, grouped, newest, read_csv
+from benchmarks.records import MOE, Row, grouped, read_csv, runs, strongest
 from ditron_inductor.task.nodes import GroupedMatmulAllReduce, GroupedMatmulReduceScatter
 
 LEAST: Mapping[tuple[str, int], float] = {
@@ -56,6 +56,11 @@ def best_rival(cell: Mapping[str, Row], rivals: Iterable[str]) -> Row | None:
     return min((cell[name] for name in rivals if name in cell), key=lambda row: row.p50_us or 0.0, default=None)
 
 
+def shown(rows: Iterable[Row], rivals: Iterable[str]) -> list[Sequence[Row]]:
+    """The run of each cell that a table shows, see `records.strongest`. rows: of all runs."""
+    return [strongest(runs(of_cell), "inductor", [*rivals]) for of_cell in grouped(rows).values()]
+
+
 def line(rows: Iterable[Row]) -> list[str] | None:
     """The line of a cell; None if it has no time of ours or of a rival."""
     cell = {row.contestant: row for row in rows if row.p50_us}
@@ -86,14 +91,14 @@ def lines(rows: Iterable[Row]) -> list[list[str]]:
     """A line for each cell on two H200s, by products, reductions, routing, models and tokens."""
     cells = [
         found
-        for found in grouped(newest(rows)).values()
+        for found in shown(rows, RIVALS)
         if found[0].op in REDUCTIONS
         and "H200" in found[0].gpu
         and found[0].world == 2
         and (found[0].sizes["model"], int(found[0].sizes["T"])) in LEAST
     ]
 
-    def place(found: list[Row]) -> tuple[str, int, bool, int]:
+    def place(found: Sequence[Row]) -> tuple[str, int, bool, int]:
         sizes = found[0].sizes
         of_model = list(LEAST).index((sizes["model"], int(sizes["T"])))
         reduction = list(REDUCTIONS).index(found[0].op)

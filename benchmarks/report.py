@@ -52,6 +52,7 @@ from benchmarks.comparison import (
     mode,
     ratios_table,
     shown,
+    shown_runs,
     times_table,
 )
 from benchmarks.figures import picture_path
@@ -250,7 +251,7 @@ def with_part(page: str, part: str) -> str:
 
 def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> dict[Path, str]:
     """Every generated page and its text."""
-    rows = newest(read_csv(results))
+    rows = [row for run in shown_runs(read_csv(results)) for row in run]
     pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
     models, facts = newest_shown(read_csv(MODELS)), newest(read_facts(path_of(MODELS)))
     gpus = f"{conditions(models)}."

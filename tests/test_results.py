@@ -87,6 +87,17 @@ def test_a_newer_run_stands_behind_the_older_one(tmp_path: Path) -> None:
     assert newest(read_csv(path)) == [newer, other]
 
 
+def test_a_gain_of_a_kernel_never_grows_because_a_rival_was_left_out() -> None:
+    def run(commit: str, **times: float) -> list[Row]:
+        return [dataclasses.replace(ROW, contestant=name, p50_us=us, commit=commit) for name, us in times.items()]
+
+    old = run("old", nccl=100.0, max_autotune=80.0, ditron=60.0)
+    (cell,) = comparisons([*old, *run("new", nccl=99.0, ditron=58.0)])
+    assert (cell.best_rival, cell.rows["ditron"].commit) == ("max_autotune", "old")
+    (cell,) = comparisons([*old, *run("new", nccl=99.0, max_autotune=90.0, ditron=58.0)])
+    assert cell.rows["ditron"].commit == "new"
+
+
 def test_runs_are_written_once(tmp_path: Path) -> None:
     """A benchmark writes all its rows after every cell."""
     path = tmp_path / "results.csv"

@@ -13,7 +13,7 @@ from benchmarks.comparison import NOISE, overlap
 from benchmarks.models.facts import ALL, Fact, reasons
 from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TITLES
 from benchmarks.models.zoo import MODELS, position
-from benchmarks.records import Row, by_cell, grouped, newest, runs
+from benchmarks.records import Row, by_cell, grouped, newest, runs, strongest
 
 RIVALS = ("inductor", "async_tp")
 SAME_COMPILER = (OURS, ("inductor", "registered"))
@@ -151,25 +151,8 @@ def newest_shown(rows: Iterable[Row]) -> list[Row]:
 
 
 def shown(found: Sequence[Sequence[Row]]) -> Sequence[Row]:
-    """Returns the run of a cell that reports show: the newest one, unless it lacks a rival that was the best one of an
-    earlier run, and by more over Inductor than the best rival of the newest run. Then it is the newest run with that
-    rival, so that a gain never grows because a rival was left out. found: the cell's runs, the oldest first.
-    """
-    last = Contest(tuple(found[-1]))
-    best = _over_inductor(last)
-    if best is not None:
-        for rows in reversed(found[:-1]):
-            one = Contest(tuple(rows))
-            rival, gain = one.best_other, _over_inductor(one)
-            if rival and gain and last.us(rival.contestant) is None and one.us("ditron") and gain > best:
-                return rows
-    return found[-1]
-
-
-def _over_inductor(one: Contest) -> float | None:
-    """How many times as fast as Inductor the fastest other contestant is."""
-    theirs, best = one.us("inductor"), one.best_other
-    return theirs / best.p50_us if theirs and best and best.p50_us else None
+    """Returns the run of a cell that reports show, see `strongest`. found: the cell's runs, the oldest first."""
+    return strongest(found, "inductor", [name for name in CONTESTANTS if name not in OURS])
 
 
 def number(value: float | None, digits: int, missing: str = "-") -> str:
