@@ -7,7 +7,7 @@ columns. If there are fewer slots than experts, the pairs are of slots and tiles
 for all of its slots. A program reads all slots, which are few, and masks the tokens that do not take its expert, so
 nothing is sorted or copied. The tokens are the rows of one tile (see `matmul_tile_of_few_rows`), and each weight is
 read once. Products that an epilogue combines, such as gate and up, are computed in one tile, or, for one token with
-long rows, one after the other; if their columns lie in turns in one weight, a tile of twice the columns is computed
+long rows, in steps of both; if their columns lie in turns in one weight, a tile of twice the columns is computed
 and then separated. Slots of other ranks' experts get zeros: from their own program, or from those of the first expert.
 With more tokens than a tile has rows, the slots are ordered by expert first (slot_order.py). An expert has more slots
 than a tile only where many tokens take it, so nearly all weights are still read once; others are read again from the L2
