@@ -3,9 +3,9 @@
 Tensor cores multiply at least 8 rows, so with one row most of their operands are zeros, and blocks of the weight pass
 through shared memory to get there. Here each thread multiplies what it loads, and the threads of a program add up at
 the end. Nothing takes room but loads in flight, so a program computes one column and many share an SM, and the weight
-comes in at the speed of the memory. It is read once, so the caches drop it first. Short steps are taken four
-at a time, whose loads are under way together. Its K is contiguous. A launch that
-follows another one loads the first steps of the weight while it waits for the row (see core/overlap.py).
+comes in at the speed of the memory. It is read once, so the caches drop it first. Its K is contiguous. Short steps are
+taken four at a time, whose loads are under way together. A launch that follows another one loads the first steps of the
+weight while it waits for the row (see core/overlap.py).
 """
 
 from __future__ import annotations
