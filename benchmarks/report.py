@@ -13,8 +13,8 @@
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
-if a page differs from what it would write. The numbers in the prose of README, docs/models.md and docs/when_it_pays.md
-are made from the results too (`prose.py`). Without `--check`, and with git, the fingerprints of the kernels at the
+if a page differs from what it would write. The numbers in the prose of these pages are made from the results too
+(`prose/`). Without `--check`, and with git, the fingerprints of the kernels at the
 commits of new rows are added to `sources.csv` (`sources.py`).
 """
 
@@ -62,6 +62,8 @@ from benchmarks.models.summary import means_table, phases_part, readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.models.tables import limits_part, newest_shown
 from benchmarks.ops import targets
+from benchmarks.prose.claims import with_claims
+from benchmarks.prose.picked import read_results
 from benchmarks.records import (
     ATTENTION,
     GEMM_COLLECTIVES,
@@ -275,9 +277,8 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         STACKS: STACKS.read_text(),
         README: with_part(README.read_text(), readme_part(models, facts)),
     }
-    gemm, attention, every, generated_rows = map(read_csv, (GEMM_COLLECTIVES, ATTENTION, MODELS, GENERATION))
-    claims = prose.pages(ROOT, gemm, attention, every, facts, generated_rows)
-    return {path: prose.with_claims(text, claims.get(path, ())) for path, text in texts.items()}
+    claims = prose.pages(ROOT, read_results())
+    return {path: with_claims(text, claims.get(path, ())) for path, text in texts.items()}
 
 
 def stale(pages: dict[Path, str]) -> list[Path]:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import prose, sources
-from benchmarks.models.facts import path_of, read_facts
-from benchmarks.prose import Claim
-from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, RESULTS, newest, read_csv
+from benchmarks import sources
+from benchmarks.prose import pages
+from benchmarks.prose.claims import Claim, faster, slower, with_claims
+from benchmarks.prose.picked import read_results
+from benchmarks.records import GEMM_COLLECTIVES, MODELS, RESULTS, newest, read_csv
 from benchmarks.report import BEGIN, END, OTHERS, README, ROOT, stale
 from tests.test_results import ROW
 
@@ -27,15 +28,14 @@ CLAIMED = {
 
 @pytest.fixture(scope="module")
 def claims() -> dict[Path, list[Claim]]:
-    models, facts = read_csv(MODELS), newest(read_facts(path_of(MODELS)))
-    return prose.pages(ROOT, read_csv(GEMM_COLLECTIVES), read_csv(ATTENTION), models, facts, read_csv(GENERATION))
+    return pages(ROOT, read_results())
 
 
 def test_claims_replace_their_numbers_alone() -> None:
     page = "In 3 runs it is\n0.98 to 1.03 times as\nfast; in 4, faster."
     claim = Claim("it is {} to {} times as fast", ("1.10", "1.20"))
     assert claim.put_into(page) == "In 3 runs it is\n1.10 to 1.20 times as\nfast; in 4, faster."
-    assert prose.with_claims("A row: 2 of 3.", [Claim("{} of {}", ("4", "5"))]) == "A row: 4 of 5."
+    assert with_claims("A row: 2 of 3.", [Claim("{} of {}", ("4", "5"))]) == "A row: 4 of 5."
     for other in ("it is fast", page + page):
         with pytest.raises(ValueError, match="not once: it is"):
             claim.match(other)
@@ -44,16 +44,16 @@ def test_claims_replace_their_numbers_alone() -> None:
 def test_another_number_on_a_page_is_noticed(claims: dict[Path, list[Claim]]) -> None:
     for path, of_page in claims.items():
         page = path.read_text()
-        assert prose.with_claims(page, of_page) == page, f"the numbers of {path.name} are not those of the results"
+        assert with_claims(page, of_page) == page, f"the numbers of {path.name} are not those of the results"
         for claim in of_page:
             wrong = replace(claim, numbers=tuple("77" for _ in claim.numbers)).put_into(page)
-            assert wrong != page and prose.with_claims(wrong, of_page) == page, claim.text
+            assert wrong != page and with_claims(wrong, of_page) == page, claim.text
             assert stale({path: wrong}) == [path]
 
 
 def test_a_sentence_that_turned_around_is_refused() -> None:
-    assert (prose.slower(0.94), prose.faster(1.06)) == ("6", "6")
-    for says, gain in ((prose.slower, 1.05), (prose.slower, None), (prose.faster, 0.95)):
+    assert (slower(0.94), faster(1.06)) == ("6", "6")
+    for says, gain in ((slower, 1.05), (slower, None), (faster, 0.95)):
         with pytest.raises(ValueError, match="write the sentence anew"):
             says(gain)
 
