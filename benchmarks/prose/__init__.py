@@ -11,8 +11,10 @@ from pathlib import Path
 
 from benchmarks.prose.claims import Claim
 from benchmarks.prose.engines import engines
+from benchmarks.prose.on_four import four_gpus
 from benchmarks.prose.picked import Results
 from benchmarks.prose.readme import home, readme
+from benchmarks.prose.served import serving
 from benchmarks.prose.single_kernels import beside_attention, single_kernels
 from benchmarks.prose.whole_models import whole_models
 
@@ -24,6 +26,8 @@ def pages(root: Path, results: Results) -> dict[Path, list[Claim]]:
         root / "README.md": readme(models, results.facts, results.generated),
         docs / "index.md": home(models),
         docs / "guide" / "other_stacks.md": engines(models),
+        docs / "four_gpus.md": four_gpus(results),
+        docs / "guide" / "serving.md": serving(results),
         docs / "models.md": whole_models(models, results.facts),
         docs / "when_it_pays.md": single_kernels(results.gemm, models) + beside_attention(results.attention),
     }

@@ -65,6 +65,11 @@ def _said(text: str, gain: float | None, holds: bool) -> str:
     return percent(gain)
 
 
+def numbers(values: Iterable[float], digits: int = 0, per: float = 1.0) -> tuple[str, ...]:
+    """Returns values as a page has them. per: what they are divided by, such as 1000 for milliseconds."""
+    return tuple(f"{value / per:.{digits}f}" for value in values)
+
+
 def span(values: Iterable[float | None], digits: int = 2) -> tuple[str, str]:
     """The least and the most of those that there are."""
     known = [value for value in values if value is not None]

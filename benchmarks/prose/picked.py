@@ -8,9 +8,22 @@ from dataclasses import dataclass
 from benchmarks.comparison import fastest_ratio
 from benchmarks.models.facts import Fact, path_of, read_facts
 from benchmarks.models.tables import Contest
-from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, GENERATION, MODELS, Row, grouped, newest, read_csv, runs
+from benchmarks.records import (
+    ATTENTION,
+    GEMM_COLLECTIVES,
+    GENERATION,
+    MODELS,
+    RESULTS,
+    Row,
+    grouped,
+    newest,
+    read_csv,
+    runs,
+)
 
 TWO_H200S = ("NVIDIA H200", 2)
+COPY = {"H200": 4.15e6, "H100": 2.98e6}
+"""Bytes in a microsecond that a copy within the memory of a GPU moves."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +35,20 @@ class Results:
     models: Sequence[Row]
     facts: Sequence[Fact]
     generated: Sequence[Row]
+    decode: Sequence[Row]
 
 
 def read_results() -> Results:
     """Returns all results that are in the repository."""
-    gemm, attention, models, generated = map(read_csv, (GEMM_COLLECTIVES, ATTENTION, MODELS, GENERATION))
-    return Results(gemm, attention, models, newest(read_facts(path_of(MODELS))), generated)
+    facts = newest(read_facts(path_of(MODELS)))
+    return Results(
+        read_csv(GEMM_COLLECTIVES),
+        read_csv(ATTENTION),
+        read_csv(MODELS),
+        facts,
+        read_csv(GENERATION),
+        read_csv(RESULTS / "decode.csv"),
+    )
 
 
 def is_cell(one: Contest, *, world: int | None = None, phase: str = "prefill", **sizes: object) -> bool:
@@ -52,6 +73,26 @@ def at(cells: Sequence[Contest], commit: str) -> Contest:
     """Returns the run at a commit."""
     (found,) = (one for one in cells if one.rows[0].commit == commit)
     return found
+
+
+def pick(
+    rows: Iterable[Row], op: str, shape: str, run: int | str = -1, *, gpu: str = "H200", world: int = 2, graph: int = 1
+) -> Contest:
+    """Returns one run of the cell of this shape. run: its number among the runs of the cell, or its commit, of which
+    the newest run is taken.
+    """
+    wanted = (op, shape, world, graph)
+    cell = [row for row in rows if gpu in row.gpu and (row.op, row.shape, row.world, row.graph) == wanted]
+    found = [Contest(tuple(lines)) for lines in runs(cell)]
+    return found[run] if isinstance(run, int) else [one for one in found if one.rows[0].commit == run][-1]
+
+
+def time_of(one: Contest, contestant: str = "ditron") -> float:
+    """Returns the microseconds of a contestant. ValueError if it has none."""
+    us = one.us(contestant)
+    if us is None:
+        raise ValueError(f"{contestant} has no time in {one.rows[0].cell}")
+    return us
 
 
 def us_of(row: Row) -> float:
