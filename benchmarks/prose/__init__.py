@@ -11,11 +11,13 @@ from pathlib import Path
 
 from benchmarks.prose.claims import Claim
 from benchmarks.prose.engines import engines
+from benchmarks.prose.mixtures import mixtures
 from benchmarks.prose.on_four import four_gpus
 from benchmarks.prose.picked import Results
 from benchmarks.prose.readme import home, readme
 from benchmarks.prose.served import serving
 from benchmarks.prose.single_kernels import beside_attention, single_kernels
+from benchmarks.prose.tuned import tuning
 from benchmarks.prose.whole_models import whole_models
 
 
@@ -28,6 +30,8 @@ def pages(root: Path, results: Results) -> dict[Path, list[Claim]]:
         docs / "guide" / "other_stacks.md": engines(models),
         docs / "four_gpus.md": four_gpus(results),
         docs / "guide" / "serving.md": serving(results),
+        docs / "guide" / "mixture_of_experts.md": mixtures(results),
         docs / "models.md": whole_models(models, results.facts),
+        docs / "tuning.md": tuning(results),
         docs / "when_it_pays.md": single_kernels(results.gemm, models) + beside_attention(results.attention),
     }

@@ -13,6 +13,7 @@ from benchmarks.records import (
     GEMM_COLLECTIVES,
     GENERATION,
     MODELS,
+    MOE,
     RESULTS,
     Row,
     grouped,
@@ -36,6 +37,9 @@ class Results:
     facts: Sequence[Fact]
     generated: Sequence[Row]
     decode: Sequence[Row]
+    moe: Sequence[Row]
+    routers: Sequence[Row]
+    removed: Sequence[Row]
 
 
 def read_results() -> Results:
@@ -48,6 +52,9 @@ def read_results() -> Results:
         facts,
         read_csv(GENERATION),
         read_csv(RESULTS / "decode.csv"),
+        read_csv(MOE),
+        read_csv(RESULTS / "own_routers.csv"),
+        read_csv(RESULTS / "tables_removed.csv"),
     )
 
 
