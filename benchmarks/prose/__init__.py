@@ -17,6 +17,7 @@ from benchmarks.prose.picked import Results
 from benchmarks.prose.readme import home, readme
 from benchmarks.prose.served import serving
 from benchmarks.prose.single_kernels import beside_attention, single_kernels
+from benchmarks.prose.taxed import taxes
 from benchmarks.prose.tuned import tuning
 from benchmarks.prose.whole_models import whole_models
 
@@ -32,6 +33,7 @@ def pages(root: Path, results: Results) -> dict[Path, list[Claim]]:
         docs / "guide" / "serving.md": serving(results),
         docs / "guide" / "mixture_of_experts.md": mixtures(results),
         docs / "models.md": whole_models(models, results.facts),
+        docs / "taxes.md": taxes(results),
         docs / "tuning.md": tuning(results),
         docs / "when_it_pays.md": single_kernels(results.gemm, models) + beside_attention(results.attention),
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.comparison import fastest_ratio
 from benchmarks.models.facts import Fact, path_of, read_facts
 from benchmarks.models.tables import Contest
+from benchmarks.prose.accounted import Account, read_accounts
 from benchmarks.records import (
     ATTENTION,
     GEMM_COLLECTIVES,
@@ -40,6 +41,7 @@ class Results:
     moe: Sequence[Row]
     routers: Sequence[Row]
     removed: Sequence[Row]
+    accounts: Mapping[str, Account]
 
 
 def read_results() -> Results:
@@ -55,6 +57,7 @@ def read_results() -> Results:
         read_csv(MOE),
         read_csv(RESULTS / "own_routers.csv"),
         read_csv(RESULTS / "tables_removed.csv"),
+        read_accounts(),
     )
 
 

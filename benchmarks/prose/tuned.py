@@ -141,7 +141,9 @@ def later(results: Results) -> list[Claim]:
         ),
         Claim("that takes {} in a CUDA graph", numbers(times[:1])),
         Claim("and captures ran by the library, with {}.", numbers(times[1:])),
-        Claim("no cell is below {}](model_cells.md) of its best rival", numbers([math.floor(100 * min(whole))], 2, 100)),
+        Claim(
+            "no cell is below {}](model_cells.md) of its best rival", numbers([math.floor(100 * min(whole))], 2, 100)
+        ),
     ]
 
 
