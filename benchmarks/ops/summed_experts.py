@@ -125,11 +125,11 @@ def ours(session: Session, name: str, strategy: str, k: int, apart: bool = False
     made: Any = TASKS[NORM_KINDS[0]]
     node = made("sum", norm, ("residual", "weight"), *group, name, policy, top_k=0 if apart else k)
     of_products = ExpertProjections(k, by_token=False, num_weights=1)
-    (project, projections), (reduce, text) = ((schema.overload(one.kind), one.text()) for one in (of_products, node))
+    (project, first_text), (reduce, text) = ((schema.overload(one.kind), one.text()) for one in (of_products, node))
 
     def layer(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden, down, experts, weights, *behind = given
-        (products,) = project([hidden, experts.reshape(-1), down.mT], projections, None)
+        (products,) = project([hidden, experts.reshape(-1), down.mT], first_text, None)
         if apart:
             return tuple(reduce([added_up(products, weights), *behind], text, None)[:-1])
         return tuple(reduce([products, *behind, factors_of(weights).reshape(-1)], text, None)[:-1])
