@@ -25,23 +25,12 @@ from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE
 from ditron_inductor.passes.graph.other_matmuls import other_matmul
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal
-from ditron_inductor.passes.graph.slot_sums import DETERMINISTIC, LEAST_TOKENS, adds_sorted_slots, casts
+from ditron_inductor.passes.graph.routes import PICKS
+from ditron_inductor.passes.graph.slot_sums import LEAST_TOKENS, adds_sorted_slots, casts
 from ditron_inductor.passes.graph.sorts import is_written
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReducedExperts
 
 aten = torch.ops.aten
-PICKS: frozenset[object] = frozenset(
-    {
-        aten.index.Tensor,
-        aten.index_select.default,
-        aten.gather.default,
-        aten.index_put.default,
-        aten.index_add.default,
-        aten.scatter_add.default,
-        DETERMINISTIC,
-    }
-)
-"""Ops that take rows by their numbers, or put them there."""
 SUMS: frozenset[object] = PICKS - {aten.index.Tensor, aten.index_select.default, aten.gather.default} | {
     aten.sum.dim_IntList,
     aten.add.Tensor,

@@ -10,18 +10,18 @@
     all_reduce(amax(x), "max")              reduce_op                  -> no_matmul
     fused product -> relu -> all_reduce     pointwise_between          -> already_fused
     keys -> all_to_all -> part -> attention unequal_splits, no_matmul  -> attention_parts
-    rows -> all_to_all -> _grouped_mm       unequal_splits             -> tokens_exchanged
-    index(x, [order of a sort]) -> all_to_all, and back              -> tokens_exchanged
-    all_to_all, searchsorted(counts, rows)  unequal_splits             -> tokens_exchanged
+    rows -> all_to_all -> _grouped_mm       unequal_splits, no_matmul  -> tokens_exchanged
+    index(x, [order of a sort]) -> all_to_all, and back               -> tokens_exchanged
+    all_to_all, searchsorted(counts, rows)  unequal_splits, no_matmul  -> tokens_exchanged
+    rows -> all_to_all -> a part -> bmm     batched_matmul, no_matmul  -> rows_exchanged
 
 A fusion looks only for the matmuls that it takes. If a chain ends in a matmul of another kind, the reason that the
 fusion gives is not the real one. So the chain is followed here: from a reduction upwards through casts, views and
 scales, and from a gather downwards through ops that make or read quantised numbers. A gather that is scaled more than
 once on the way down (a norm) does not count as next to the matmul. A grouped matmul, as that of routed experts, counts
 also behind the ops that bring the slots of a token together, or the rows of an expert: they are a part of it. An
-all-to-all of unequal parts beside it is that of expert parallelism. If a graph ends between both, as where the sizes
-are read from the device, that shows in what picks the rows that are sent: the order of a sort, or in what names those
-that come: the counts of each part.
+all-to-all beside it is that of expert parallelism; `graph/token_exchanges.py` has what else proves that. One that sends
+whole rows of other matmuls, as to experts of a fixed capacity, is not fused either, whatever else is changed.
 
 A reason of the collective itself, such as its reduce op, counts only if a matmul is next to it. Otherwise there is
 nothing to fuse, whatever the collective.
@@ -29,7 +29,6 @@ nothing to fuse, whatever the collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from operator import getitem
 
@@ -38,13 +37,14 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.ring_attention import ring_attention
-from ditron_inductor.passes.finish.left_experts import PICKS, pattern_of, why_experts_stay
+from ditron_inductor.passes.finish.left_experts import pattern_of, why_experts_stay
 from ditron_inductor.passes.graph import proofs
-from ditron_inductor.passes.graph.collectives import WAIT, is_collective
+from ditron_inductor.passes.graph.collectives import is_collective
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
-from ditron_inductor.passes.graph.sorts import is_order, sorted_slots
+from ditron_inductor.passes.graph.routes import MOVES, ROUTES, SCALES, downwards, upwards
+from ditron_inductor.passes.graph.token_exchanges import matmul_of_rows, shows_tokens
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import ATTENTION_KINDS, ReductionWithNorm
 from ditron_inductor.task.verify import task_calls
@@ -70,15 +70,16 @@ OWN = frozenset(
         ReasonCode.WORLD_SIZE,
     }
 )
-# They move elements, cut them apart and put them together, and change none.
-MOVES: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES | {aten.cat.default, aten.view.dtype, WAIT}
-SCALES: frozenset[object] = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
-ROUTES: frozenset[object] = PICKS | {aten.sum.dim_IntList, aten.add.Tensor, aten.where.self, getitem}
-"""Ops that bring the slots of a token together, or the rows of an expert, and what takes one of several results."""
-NUMBERS: frozenset[object] = frozenset(
-    {torch.ops.prims.iota.default, aten.arange.default, aten.arange.start, aten.arange.start_step}
-)
-"""Ops that make numbers in a row."""
+OF_ROWS = VAGUE | {ReasonCode.BATCHED_MATMUL}
+"""Reasons that an all-to-all of whole rows may have been given: no change of what they name would have it fused."""
+OF_EXCHANGES = OF_ROWS | {
+    ReasonCode.GROUPED_MATMUL,
+    ReasonCode.ROWS_CONTRACTED,
+    ReasonCode.SHAPE_UNPROVEN,
+    ReasonCode.UNEQUAL_SPLITS,
+    ReasonCode.WAIT_FORM,
+}
+"""The same of an all-to-all of tokens."""
 CLAMPS: frozenset[object] = frozenset(
     {
         aten.clamp.default,
@@ -99,7 +100,7 @@ def find_other_matmul(collective: fx.Node) -> Refusal | None:
     if below is not None:
         return below
     quiet = MOVES | proofs.CASTS | SCALES
-    for node in _upwards(collective, quiet):
+    for node in upwards(collective, quiet):
         code = other_matmul(node)
         if code is not None:
             return code.at(node)
@@ -120,40 +121,9 @@ def _routed_matmul(collective: fx.Node) -> fx.Node | None:
     """Returns the grouped matmul whose rows a collective brings, or whose products it reduces, between a routing."""
     # From a gather the routing leads down, from a reduction up, and all-to-alls stand on both sides.
     through = MOVES | proofs.CASTS | SCALES | ROUTES
-    down = () if _reduces(collective) else _downwards(collective, through)
-    up = () if _gathers(collective) else _upwards(collective, through)
+    down = () if _reduces(collective) else downwards(collective, through)
+    up = () if _gathers(collective) else upwards(collective, through)
     return next((node for node in chain(down, up) if other_matmul(node) is ReasonCode.GROUPED_MATMUL), None)
-
-
-def _sorts_rows(exchange: fx.Node) -> fx.Node | None:
-    """Returns what shows that an all-to-all sends rows in the order of a sort, brings them back to where they were, or
-    brings rows of which others' counts say what they are; None if nothing does.
-    """
-    sent, received = proofs.operand(exchange), proofs.fake(exchange)
-    if received.ndim < 2 or not received.dtype.is_floating_point:
-        return None
-    picked = proofs.indexed_rows(proofs.views_up(sent)[-1])
-    if picked is not None and _is_of_sort(picked[1]):
-        return proofs.views_up(sent)[-1]
-    for user in _downwards(exchange, MOVES):
-        rows = user.args[1] if user.target in (aten.index.Tensor, aten.index_put.default) else None
-        if isinstance(rows, (list, tuple)) and len(rows) == 1 and _is_of_sort(rows[0]):
-            return user
-    for search in exchange.graph.find_nodes(op="call_function", target=aten.searchsorted.Tensor):
-        bound = proofs.arguments(search)
-        summed, numbers = (proofs.views_up(bound[name])[-1] for name in ("sorted_sequence", "self"))
-        counted = summed.target is aten.cumsum.default and numbers.target in NUMBERS
-        if counted and proofs.same_shape(tuple(proofs.fake(numbers).shape), (received.shape[0],)):
-            return search
-    return None
-
-
-def _is_of_sort(rows: object) -> bool:
-    """Returns whether numbers of rows are the indices of a sort, or their quotients."""
-    if not isinstance(rows, fx.Node):
-        return False
-    source = proofs.views_up(rows)[-1]
-    return is_order(source) or sorted_slots(source) is not None
 
 
 def _reduces(collective: fx.Node) -> bool:
@@ -213,25 +183,8 @@ def _widens_bytes(node: fx.Node) -> bool:
 def is_beside_matmul(collective: fx.Node) -> bool:
     """Whether a matmul makes what a collective sends, or uses what it brings, with only moves and casts between."""
     quiet = MOVES | proofs.CASTS
-    near = _upwards(collective, quiet)
-    return any(map(proofs.is_matmul, near if _reduces(collective) else chain(near, _downwards(collective, quiet))))
-
-
-def _upwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
-    """Yields the sources of `node` through ops of `through`, including the first sources that are no such op."""
-    return proofs.reached(
-        node.all_input_nodes, lambda source: source.all_input_nodes if _is_one(source, through) else ()
-    )
-
-
-def _downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
-    """Yields the users of `node` through ops of `through`, including the first users that are no such op."""
-    return proofs.reached(node.users, lambda user: user.users if _is_one(user, through) else ())
-
-
-def _is_one(node: fx.Node, ops: frozenset[object]) -> bool:
-    """Returns whether a node calls one of the ops, by the op or by its name."""
-    return node.target in ops or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in ops)
+    near = upwards(collective, quiet)
+    return any(map(proofs.is_matmul, near if _reduces(collective) else chain(near, downwards(collective, quiet))))
 
 
 def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
@@ -270,17 +223,27 @@ def _review_normed(graph: fx.Graph) -> int:
 
 def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
     code = ReasonCode(given.code)
+    exchanged = _exchanged(node, code)
+    if exchanged is not None:
+        return exchanged
     if code in OWN:
-        routed = _routed_matmul(node)
-        exchanged = routed or _sorts_rows(node) if code is ReasonCode.UNEQUAL_SPLITS else None
-        if exchanged is not None:
-            return ReasonCode.TOKENS_EXCHANGED.at(exchanged)
-        return None if is_beside_matmul(node) or routed is not None else ReasonCode.NO_MATMUL
+        return None if is_beside_matmul(node) or _routed_matmul(node) is not None else ReasonCode.NO_MATMUL
     if code is ReasonCode.BATCHED_MATMUL:
         return _experts(node)
     if code not in VAGUE:
         return None
     return find_other_matmul(node) or (_fused_product(node) if _reduces(node) else None)
+
+
+def _exchanged(node: fx.Node, code: ReasonCode) -> Refusal | None:
+    """Returns that an all-to-all exchanges tokens, or rows of a matmul, where a fusion gave another reason."""
+    if code not in OF_EXCHANGES:
+        return None
+    shown = shows_tokens(node)
+    if shown is not None:
+        return ReasonCode.TOKENS_EXCHANGED.at(shown)
+    matmul = matmul_of_rows(node) if code in OF_ROWS else None
+    return None if matmul is None else ReasonCode.ROWS_EXCHANGED.at(matmul)
 
 
 def _fused_product(reduction: fx.Node) -> Refusal | None:

@@ -55,17 +55,31 @@ ELSEWHERE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rows in any order are said to be tokens on their way to experts",
-        "passes/finish/review_left_alone.py",
+        "passes/graph/token_exchanges.py",
         "return is_order(source) or sorted_slots(source) is not None",
         "return True",
         "tests/passes/test_review_left_alone.py::test_the_reason_and_its_node[picked, to others]",
     ),
     Mutation(
         "counts of other rows are said to be those of what an all-to-all brings",
-        "passes/finish/review_left_alone.py",
+        "passes/graph/token_exchanges.py",
         "if counted and proofs.same_shape(tuple(proofs.fake(numbers).shape), (received.shape[0],)):",
         "if counted:",
         "tests/passes/test_review_left_alone.py::test_the_reason_and_its_node[fewer are counted]",
+    ),
+    Mutation(
+        "columns that become rows are said to be tokens",
+        "passes/graph/token_exchanges.py",
+        "return value.dtype.is_floating_point and value.ndim > 0 and proofs.known_equal(value.shape[-1], width)",
+        "return value.dtype.is_floating_point and value.ndim > 0",
+        "tests/passes/test_review_left_alone.py::test_the_reason_and_its_node[columns, to experts]",
+    ),
+    Mutation(
+        "documents that are counted are said to be tokens for experts",
+        "passes/graph/token_exchanges.py",
+        "if unequal or _names_experts(search, num_ranks):",
+        "if True:",
+        "tests/passes/test_review_left_alone.py::test_the_reason_and_its_node[documents are counted]",
     ),
     Mutation(
         "ends that count nothing known are said to be biases of other experts",

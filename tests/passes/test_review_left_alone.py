@@ -132,6 +132,47 @@ def counted_at_experts(x: torch.Tensor, counts: torch.Tensor, received: int) -> 
     return to_experts(x), torch.searchsorted(counts.cumsum(0), torch.arange(received), right=True)
 
 
+def counted_by_rank(
+    x: torch.Tensor, counts: torch.Tensor, ranks: int = WORLD_SIZE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As above, of equal sizes, with the experts of the rows: those of this rank, for each rank that sends."""
+    experts = torch.arange(len(counts) // ranks).repeat(ranks)
+    found = torch.searchsorted(counts.cumsum(0), torch.arange(x.shape[0]), right=True)
+    return to_all(x), experts[found.clamp(max=len(counts) - 1)]
+
+
+def documents(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of the document of each token of a sequence."""
+    return to_all(x), torch.searchsorted(lengths.cumsum(0), torch.arange(x.shape[0]), right=True)
+
+
+def columns_to_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Each rank has some columns of all rows, and then all columns of some rows."""
+    T, part = x.shape[0] // WORLD_SIZE, x.shape[1]
+    return routed(to_all(x).view(WORLD_SIZE, T, part).transpose(0, 1).reshape(T, WORLD_SIZE * part), w)
+
+
+def weights_to_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Experts change their ranks."""
+    ends = torch.arange(1, WORLD_SIZE + 1, dtype=torch.int32) * (x.shape[0] // WORLD_SIZE)
+    return aten._grouped_mm(x.bfloat16(), to_all(torch.stack([w] * WORLD_SIZE).bfloat16()), ends)
+
+
+def capacity(x: torch.Tensor, w: torch.Tensor, multiply: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Two experts on each rank, which take as many tokens from all ranks."""
+    slots = to_all(x.view(2 * WORLD_SIZE, -1, x.shape[1])).view(WORLD_SIZE, 2, -1, x.shape[1])
+    return multiply(slots.transpose(0, 1).reshape(2, -1, x.shape[1]), torch.stack([w, w]))
+
+
+def by_groups(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    ends = torch.arange(1, 3, dtype=torch.int32) * x.shape[1]
+    return aten._grouped_mm(x.bfloat16().flatten(0, 1), w.bfloat16(), ends)
+
+
+def one_by_one(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[0] @ w[0].sin(), x[1] @ w[1].sin()])
+
+
 def to_all(x: torch.Tensor) -> torch.Tensor:
     sizes = [x.shape[0] // WORLD_SIZE] * WORLD_SIZE
     return c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, group_name()))
@@ -172,7 +213,34 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] 
     "from experts": (lambda a, w: to_experts(routed(a, w)), (A, W), "tokens_exchanged", "_grouped_mm"),
     "sorted, to experts": (sorted_to_experts, (A, SLOTS), "tokens_exchanged", "index"),
     "from experts, in order": (from_experts_in_order, (A, SLOTS[:64]), "tokens_exchanged", "index_put"),
-    "counted at experts": (lambda a, c: counted_at_experts(a, c, 64), (A, SLOTS[:8]), "tokens_exchanged", "searchsorted"),
+    "counted at experts": (
+        lambda a, c: counted_at_experts(a, c, 64),
+        (A, SLOTS[:8]),
+        "tokens_exchanged",
+        "searchsorted",
+    ),
+    "counted by rank": (
+        lambda a, c: counted_by_rank(a, c, WORLD_SIZE),
+        (A, SLOTS[:8]),
+        "tokens_exchanged",
+        "searchsorted",
+    ),
+    "counted otherwise": (lambda a, c: counted_by_rank(a, c, 2), (A, SLOTS[:8]), "no_matmul", ""),
+    "documents are counted": (documents, (A, SLOTS[:8]), "no_matmul", ""),
+    "as many, to experts": (lambda a, w: routed(to_all(a), w), (A, W), "tokens_exchanged", "_grouped_mm"),
+    "as many, from experts": (lambda a, w: to_all(routed(a, w)), (A, W), "tokens_exchanged", "_grouped_mm"),
+    "as many, sorted": (lambda a, ids: to_all(a[ids.sort()[1] // 2]).sin(), (A, SLOTS), "tokens_exchanged", "index"),
+    "columns, to experts": (columns_to_experts, (A[:, :8], W), "grouped_matmul", "_grouped_mm"),
+    "columns, sorted": (
+        lambda a, ids: columns_to_experts(a, torch.empty(32, 48))[ids.sort()[1]],
+        (A[:, :8], SLOTS[:32]),
+        "grouped_matmul",
+        "_grouped_mm",
+    ),
+    "weights, to experts": (weights_to_experts, (A, W), "grouped_matmul", "_grouped_mm"),
+    "a capacity": (lambda a, w: capacity(a, w, torch.bmm), (A, W), "rows_exchanged", "bmm"),
+    "a capacity, grouped": (lambda a, w: capacity(a, w, by_groups), (A, W), "tokens_exchanged", "_grouped_mm"),
+    "a capacity, one by one": (lambda a, w: capacity(a, w, one_by_one), (A, W), "rows_exchanged", "mm"),
     "fewer are counted": (lambda a, c: counted_at_experts(a, c, 32), (A, SLOTS[:8]), "no_matmul", ""),
     "picked, to others": (lambda a, rows: to_experts(a[rows]).sin(), (A, SLOTS), "no_matmul", ""),
     "sorted numbers": (lambda a, ids: to_experts(ids[ids.sort()[1]]), (A, SLOTS), "no_matmul", ""),
