@@ -71,6 +71,7 @@ from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph.collectives import group_sizes
 from ditron_inductor.passes.graph.rewriting import is_replayed
 from ditron_inductor.passes.normalize.keep_roundings import hide_roundings, show_roundings
+from ditron_inductor.passes.normalize.mark_exchanges import mark_exchanges
 from ditron_inductor.passes.normalize.mark_sorts import mark_sorts
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.recompute_zeros import recompute_zeros
@@ -161,7 +162,7 @@ MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel
 """The passes that change which numbers are sent, or in which order. They are right only if all ranks do the same."""
 BEFORE_JOINT: tuple[Pass, ...] = (hide_roundings,)
 """What runs on a joint graph in front of Inductor's own passes."""
-BEHIND_JOINT: tuple[Pass, ...] = (show_roundings, recompute_masks, recompute_zeros, mark_sorts)
+BEHIND_JOINT: tuple[Pass, ...] = (show_roundings, recompute_masks, recompute_zeros, mark_sorts, mark_exchanges)
 """What runs on a joint graph behind Inductor's own passes."""
 
 

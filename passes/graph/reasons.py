@@ -328,9 +328,9 @@ _TEXTS: dict[ReasonCode, str] = {
         "concatenate their operands along the contracted dimension"
     ),
     ReasonCode.TOKENS_EXCHANGED: (
-        "it sends tokens to the ranks of their experts, or back: whole rows, mostly in numbers that their routing "
-        "decides, which no fusion takes; gather the tokens instead, by ditron_inductor.ops.experts or one of its ways "
-        "into transformers and TorchTitan"
+        "it sends tokens, or their gradients, to the ranks of their experts, or back: whole rows, mostly in numbers "
+        "that their routing decides, which no fusion takes; gather the tokens instead, by ditron_inductor.ops.experts "
+        "or one of its ways into transformers and TorchTitan"
     ),
     ReasonCode.UNEQUAL_SPLITS: (
         "its splits are not proved to be equal; send as much to every rank, and leave the split sizes out"

@@ -3,9 +3,11 @@
     rows -> all_to_all -> index by a routing -> _grouped_mm, and back       grouped matmuls have the rows
     index(x, [order of a sort]) -> all_to_all, and back                     the rows are sorted
     all_to_all, searchsorted(counts, rows)                                  the rows that come are told apart by counts
+    the gradient of one of these                                            it sends the gradients of the same rows
 
 Where sizes are read from the device, a graph ends between an exchange and the experts. What picks the rows that are
-sent, or what names those that come, is in its graph then.
+sent, or what names those that come, is in its graph then. Its gradient may be alone in the graph of the backward: only
+the joint graph shows of which exchange it is the gradient, so `normalize/mark_exchanges.py` marks it there.
 
 Whether the sizes are equal says nothing. A routing may give every rank as much, and may do so on one rank alone. Only
 counts without a number of ranks in them prove nothing then: documents in a sequence are counted like that too.
@@ -29,6 +31,10 @@ from ditron_inductor.passes.graph.routes import MOVES, PICKS, ROUTES, SCALES, do
 from ditron_inductor.passes.graph.sorts import is_order, sorted_slots
 
 aten = torch.ops.aten
+TOKENS = "ditron_tokens"
+"""The mark of an all-to-all that sends gradients of rows, which the joint graph proved to be tokens."""
+SEQUENCE = "seq_nr"
+"""Torch's own mark in a joint graph: the ops of a function and those of its gradient have one number."""
 NUMBERS: frozenset[object] = frozenset(
     {torch.ops.prims.iota.default, aten.arange.default, aten.arange.start, aten.arange.start_step}
 )
@@ -40,8 +46,8 @@ OF_A_DIM: frozenset[object] = proofs.CUTS | PICKS | {aten.cat.default, aten.sele
 
 
 def shows_tokens(exchange: fx.Node) -> fx.Node | None:
-    """Returns what shows that a collective is an all-to-all of tokens to their experts, or back; None if nothing
-    does.
+    """Returns what shows that a collective is an all-to-all of tokens to their experts, or back, perhaps itself; None
+    if nothing does.
     """
     if exchange.target is not ALL_TO_ALL:
         return None
@@ -49,7 +55,7 @@ def shows_tokens(exchange: fx.Node) -> fx.Node | None:
         # What has more dimensions is weights, or gradients of them.
         if other_matmul(matmul) is ReasonCode.GROUPED_MATMUL and proofs.fake(rows).ndim == 2:
             return matmul
-    return _sorts_rows(exchange)
+    return exchange if exchange.meta.get(TOKENS) == exchange.name else _sorts_rows(exchange)
 
 
 def matmul_of_rows(exchange: fx.Node) -> fx.Node | None:
@@ -68,6 +74,18 @@ _FIRST: dict[object, tuple[int, ...]] = {
     **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), (1,)),
 }
 """The place of the operand whose rows are those of the product."""
+
+
+def may_be_gradient(exchange: fx.Node, of: fx.Node) -> bool:
+    """Returns whether an all-to-all of a backward is numbered as a part of the gradient of another one, in a joint
+    graph, and sends back what that one has sent.
+    """
+    number = exchange.meta.get(SEQUENCE)
+    if number is None or number != of.meta.get(SEQUENCE):
+        return False
+    back, there = proofs.arguments(exchange), proofs.arguments(of)
+    reverse = {"input_split_sizes": "output_split_sizes", "output_split_sizes": "input_split_sizes"}
+    return all(back[name] == there[reverse.get(name, name)] for name in (*reverse, "group_name"))
 
 
 def _beside(exchange: fx.Node, ops: frozenset[object]) -> Iterator[tuple[fx.Node, fx.Node]]:

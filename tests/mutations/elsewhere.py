@@ -82,6 +82,13 @@ ELSEWHERE: tuple[Mutation, ...] = (
         "tests/passes/test_review_left_alone.py::test_the_reason_and_its_node[documents are counted]",
     ),
     Mutation(
+        "the gradient of any exchange is said to be one of tokens",
+        "passes/normalize/mark_exchanges.py",
+        "if functions and all(shows_tokens(one) is not None for one in functions):",
+        "if functions:",
+        "tests/passes/test_mark_exchanges.py::test_the_gradient_of_another_exchange_is_not_marked",
+    ),
+    Mutation(
         "ends that count nothing known are said to be biases of other experts",
         "passes/fuse/grouped_matmul_all_reduce.py",
         "return ReasonCode.EXPERT_ENDS.at(ends)",
