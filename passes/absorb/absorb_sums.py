@@ -1,7 +1,7 @@
 """The weighted sum of what a decode step's experts return for each token goes into the reduction with a norm behind it.
 
     products [S, N] -> mul(.., factors [S, 1]) -> reshape [T, k, N] -> sum over k [T, N] -> [cast] -> [add(.., added)]
-    -> views -> ditron.all_reduce_rms_norm(x, ..) -> getitem 0 [.., N], ..
+    -> views -> ditron.all_reduce_rms_norm(x, ..) -> getitem 0 [.., N], ..    other sums: see graph/slot_readings.py
     =>  products [S, N], reshape(factors) [S], [added] -> ditron.all_reduce_rms_norm(top_k=k) -> getitem 0 [T, N], ..
     -> reshape [.., N]
 
@@ -35,7 +35,8 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import fits_an_epilogue, is_stored
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.all_to_all import written
-from ditron_inductor.passes.graph.slot_sums import added_to, casts, ending_with, rounded_to
+from ditron_inductor.passes.graph.slot_readings import Reading, casts, readings
+from ditron_inductor.passes.graph.slot_sums import Ending, ending_of, ending_with, times
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReductionWithNorm
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
@@ -47,17 +48,25 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class SlotSum:
     """A sum over the slots of each token. products: a tensor [S, N], or views of one. factors: a number for each row of
-    it. summed: the terms that are added up. top_k: the slots of a token. added: what is added to the sum, or None.
-    result: the sum, with that, rounded. steps: the nodes from behind the products to the result.
+    it. reading: how the terms are added up. ending: what follows that. steps: the nodes from behind the products to the
+    result.
     """
 
     products: fx.Node
     factors: fx.Node
-    summed: fx.Node
-    top_k: int
-    added: fx.Node | None
-    result: fx.Node
+    reading: Reading
+    ending: Ending
     steps: tuple[fx.Node, ...]
+
+    @property
+    def added(self) -> fx.Node | None:
+        """What is added to the sum."""
+        return self.ending.added
+
+    @property
+    def result(self) -> fx.Node:
+        """The sum, with what is added to it, rounded."""
+        return self.ending.result
 
 
 def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
@@ -71,10 +80,10 @@ def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
     products, reduced = proofs.fake(terms.products), proofs.fake(x)
     N = products.shape[-1]
     # Terms in rows of another length are not those of slots.
-    shapes = [tuple(proofs.fake(one).shape) for one in (terms.summed, terms.result, x)]
-    if not all(shape and proofs.known_equal(shape[-1], N) for shape in shapes):
+    lengths = (terms.reading.sizes[2], *reduced.shape[-1:])
+    if len(lengths) != 2 or not all(proofs.known_equal(length, N) for length in lengths):
         return None
-    T = proofs.fake(terms.summed).shape[0]
+    T = terms.reading.sizes[0]
     few = isinstance(T, int) and T <= MOST_EXPERT_TOKENS and all(isinstance(size, int) for size in reduced.shape)
     if not few or reduced.dtype != products.dtype or products.dtype not in ACTIVATION_DTYPES:
         return None
@@ -89,29 +98,35 @@ def find_sum_of_slots(call: fx.Node) -> SlotSum | None:
 
 def _terms(total: fx.Node) -> SlotSum | None:
     """Reads `total` as a sum of scaled products of slots; None if it is none."""
-    if total.target is not aten.sum.dim_IntList:
-        return None
-    summed, bound = proofs.operand(total), proofs.arguments(total)
-    shape = proofs.fake(summed).shape
-    if proofs.fake(total).dtype not in ACTIVATION_DTYPES:
+    if proofs.tensor(total) is None or proofs.fake(total).dtype not in ACTIVATION_DTYPES:
         # The node adds in fp32, so this would not be the sum of integers or of fp64.
         return None
-    if len(shape) != 3 or [dim % 3 for dim in bound["dim"] or ()] != [1] or bound["keepdim"]:
-        return None
-    *views, scaled = proofs.views_up(summed)
+    for reading in readings(total):
+        weighted = _scaled_by_row(reading) if reading.weights is None else (reading.rows, reading.weights, ())
+        if weighted is None or proofs.fake(weighted[1]).dtype not in ACTIVATION_DTYPES:
+            continue
+        products, factors, steps = weighted
+        ending = ending_of(total, proofs.fake(products).dtype, reading.base)
+        behind = dict.fromkeys((*steps, *reading.steps, total, *ending.steps))
+        return SlotSum(products, factors, reading, ending, tuple(behind))
+    return None
+
+
+def _scaled_by_row(reading: Reading) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
+    """Returns (products, a factor for each row of them, the nodes behind the products) if the rows of a sum are such
+    products; else None.
+    """
+    *views, scaled = proofs.views_up(reading.rows)
     rounded = [scaled] if casts(scaled) else []
     scaled = proofs.operand(scaled) if rounded else scaled
     factors = [factor for factor in scaled.args if isinstance(factor, fx.Node)]
-    if scaled.target is not aten.mul.Tensor or len(factors) != 2 or not isinstance(shape[1], int):
+    if scaled.target is not aten.mul.Tensor or len(factors) != 2:
         return None
     for factor, scale in (factors, factors[::-1]):
         wide = [factor] if casts(factor) else []
         products = proofs.operand(factor) if wide else factor
         if _is_column(scale, scaled) and proofs.alike(factor, scaled) and not _is_column(factor, scaled):
-            last = rounded_to(total, proofs.fake(products).dtype)
-            result, behind, added = added_to(last)
-            steps = dict.fromkeys((*wide, scaled, *rounded, *views, total, last, *behind, result))
-            return SlotSum(products, scale, summed, shape[1], added, result, tuple(steps))
+            return products, scale, tuple(dict.fromkeys((*wide, scaled, *rounded, *views)))
     return None
 
 
@@ -127,11 +142,12 @@ def rewrite(graph: fx.Graph, call: fx.Node, task: Any, terms: SlotSum) -> None:
     """Gives the call the products in the place of their sum."""
     operands = schema.operands_from_call(call)
     x = operands["x"]
-    (*_, N), T = proofs.fake(terms.products).shape, proofs.fake(terms.summed).shape[0]
-    task = replace(task, top_k=terms.top_k, has_added=terms.added is not None)
+    T, top_k, N = terms.reading.sizes
+    task = replace(task, top_k=top_k, has_added=terms.added is not None)
     with graph.inserting_before(call):
-        operands["x"] = rewriting.shaped(graph, terms.products, (T * terms.top_k, N))
-        operands["factors"] = rewriting.shaped(graph, terms.factors, (T * terms.top_k,))
+        operands["x"] = rewriting.shaped(graph, terms.products, (T * top_k, N))
+        factors = rewriting.shaped(graph, terms.factors, (T * top_k,))
+        operands["factors"] = times(graph, factors, terms.ending.factor)
         if terms.added is not None:
             operands["added"] = rewriting.shaped(graph, terms.added, (T, N))
         outputs = [rewriting.norm_output(proofs.fake(x), name, (T, N)) for name in task.returned]
@@ -144,7 +160,7 @@ def rewrite(graph: fx.Graph, call: fx.Node, task: Any, terms: SlotSum) -> None:
             result = rewriting.output(graph, made, index, user)
             user.replace_all_uses_with(rewriting.shaped(graph, result, tuple(proofs.fake(user).shape)))
         graph.erase_node(user)
-    rewriting.erase_unused(graph, [call, x, *reversed(terms.steps)])
+    rewriting.erase_unused(graph, [call, *proofs.views_up(x)[:-1], *terms.steps])
 
 
 def absorb_sums(graph: fx.Graph, *, options: Options) -> int:

@@ -26,7 +26,8 @@ from ditron_inductor.passes.graph.collectives import ALL_REDUCE
 from ditron_inductor.passes.graph.other_matmuls import other_matmul
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal
 from ditron_inductor.passes.graph.routes import PICKS
-from ditron_inductor.passes.graph.slot_sums import LEAST_TOKENS, adds_sorted_slots, casts
+from ditron_inductor.passes.graph.slot_readings import Reading, casts, readings
+from ditron_inductor.passes.graph.slot_sums import LEAST_TOKENS, adds_sorted_slots, number_of
 from ditron_inductor.passes.graph.sorts import is_written
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReducedExperts
 
@@ -165,17 +166,22 @@ def _stranger(experts: Experts, *, few: bool) -> fx.Node | None:
     """
     products, before = proofs.fake(experts.matmul), experts.matmul
     scaled = placed = summed = added = False
+    read = _read_as_sums(experts.path)
     for node in experts.path:
         if node.target in CHUNKS and summed:
             continue
-        if proofs.keeps_order(node):
+        if (reading := read.get(node)) is not None and not summed:
+            weighted = reading.weights is not None
+            fits = scaled or weighted if few else placed and not (scaled and weighted)
+            summed, node = node is reading.total, node if fits else reading.total
+        elif proofs.keeps_order(node):
             fits = few or placed or summed
         elif casts(node):
             fits = few or not summed or proofs.fake(node).dtype == products.dtype
         elif node.target is aten.add.Tensor and summed:
             fits, added = not added and proofs.alike(node, before), True
         elif summed:
-            fits = False
+            fits = not added and number_of(node) is not None
         elif node.target is aten.add.Tensor:
             fits = not placed and not scaled and _adds_bias(node, before)
         elif node.target is aten.where.self:
@@ -187,14 +193,23 @@ def _stranger(experts: Experts, *, few: bool) -> fx.Node | None:
         elif not few and (node.target is aten.gather.default or is_written(node)):
             fits, placed = not placed, True
         elif node.target is aten.sum.dim_IntList:
-            fits, summed = (scaled if few else placed) and _sums_slots(node), True
+            fits, summed = (scaled if few else placed) and any(readings(node)), True
         else:
             fits, summed = not few and not placed and adds_sorted_slots(node), True
         if not fits:
             return _read_by_bmm(node)
         before = node
     # What is reduced holds the sums, in the dtype of the products.
-    return None if summed and proofs.fake(before).dtype == products.dtype else before
+    return None if summed and proofs.fake(before).dtype == products.dtype else proofs.views_up(before)[-1]
+
+
+def _read_as_sums(path: tuple[fx.Node, ...]) -> dict[fx.Node, Reading]:
+    """Returns, by their nodes, the sums over slots that are no `sum`: batched matmuls, and slots added one by one."""
+    found: dict[fx.Node, Reading] = {}
+    for total in path:
+        for reading in readings(total) if total.target is not aten.sum.dim_IntList else ():
+            found |= dict.fromkeys((*reading.steps, total), reading)
+    return found
 
 
 def _read_by_bmm(node: fx.Node) -> fx.Node:
@@ -215,9 +230,3 @@ def _scales(mul: fx.Node, products: fx.Node) -> bool:
     """Returns whether a product has one factor for each row."""
     factors = [proofs.tensor(factor) for factor in mul.args if factor is not products]
     return all(factor is not None and factor.ndim and proofs.known_equal(factor.shape[-1], 1) for factor in factors)
-
-
-def _sums_slots(total: fx.Node) -> bool:
-    """Returns whether a sum is that over the second of three dimensions, which are tokens, slots and columns."""
-    bound = proofs.arguments(total)
-    return proofs.fake(bound["self"]).ndim == 3 and bound["dim"] in ([1], [-2]) and not bound["keepdim"]

@@ -16,6 +16,9 @@ and as TorchTitan writes it, also with `index_add` and `index_put`:
     _grouped_mm(..) [S, N] -> [add] -> [where] -> [cast] -> mul(.., reshape(scale [S], [-1, 1])) -> [cast]
     -> scatter_add(added or zeros [T, N], 0, expand(order [S] // k), ..) -> [cast]   order: the indices of a sort
 
+The sum over k may be written otherwise, as a matmul with the weights or slot by slot (see graph/slot_readings.py), and
+a number may stand behind it (see graph/slot_sums.py), which the scale is multiplied by.
+
 The backward of `x[order // k]` is the second form without a scale. Where two weights multiply these rows, the products
 of two grouped matmuls are added first.
 
@@ -35,7 +38,7 @@ it was before.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no Task node with a collective: it is left to Inductor, as for `projections`;
-* Inductor unrolls the sum, in the first form, or there are few tokens, in the second one;
+* Inductor unrolls the sum, in the first form, or the graph does, or there are few tokens, in the second one;
 * anything between the grouped matmul and the sum is used elsewhere, except for the masked products, which then stay;
 * the slots of a token are not side by side behind the index, or the rows are not as many as the slots;
 * the places are those of no sort, in the second form, or where factors are behind the index: tokens may then have any
@@ -48,7 +51,6 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,15 +62,16 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting, sizes
 from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.launches import takes_local
+from ditron_inductor.passes.graph.slot_readings import Reading, casts, readings
 from ditron_inductor.passes.graph.slot_sums import (
     DETERMINISTIC,
     SCATTERS,
+    Ending,
     added_at,
-    added_to,
-    casts,
-    rounded_to,
+    ending_of,
     rows_of,
     slots_of,
+    times,
 )
 from ditron_inductor.passes.graph.sorts import is_order, is_permutation, is_written
 from ditron_inductor.task.nodes import CombineExperts
@@ -119,9 +122,9 @@ class ScaledProducts:
 @dataclass(frozen=True)
 class Match:
     """A weighted sum of slots. index: [S], the places of the slots of the tokens, or, if `sorts`, the slot at each
-    place. weights: [T, k, 1], what the slots of each token are multiplied by, or None if the products have a scale.
-    added: in any shape of T * N elements, or None. views: those between the sum [T, N] and `result`, which is replaced.
-    steps: the nodes from behind the matmul to the result.
+    place. weights: T * k factors, what the slots of each token are multiplied by, or None if the products have a scale.
+    total: the sum, in any shape of T * N elements. ending: what follows it, up to the node that is replaced. steps: the
+    nodes from behind the matmul to that one.
     """
 
     terms: ScaledProducts
@@ -129,10 +132,18 @@ class Match:
     sorts: bool
     weights: fx.Node | None
     top_k: int
-    added: fx.Node | None
-    views: tuple[fx.Node, ...]
-    result: fx.Node
+    total: fx.Node
+    ending: Ending
     steps: tuple[fx.Node, ...]
+
+    @property
+    def added(self) -> fx.Node | None:
+        """What is added to the sum, in any shape of T * N elements."""
+        return self.ending.added
+
+    @property
+    def result(self) -> fx.Node:
+        return self.ending.result
 
 
 def find_combine_experts(node: fx.Node, *, whenever: bool = False) -> Match | None:
@@ -141,54 +152,33 @@ def find_combine_experts(node: fx.Node, *, whenever: bool = False) -> Match | No
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
-    if node.target is aten.sum.dim_IntList:
-        return _sum_of_indexed(node, 0 if whenever else inductor_config.unroll_reductions_threshold)
     name = node.target._schema.name
-    is_scatter = name in SCATTERS and node.target._overloadname == "default"
-    return _scattered(node, 0 if whenever or name == DETERMINISTIC else LEAST_SCATTERED) if is_scatter else None
+    if name in SCATTERS and node.target._overloadname == "default":
+        return _scattered(node, 0 if whenever or name == DETERMINISTIC else LEAST_SCATTERED)
+    found = (_sum_of_indexed(reading) for reading in readings(node) if whenever or _pays(reading))
+    return next((match for match in found if match is not None), None)
 
 
-def _sum_of_indexed(total: fx.Node, least: int) -> Match | None:
-    """Proves the first form, with `least` experts for each token or more."""
-    summed, bound = proofs.operand(total), proofs.arguments(total)
-    shape = proofs.fake(summed).shape
-    dims = [dim % 3 for dim in bound["dim"] or ()]
-    if len(shape) != 3 or dims != [1] or bound["keepdim"] or not isinstance(shape[1], int):
+def _pays(reading: Reading) -> bool:
+    """Returns whether Inductor makes more than one kernel of a sum and of what is in front of it."""
+    return not reading.unrolled and reading.top_k >= inductor_config.unroll_reductions_threshold
+
+
+def _sum_of_indexed(reading: Reading) -> Match | None:
+    """Proves the first form."""
+    *views, taken = proofs.views_up(reading.rows)
+    by_slot, weights = _by_slot(taken), reading.weights
+    terms = None if by_slot is None else _terms(by_slot[0])
+    if by_slot is None or terms is None:
         return None
-    # A sum of another kind of numbers would not be what is added up here.
-    if shape[1] < least or not proofs.fake(total).dtype.is_floating_point:
+    _, index, sorts = by_slot
+    if not _fits(terms, index, *reading.sizes, weights):
         return None
-    for rows, weights, multiplied in _weighted(summed):
-        *views, taken = proofs.views_up(rows)
-        by_slot = _by_slot(taken)
-        terms = None if by_slot is None else _terms(by_slot[0])
-        if by_slot is None or terms is None or not _fits(terms, by_slot[1], *shape, weights):
-            continue
-        _, index, sorts = by_slot
-        if weights is not None and not sorts and not is_permutation(index):
-            continue
-        rounded = rounded_to(total, proofs.fake(terms.grouped).dtype)
-        result, behind, added = added_to(rounded)
-        steps = (*terms.steps, taken, *views, *multiplied, total)
-        return _checked(Match(terms, index, sorts, weights, shape[1], added, behind, result, steps), rounded)
-    return None
-
-
-def _weighted(summed: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None, tuple[fx.Node, ...]]]:
-    """Yields the ways to read `summed` [T, k, N] as (rows, their factors [T, k, 1] or None, the nodes behind the rows).
-    The rows may be cast before they are multiplied, and behind that.
-    """
-    yield summed, None, ()
-    product = proofs.operand(summed) if casts(summed) else summed
-    factors = [factor for factor in product.args if isinstance(factor, fx.Node)]
-    if product.target is not aten.mul.Tensor or len(factors) != 2:
-        return
-    for factor, weights in (factors, factors[::-1]):
-        value, of_slots = proofs.tensor(weights), (*proofs.fake(summed).shape[:2], 1)
-        if value is not None and proofs.same_shape(tuple(value.shape), of_slots) and proofs.alike(factor, product):
-            rows = proofs.operand(factor) if casts(factor) else factor
-            behind = dict.fromkeys((factor, product, summed))
-            yield rows, weights, tuple(step for step in behind if step is not rows)
+    if weights is not None and not sorts and not is_permutation(index):
+        return None
+    ending = ending_of(reading.total, proofs.fake(terms.grouped).dtype, reading.base)
+    steps = (*terms.steps, taken, *views, *reading.steps, reading.total)
+    return _checked(Match(terms, index, sorts, weights, reading.top_k, reading.total, ending, steps))
 
 
 def _by_slot(taken: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
@@ -232,12 +222,8 @@ def _scattered(total: fx.Node, least: int) -> Match | None:
     fits = proofs.same_shape(tuple(proofs.fake(index).shape), tuple(expected))
     if not fits or not _fits(terms, order[0], shape[0], order[1], shape[1]):
         return None
-    # Only a sum that begins at 0 may be rounded behind: what it is added to would be rounded in front of it.
-    from_zero = proofs.is_full(base, 0)
-    rounded = rounded_to(total, proofs.fake(terms.grouped).dtype) if from_zero else total
-    result, views, added = added_to(rounded) if from_zero else (total, (), base)
-    found = Match(terms, order[0], True, None, order[1], added, views, result, (*terms.steps, total))
-    return _checked(found, rounded)
+    ending = ending_of(total, proofs.fake(terms.grouped).dtype, None if proofs.is_full(base, 0) else base)
+    return _checked(Match(terms, order[0], True, None, order[1], total, ending, (*terms.steps, total)))
 
 
 def _terms(node: fx.Node) -> ScaledProducts | None:
@@ -327,23 +313,24 @@ def _fits(terms: ScaledProducts, slots: fx.Node, T: Any, top_k: int, N: Any, wei
     return all(proofs.same_shape(tuple(value.shape), of_slots) for value, of_slots in expected)
 
 
-def _checked(found: Match, total: fx.Node) -> Match | None:
+def _checked(found: Match) -> Match | None:
     """Returns the match if nothing else reads its steps, and its result is what the node returns. Anything may read the
-    masked products, which then stay beside the node. total: [T, N].
+    masked products, which then stay beside the node.
     """
-    terms, last, value = found.terms, found.steps[-1], proofs.fake(found.result)
+    terms, total, value = found.terms, found.total, proofs.fake(found.result)
     inner = [step for step in found.steps[:-1] if step is not terms.masked]
     biases = () if terms.bias is None else (terms.bias.table, terms.bias.experts)
     optional = (terms.scale, found.weights, terms.absent, terms.masked, found.added, *biases)
     operands = [terms.grouped, terms.summed, found.index, *[one for one in optional if one is not None]]
     wrong = (
-        proofs.other_user(inner, {*inner, last}) is not None
-        or proofs.fake(total).dtype != proofs.fake(terms.grouped).dtype
+        proofs.other_user(inner, {*inner, total}) is not None
+        or value.dtype != proofs.fake(terms.grouped).dtype
         or not proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape))
         or written(operands) is not None
-        or sizes.in_graph(total.graph, found.result, proofs.fake(total).shape[1]) is None
+        or sizes.in_graph(total.graph, found.result, proofs.fake(terms.grouped).shape[1]) is None
+        or sizes.shape_in_graph(found.result, proofs.fake(total).shape) is None
     )
-    return None if wrong else replace(found, steps=(*found.steps, total, *found.views, found.result))
+    return None if wrong else replace(found, steps=(*found.steps, *found.ending.steps))
 
 
 def _inverse(graph: fx.Graph, order: fx.Node) -> fx.Node:
@@ -399,6 +386,7 @@ def operands_of(graph: fx.Graph, match: Match) -> tuple[dict[str, fx.Node], torc
     if match.added is not None:
         rows = (match.added, [-1, sizes.in_graph(graph, match.result, N)])
         operands["added"] = rewriting.call(graph, aten.reshape.default, rows, match.added, shape)
+    operands["scale"] = times(graph, operands["scale"], match.ending.factor)
     return operands, rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape))
 
 
@@ -417,7 +405,11 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> None:
             operands |= {"bias": bias.table, "experts": bias.experts}
         call = rewriting.call_task(graph, task, operands, result, [made])
         output = rewriting.output(graph, call, 0, result)
-        for view in match.views:
+        whole = proofs.fake(match.total).shape
+        if not proofs.same_shape(tuple(whole), tuple(made.shape)):
+            args = (output, sizes.shape_in_graph(result, whole))
+            output = rewriting.call(graph, aten.reshape.default, args, result, whole)
+        for view in match.ending.views:
             output = rewriting.call(
                 graph, view.target, (output, *view.args[1:]), view, proofs.fake(view).shape, proofs.fake(view).stride()
             )

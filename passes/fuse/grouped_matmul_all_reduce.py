@@ -94,14 +94,14 @@ def _refusal(sums: combine_experts.Match) -> Refused | None:
     """Returns why the node cannot compute the products of the grouped matmuls, with their biases, which the first step
     of the sum reads. The graph may return them too, masked or not, in row-major order. None: it can compute them.
     """
-    terms, (reader, behind, *_) = sums.terms, sums.steps
+    terms, (reader, *behind) = sums.terms, sums.steps
     grouped, summed = terms.grouped, terms.summed
     matmuls = (grouped,) if terms.second is None else (grouped, terms.second[0])
     wrong = next((matmul for matmul in matmuls if not expert_rows.is_taken(matmul)), None)
     if wrong is not None or not _are_alike(matmuls):
         return ReasonCode.GROUPED_MATMUL.at(wrong or matmuls[-1])
     ends = proofs.arguments(grouped)["offs"]
-    readers = {summed: reader} if terms.masked is None else {summed: reader, terms.masked: behind}
+    readers = {summed: reader} if terms.masked is None else {summed: reader, terms.masked: behind[0]}
     others = [
         user
         for source, known in readers.items()

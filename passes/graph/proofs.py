@@ -191,6 +191,20 @@ def views_up(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
+def permuted(node: fx.Node) -> tuple[fx.Node, list[int], tuple[fx.Node, ...]]:
+    """Returns (what a node is views of permutes of; its dimensions that are not of size 1, in the order in which they
+    are in the node; the nodes behind it).
+    """
+    *steps, source = views_up(node)
+    dims = list(range(fake(source).ndim))
+    while source.target in TRANSPOSES:
+        order = permutation(source)
+        dims = [order[dim] for dim in dims]
+        steps.append(source)
+        source = operand(source)
+    return source, [dim for dim in dims if not known_equal(fake(source).shape[dim], 1)], tuple(steps)
+
+
 def view_in_shape(node: fx.Node, shape: tuple[Any, ...]) -> fx.Node | None:
     """The first of `views_up` that has this shape; None if none has."""
     for view in views_up(node):

@@ -11,7 +11,7 @@ own operands (`s1 * 4` here). The symbolic value stays the same, nothing is spec
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,14 @@ def _multiple(
 def in_graph(graph: fx.Graph, before: fx.Node, length: Any) -> Any:
     """Returns a size as an argument of an op at `before`: the int, or an existing node that holds it, or None."""
     return length if isinstance(length, int) else _existing(graph, before, length, lambda node: False)
+
+
+def shape_in_graph(before: fx.Node, shape: Sequence[Any]) -> list[Any] | None:
+    """Returns a shape as the argument of a reshape at `before`: ints, nodes of the graph, and -1 at most once; None if
+    more than one size stands in no node there.
+    """
+    found = [in_graph(before.graph, before, size) for size in shape]
+    return None if found.count(None) > 1 else [-1 if size is None else size for size in found]
 
 
 def _existing(graph: fx.Graph, reader: fx.Node, length: Any, asked: Callable[[fx.Node], bool]) -> fx.Node | None:

@@ -1,23 +1,35 @@
-"""What stands around the sum over the experts of each token: casts, a tensor that is added to it, rows of tokens."""
+"""What stands around the sum over the experts of each token: casts, factors, a tensor that is added, rows of tokens.
+
+A number by which the sum is multiplied, as DeepSeek's `routed_scaling_factor`, becomes a part of the factors of the
+slots. These are then fp32, and the sum is no longer rounded in front of the number, so nothing is less exact. A very
+large or small number might take a factor out of the range of fp32, so it stays.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import fx
 
-from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.slot_readings import CAST, casts
 from ditron_inductor.passes.graph.sorts import sorted_slots
 
 aten = torch.ops.aten
-CAST = torch.ops.prims.convert_element_type.default
 DETERMINISTIC = "torchtitan::deterministic_scatter_add"
 """The op that adds up slots in TorchTitan 0.3. It is known by name, as TorchTitan may be missing."""
 LEAST_TOKENS = 512
 """The fewest tokens whose experts go into a node with the reduction of their sum."""
 SCATTERS = ("aten::scatter_add", "aten::index_add", "aten::index_put", DETERMINISTIC)
+
+
+LEAST_FACTOR = 2.0**-16
+"""The smallest number that becomes a part of the factors of slots; the largest is its inverse."""
+FACTORS: frozenset[object] = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
 
 
 class EndsWith(Protocol):
@@ -30,16 +42,66 @@ class EndsWith(Protocol):
 S = TypeVar("S", bound=EndsWith)
 
 
-def casts(node: fx.Node) -> bool:
-    """Returns whether a node casts one floating-point dtype to another."""
-    return node.target is CAST and all(one.dtype.is_floating_point for one in map(proofs.fake, (node, node.args[0])))
+@dataclass(frozen=True)
+class Ending:
+    """What follows a sum. result: the node that the sum ends with. factor: the number by which it is multiplied. added:
+    what is added behind that, or what the sum begins with; None if there is nothing. views: those on the way. steps:
+    the nodes from behind the sum to the result.
+    """
+
+    result: fx.Node
+    factor: float
+    added: fx.Node | None
+    views: tuple[fx.Node, ...]
+    steps: tuple[fx.Node, ...]
 
 
-def rounded_to(total: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Returns the only user of a sum if that casts it to `dtype`, else the sum."""
-    user = proofs.sole_user(total)
-    casts = user is not None and user.target is CAST and proofs.fake(user).dtype == dtype
-    return user if user is not None and casts else total
+def ending_of(total: fx.Node, dtype: torch.dtype, base: fx.Node | None) -> Ending:
+    """Returns what follows a sum, up to where it is rounded to `dtype` for the last time, and the addition of another
+    tensor. What begins with `base` is neither rounded nor multiplied behind that: so would be the base.
+    """
+    if base is not None:
+        return Ending(total, 1.0, base, (), ())
+    chain, factor = [total], 1.0
+    last, multiplied = 0, 1.0
+    while (user := proofs.sole_user(chain[-1])) is not None:
+        number = number_of(user)
+        if number is not None and LEAST_FACTOR <= abs(factor * number) <= 1 / LEAST_FACTOR:
+            factor *= number
+        elif not (casts(user) and proofs.fake(user).dtype in (dtype, torch.float32)) and not proofs.keeps_order(user):
+            break
+        chain.append(user)
+        if proofs.fake(user).dtype == dtype and not proofs.keeps_order(user):
+            last, multiplied = len(chain) - 1, factor
+    chain = chain[: last + 1]
+    result, views, added = added_to(chain[-1])
+    steps = tuple(dict.fromkeys((*chain[1:], *views, result)))
+    between = tuple(step for step in chain[1:] if proofs.keeps_order(step))
+    return Ending(result, multiplied, added, (*between, *views), tuple(step for step in steps if step is not total))
+
+
+def number_of(node: fx.Node) -> float | None:
+    """Returns the number by which a node multiplies a tensor of floating-point numbers, in their dtype; None if it does
+    not.
+    """
+    if node.target not in FACTORS or node.kwargs or len(node.args) != 2:
+        return None
+    source, number = proofs.tensor(node.args[0]), node.args[1]
+    if source is None or not source.dtype.is_floating_point or proofs.fake(node).dtype != source.dtype:
+        return None
+    if not isinstance(number, (int, float)) or not math.isfinite(number) or not number:
+        return None
+    return float(number) if node.target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / number
+
+
+def times(graph: fx.Graph, scale: fx.Node, factor: float) -> fx.Node:
+    """Returns the factors of slots, multiplied by a number in fp32, in which the nodes of their sums multiply."""
+    if factor == 1.0:
+        return scale
+    shape, wide = proofs.fake(scale).shape, torch.float32
+    if proofs.fake(scale).dtype != wide:
+        scale = rewriting.call(graph, CAST, (scale, wide), scale, shape, dtype=wide)
+    return rewriting.call(graph, aten.mul.Tensor, (scale, factor), scale, shape)
 
 
 def added_to(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None]:
@@ -57,10 +119,12 @@ def added_to(total: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | No
 
 
 def candidates(source: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes that may add up slots, if `source` ends with that: itself, what it casts, and what it adds."""
+    """Yields the nodes that may add up slots, if `source` ends with that: itself, what it casts or multiplies by
+    a number, and what it adds.
+    """
     yield source
-    if source.target is CAST:
-        yield proofs.operand(source)
+    if source.target is CAST or number_of(source) is not None:
+        yield from candidates(proofs.views_up(proofs.operand(source))[-1])
     if source.target is aten.add.Tensor:
         for term in source.args:
             if isinstance(term, fx.Node):

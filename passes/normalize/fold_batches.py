@@ -18,6 +18,7 @@ a fusion then takes. Otherwise the bmm stays in the graph.
 It must not fire when
 * the batches have different matrices (a true batch), or the matrix is expanded in another dimension too;
 * something is added (`baddbmm`);
+* it is the weighted sum of what experts return for one token, which other passes take (see graph/slot_readings.py);
 * a dynamic size of the result stands in no node of the graph.
 """
 
@@ -30,7 +31,8 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.sizes import in_graph
+from ditron_inductor.passes.graph.sizes import shape_in_graph
+from ditron_inductor.passes.graph.slot_readings import weighs_products
 
 aten = torch.ops.aten
 
@@ -64,13 +66,13 @@ def find_folded(node: fx.Node) -> Match | None:
     source = _shared_matrix(rhs)
     if source is None and rhs.target in proofs.TRANSPOSES and proofs.permutation(rhs) == [0, 2, 1]:
         source, transposed = _shared_matrix(rhs.args[0]), True
-    if source is None:
+    if source is None or weighs_products(node):
         return None
-    lhs_sizes = _sizes(node, (left.shape[0] * left.shape[1], left.shape[2]))
-    out_sizes = _sizes(node, tuple(out.shape))
+    lhs_sizes = shape_in_graph(node, (left.shape[0] * left.shape[1], left.shape[2]))
+    out_sizes = shape_in_graph(node, out.shape)
     if lhs_sizes is None or out_sizes is None:
         return None
-    return Match(node, lhs, source, transposed, lhs_sizes, out_sizes)
+    return Match(node, lhs, source, transposed, tuple(lhs_sizes), tuple(out_sizes))
 
 
 def _shared_matrix(node: Any) -> fx.Node | None:
@@ -95,12 +97,6 @@ def _shared_matrix(node: Any) -> fx.Node | None:
             return None
         return proofs.view_in_shape(source, matrix) or source
     return None
-
-
-def _sizes(node: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """`shape` as arguments of a reshape; None if more than one size stands in no node before `node`."""
-    sizes = [in_graph(node.graph, node, size) for size in shape]
-    return None if sizes.count(None) > 1 else tuple(-1 if size is None else size for size in sizes)
 
 
 def rewrite(graph: fx.Graph, match: Match) -> fx.Node:

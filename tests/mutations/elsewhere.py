@@ -15,6 +15,8 @@ ACROSS = "tests/passes/test_move_across.py"
 COMBINED = "passes/fuse/combine_experts.py"
 WEIGHTED = "tests/passes/test_weighted_slots.py"
 COUNTED = "tests/passes/test_expert_counts.py"
+READINGS, READ = "passes/graph/slot_readings.py", "tests/passes/test_slot_readings.py"
+ENDINGS = "passes/graph/slot_sums.py"
 LEFT, ALONE = "passes/finish/left_experts.py", "tests/passes/test_left_experts.py"
 
 ELSEWHERE: tuple[Mutation, ...] = (
@@ -35,8 +37,8 @@ ELSEWHERE: tuple[Mutation, ...] = (
     Mutation(
         "a factor behind the sum is taken for a part of it",
         LEFT,
-        "        elif summed:\n            fits = False",
-        "        elif summed:\n            fits = True",
+        "fits = not added and number_of(node) is not None",
+        "fits = True",
         f"{ALONE}::test_the_op_that_is_none_of_the_form_is_named",
     ),
     Mutation(
@@ -227,5 +229,75 @@ ELSEWHERE: tuple[Mutation, ...] = (
         "(count.most is None or found.most <= count.most)",
         "True",
         f"{COUNTED}::test_ids_of_other_ranks_are_counted_nowhere",
+    ),
+    Mutation(
+        "a slot may be added twice, and another one not at all",
+        READINGS,
+        "sorted(slot.number for slot in slots) != list(range(k))",
+        "len(slots) != k",
+        f"{READ}::test_it_must_not_fire[not_all_slots]",
+    ),
+    Mutation(
+        "slots that are added one by one have the weights of others",
+        READINGS,
+        "whole and dim == slots and found == number",
+        "whole and dim == slots",
+        f"{READ}::test_it_must_not_fire[weights_of_other_slots]",
+    ),
+    Mutation(
+        "the weights of slots may be of several tensors",
+        READINGS,
+        "slot.rows is rows and slot.weights is weights for",
+        "slot.rows is rows for",
+        f"{READ}::test_it_must_not_fire[weights_of_other_choices]",
+    ),
+    Mutation(
+        "slots may be subtracted",
+        READINGS,
+        "or node.kwargs or len(terms) != 2",
+        "or len(terms) != 2",
+        f"{READ}::test_it_must_not_fire[a_slot_subtracted]",
+    ),
+    Mutation(
+        "what is behind two other tensors is added to one",
+        READINGS,
+        "if not slots or len(others) > 1:",
+        "if not slots:",
+        f"{READ}::test_it_must_not_fire[onto_two_others]",
+    ),
+    Mutation(
+        "rows may be those of tokens in another order",
+        READINGS,
+        "return (source, steps) if dims == sorted(dims) else None",
+        "return source, steps",
+        f"{READ}::test_it_must_not_fire[of_tokens_in_another_order]",
+    ),
+    Mutation(
+        "a loop forgets what it began with",
+        ENDINGS,
+        "    if base is not None:",
+        "    if False:",
+        f"{READ}::test_it_becomes_one_node[one_by_one_onto_another]",
+    ),
+    Mutation(
+        "a number behind a sum is forgotten",
+        ENDINGS,
+        "    if factor == 1.0:",
+        "    if True:",
+        f"{READ}::test_it_becomes_one_node[multiplied]",
+    ),
+    Mutation(
+        "any number becomes a part of the factors of slots",
+        ENDINGS,
+        "if number is not None and LEAST_FACTOR <= abs(factor * number) <= 1 / LEAST_FACTOR:",
+        "if number is not None:",
+        f"{READ}::test_it_must_not_fire[very_large]",
+    ),
+    Mutation(
+        "the weighted sum of one token's slots is a matmul",
+        "passes/normalize/fold_batches.py",
+        "if source is None or weighs_products(node):",
+        "if source is None:",
+        f"{READ}::test_a_decode_step_adds_them_up_in_its_reduction[1-few_by_einsum]",
     ),
 )

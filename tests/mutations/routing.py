@@ -121,8 +121,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "sums of halves of a product are sums of slots",
         ABSORB,
-        "if not all(shape and proofs.known_equal(shape[-1], N) for shape in shapes):",
-        "if not all(shapes):",
+        "if len(lengths) != 2 or not all(proofs.known_equal(length, N) for length in lengths):",
+        "if len(lengths) != 2:",
         f"{ABSORBED}::test_it_must_not_fire[factors_of_halves]",
     ),
     Mutation(
@@ -219,8 +219,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "sums of fp64 are made in fp32",
         ABSORB,
-        "if proofs.fake(total).dtype not in ACTIVATION_DTYPES:",
-        "if not proofs.fake(total).dtype.is_floating_point:",
+        "proofs.fake(total).dtype not in ACTIVATION_DTYPES:",
+        "not proofs.fake(total).dtype.is_floating_point:",
         f"{ABSORBED}::test_it_must_not_fire[in_fp64]",
     ),
     Mutation(
@@ -372,16 +372,16 @@ ROUTING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sums may be over tokens",
-        "passes/fuse/combine_experts.py",
-        " or dims != [1]",
-        "",
+        "passes/graph/slot_readings.py",
+        "if len(shape) < 3 or [dim % len(shape) for dim in dims] != [len(shape) - 2] or bound",
+        "if len(shape) < 3 or bound",
         "tests/passes/test_combine_experts.py::test_it_must_not_fire[slots_of_others]",
     ),
     Mutation(
         "terms that are read elsewhere are left unmade",
         "passes/fuse/combine_experts.py",
-        "proofs.other_user(inner, {*inner, last}) is not None",
-        "proofs.other_user(inner, {*inner, last}) is inner",
+        "proofs.other_user(inner, {*inner, total}) is not None",
+        "proofs.other_user(inner, {*inner, total}) is inner",
         "tests/passes/test_combine_experts.py::test_it_must_not_fire[used_elsewhere]",
     ),
     Mutation(

@@ -76,12 +76,14 @@ def known(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> tor
 
 
 def scaled_behind(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    return (by_token(scaled(rows, weights, order), order).sum(1) * 2.5).bfloat16()
+    """By a number that is a tensor."""
+    return (by_token(scaled(rows, weights, order), order).sum(1) * weights.amax()).bfloat16()
 
 
 def one_by_one(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """One slot is left out."""
     slots = by_token(scaled(rows, weights, order), order)
-    return (slots[:, 0] + slots[:, 1]).bfloat16()
+    return (slots[:, 0] + slots[:, 0]).bfloat16()
 
 
 def sent_in_fp32(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -93,7 +95,17 @@ def not_rounded(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) 
 
 
 def by_einsum(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("tkd,tk->td", by_token(rows, order), weights.bfloat16())
+    """The slots have weights before, too."""
+    return torch.einsum("tkd,tk->td", by_token(scaled(rows, weights, order), order).bfloat16(), weights.bfloat16())
+
+
+def all_but_sent_in_fp32(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    slots = by_token(scaled(rows, weights, order), order)
+    return slots[:, 0] + slots[:, 1]
+
+
+def einsum_in_fp32(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tk,tkd->td", weights, by_token(rows, order).float())
 
 
 def slots_alone(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -113,7 +125,15 @@ def copies_by_einsum(rows: torch.Tensor, weights: torch.Tensor, _: torch.Tensor)
 
 
 def copies_scaled_behind(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    return of_copies(rows, weights, order) * 2.5
+    return of_copies(rows, weights, order) * weights.amax().bfloat16()
+
+
+def copies_scaled_twice(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return copies_by_einsum(rows * weights.reshape(-1, 1).bfloat16(), weights, order)
+
+
+def copies_by_einsum_in_fp32(rows: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tkd,tk->td", rows.view(-1, K, D).float(), weights)
 
 
 def products_alone(rows: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -154,7 +174,13 @@ OTHERS: dict[Sum, str] = {
     one_by_one: "select",
 }
 """Other forms of the sum, and the op that is none of the form that is taken."""
-ALONE: dict[Sum, str] = {sent_in_fp32: "convert_element_type", not_rounded: "sum", by_einsum: "bmm"}
+ALONE: dict[Sum, str] = {
+    sent_in_fp32: "convert_element_type",
+    not_rounded: "sum",
+    by_einsum: "bmm",
+    all_but_sent_in_fp32: "add",
+    einsum_in_fp32: "bmm",
+}
 """Those that a reduction with a norm does not show in the same way."""
 
 
@@ -203,9 +229,11 @@ def test_a_norm_that_does_not_take_the_sum_of_a_few_tokens() -> None:
         *_, note = notes(functools.partial(copied, total=total), FEW)
         return note
 
-    assert last(copies_by_einsum) == ("experts in front", "experts_sum", "bmm")
+    assert last(copies_by_einsum_in_fp32) == ("experts in front", "experts_sum", "bmm")
     assert last(copies_scaled_behind) == ("experts in front", "experts_sum", "mul")
-    # This one is in the node.
+    # These are in the node.
+    assert last(copies_by_einsum) == ("experts in front", "experts_form", "bmm")
+    assert last(copies_scaled_twice) == ("experts in front", "experts_form", "bmm")
     assert last(of_copies) == ("experts in front", "experts_form", "bmm")
 
 
