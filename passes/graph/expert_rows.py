@@ -201,9 +201,10 @@ def is_taken(grouped: fx.Node) -> bool:
 
 def copies_weights(bmm: fx.Node) -> bool:
     """Returns whether a bmm multiplies copies [S, .., ..] of matrices [E, .., ..] by something, one for each of S."""
-    copied = [one for one in bmm.args if isinstance(one, fx.Node) and one.target is aten.index.Tensor]
+    factors = [proofs.permuted(one)[0] for one in bmm.all_input_nodes]
+    copied = [one for one in factors if one.target is aten.index.Tensor]
     # Of a weight and one tensor of indices. Others would be lists with gaps, or of more dimensions.
-    return any([proofs.fake(source).ndim for source in one.all_input_nodes] == [3, 1] for one in copied)
+    return any([proofs.fake(source).ndim for source in one.all_input_nodes] in ([3, 1], [3, 2]) for one in copied)
 
 
 def _of_output(call: fx.Node, index: object) -> Range:

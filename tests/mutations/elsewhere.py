@@ -300,4 +300,18 @@ ELSEWHERE: tuple[Mutation, ...] = (
         "if source is None:",
         f"{READ}::test_a_decode_step_adds_them_up_in_its_reduction[1-few_by_einsum]",
     ),
+    Mutation(
+        "copies of matrices may lie in any order",
+        "passes/fuse/expert_projections.py",
+        "if fits and self.dims ==",
+        "if fits or self.dims ==",
+        "tests/passes/test_einsum_experts.py::test_it_must_not_fire[columns_of_all_experts]",
+    ),
+    Mutation(
+        "the weights of other rows are those of one call",
+        "passes/fuse/expert_projections.py",
+        "rows = match.rows is other.rows and",
+        "rows =",
+        "tests/passes/test_einsum_experts.py::test_the_weights_of_other_rows_are_another_call",
+    ),
 )

@@ -58,8 +58,8 @@ ROUTING: tuple[Mutation, ...] = (
     Mutation(
         "copied weights may have another reader",
         FINDER,
-        " or proofs.sole_user(copied) is not bmm:",
-        ":",
+        ", dims, transposed), rows) if alone else None",
+        ", dims, transposed), rows)",
         f"{FOUND}::test_copies_with_another_reader_stay",
     ),
     Mutation(
