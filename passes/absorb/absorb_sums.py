@@ -38,6 +38,7 @@ from ditron_inductor.passes.graph.all_to_all import written
 from ditron_inductor.passes.graph.slot_readings import Reading, casts, readings
 from ditron_inductor.passes.graph.slot_sums import Ending, ending_of, ending_with, times
 from ditron_inductor.task import schema
+from ditron_inductor.task.expert_nodes import ProductsOfExperts
 from ditron_inductor.task.nodes import MOST_EXPERT_TOKENS, ReductionWithNorm
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 from ditron_inductor.task.verify import task_calls
@@ -106,10 +107,18 @@ def _terms(total: fx.Node) -> SlotSum | None:
         if weighted is None or proofs.fake(weighted[1]).dtype not in ACTIVATION_DTYPES:
             continue
         products, factors, steps = weighted
+        if reading.top_k == 1 and reading.unrolled and not _is_of_experts(products):
+            continue
         ending = ending_of(total, proofs.fake(products).dtype, reading.base)
         behind = dict.fromkeys((*steps, *reading.steps, total, *ending.steps))
         return SlotSum(products, factors, reading, ending, tuple(behind))
     return None
+
+
+def _is_of_experts(products: fx.Node) -> bool:
+    """Returns whether a call of experts makes the products. Those of one slot for each token look like any others."""
+    source = proofs.views_up(products)[-1]
+    return source.target is getitem and isinstance(schema.node_of(proofs.operand(source)), ProductsOfExperts)
 
 
 def _scaled_by_row(reading: Reading) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:

@@ -207,7 +207,7 @@ def _read_as_sums(path: tuple[fx.Node, ...]) -> dict[fx.Node, Reading]:
     """Returns, by their nodes, the sums over slots that are no `sum`: batched matmuls, and slots added one by one."""
     found: dict[fx.Node, Reading] = {}
     for total in path:
-        for reading in readings(total) if total.target is not aten.sum.dim_IntList else ():
+        for reading in readings(total) if total.target in (aten.bmm.default, aten.add.Tensor) else ():
             found |= dict.fromkeys((*reading.steps, total), reading)
     return found
 

@@ -153,8 +153,8 @@ def find_combine_experts(node: fx.Node, *, whenever: bool = False) -> Match | No
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = node.target._schema.name
-    if name in SCATTERS and node.target._overloadname == "default":
-        return _scattered(node, 0 if whenever or name == DETERMINISTIC else LEAST_SCATTERED)
+    if name in SCATTERS and node.target._overloadname == "default" and not is_written(node):
+        return _scattered(node, 0 if whenever or name == DETERMINISTIC else LEAST_SCATTERED, single=whenever)
     found = (_sum_of_indexed(reading) for reading in readings(node) if whenever or _pays(reading))
     return next((match for match in found if match is not None), None)
 
@@ -203,15 +203,15 @@ def _by_slot(taken: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     return (rows, index, sorts) if whole else None
 
 
-def _scattered(total: fx.Node, least: int) -> Match | None:
-    """Proves the second form, with `least` tokens or more."""
+def _scattered(total: fx.Node, least: int, *, single: bool) -> Match | None:
+    """Proves the second form, with `least` tokens or more. single: also for one slot of each token, without k."""
     bound, shape = proofs.arguments(total), proofs.fake(total).shape
     base, index = bound.get("self", bound.get("out")), added_at(total)
     source = bound.get("source", bound.get("src", bound.get("values")))
     assert isinstance(base, fx.Node) and isinstance(source, fx.Node)
     if not isinstance(index, fx.Node) or len(shape) != 2:
         return None
-    terms, order = _terms(source), slots_of(index)
+    terms, order = _terms(source), slots_of(index, single=single)
     if terms is None or order is None or bound.get("dim", 0) != 0 or bound.get("alpha", 1) != 1:
         return None
     if least and not proofs.known(shape[0] >= least):
@@ -318,14 +318,14 @@ def _checked(found: Match) -> Match | None:
     masked products, which then stay beside the node.
     """
     terms, total, value = found.terms, found.total, proofs.fake(found.result)
-    inner = [step for step in found.steps[:-1] if step is not terms.masked]
+    inner = [step for step in found.steps if step not in (terms.masked, total)]
     biases = () if terms.bias is None else (terms.bias.table, terms.bias.experts)
     optional = (terms.scale, found.weights, terms.absent, terms.masked, found.added, *biases)
     operands = [terms.grouped, terms.summed, found.index, *[one for one in optional if one is not None]]
     wrong = (
         proofs.other_user(inner, {*inner, total}) is not None
         or value.dtype != proofs.fake(terms.grouped).dtype
-        or not proofs.same_shape(value.stride(), rewriting.contiguous_strides(value.shape))
+        or not proofs.row_major(value)
         or written(operands) is not None
         or sizes.in_graph(total.graph, found.result, proofs.fake(terms.grouped).shape[1]) is None
         or sizes.shape_in_graph(found.result, proofs.fake(total).shape) is None

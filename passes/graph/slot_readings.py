@@ -4,6 +4,7 @@
     bmm(weights [T, 1, k], rows [T, k, N])       which `einsum("tk,tkn->tn", ..)` and `weights.unsqueeze(1) @ rows` are
     bmm(permute(rows) [T, N, k], weights [T, k, 1])
     w[:, 0] * rows[:, 0] + w[:, 1] * rows[:, 1] + ..      a loop over the slots, from zeros or from another tensor on
+    rows [T, N], or rows * weights [T, 1]                  one slot for each token, which nothing has to add up
 
 All of them add up the same terms. They differ in what is rounded on the way, which no node rounds: it adds in fp32.
 
@@ -252,9 +253,33 @@ def _picked_through_casts(node: fx.Node) -> tuple[fx.Node, int, int, tuple[fx.No
     return part.source, part.dim, part.start, behind
 
 
+def _single(total: fx.Node) -> Iterator[Reading]:
+    """Each token has one slot, whose weight stands behind what brings the slots into the order of the tokens."""
+    factors = [factor for factor in total.args if isinstance(factor, fx.Node)]
+    for factor, weights in (factors, factors[::-1]) if len(factors) == 2 else ():
+        shape, scale = list(proofs.fake(total).shape), list(proofs.fake(weights).shape)
+        while len(scale) == len(shape) > 1 and all(proofs.known_equal(one[-1], 1) for one in (shape, scale)):
+            del shape[-1], scale[-1]
+        if proofs.alike(factor, total) and proofs.same_shape((*scale,), (*shape[:-1], 1)) and len(shape) > 1:
+            rows = proofs.operand(factor) if casts(factor) else factor
+            steps = () if rows is factor else (factor,)
+            yield Reading(rows, (math.prod(shape[:-1]), 1, shape[-1]), weights, total, steps, unrolled=True)
+
+
+def _in_place(total: fx.Node) -> Iterator[Reading]:
+    """Each token has one slot, and this op brings the slots into the order of the tokens."""
+    shape = proofs.fake(total).shape
+    if len(shape) == 2:
+        yield Reading(total, (shape[0], 1, shape[1]), None, total, (), unrolled=True)
+
+
 READERS: dict[object, Callable[[fx.Node], Iterator[Reading]]] = {
     aten.sum.dim_IntList: _summed,
     aten.bmm.default: _multiplied,
     aten.add.Tensor: _one_by_one,
+    aten.mul.Tensor: _single,
+    aten.index.Tensor: _in_place,
+    aten.gather.default: _in_place,
+    aten.index_put.default: _in_place,
 }
 """How the ops that may add up the slots of a token are read."""

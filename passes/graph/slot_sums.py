@@ -17,7 +17,7 @@ from torch import fx
 
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.slot_readings import CAST, casts
-from ditron_inductor.passes.graph.sorts import sorted_slots
+from ditron_inductor.passes.graph.sorts import is_order, sorted_slots
 
 aten = torch.ops.aten
 DETERMINISTIC = "torchtitan::deterministic_scatter_add"
@@ -156,9 +156,13 @@ def rows_of(index: object) -> fx.Node | None:
     return proofs.views_up(rows)[-1] if column else None
 
 
-def slots_of(index: fx.Node) -> tuple[fx.Node, int] | None:
-    """Returns (the indices of a sort of all slots, k) if `index` has their quotients by k, for rows or elements."""
+def slots_of(index: fx.Node, *, single: bool) -> tuple[fx.Node, int] | None:
+    """Returns (the indices of a sort of all slots, k) if `index` has their quotients by k, for rows or elements.
+    single: these indices themselves count as their quotients by 1.
+    """
     rows = rows_of(index) if index.target is aten.expand.default else proofs.views_up(index)[-1]
+    if single and rows is not None and is_order(rows):
+        return rows, 1
     return None if rows is None else sorted_slots(rows)
 
 
@@ -167,4 +171,4 @@ def adds_sorted_slots(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in SCATTERS:
         return False
     index = added_at(node)
-    return isinstance(index, fx.Node) and slots_of(index) is not None
+    return isinstance(index, fx.Node) and slots_of(index, single=True) is not None

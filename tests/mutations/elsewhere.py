@@ -314,4 +314,25 @@ ELSEWHERE: tuple[Mutation, ...] = (
         "rows =",
         "tests/passes/test_einsum_experts.py::test_the_weights_of_other_rows_are_another_call",
     ),
+    Mutation(
+        "a product with a number for each row is that of an expert",
+        "passes/absorb/absorb_sums.py",
+        " and reading.unrolled and not _is_of_experts(products):",
+        " and False:",
+        "tests/passes/test_top_one.py::test_a_scaled_matmul_is_no_expert",
+    ),
+    Mutation(
+        "one slot of each token has the weight of another",
+        COMBINED,
+        "if weights is not None and not sorts and not is_permutation(index):",
+        "if weights is not None and not sorts and reading.top_k > 1 and not is_permutation(index):",
+        "tests/passes/test_top_one.py::test_it_must_not_fire[scaled_at_other_places]",
+    ),
+    Mutation(
+        "the weights of tokens with one slot may be those of columns",
+        READINGS,
+        "and proofs.same_shape((*scale,), (*shape[:-1], 1)) and",
+        "and",
+        "tests/passes/test_top_one.py::test_it_must_not_fire[scaled_by_columns]",
+    ),
 )

@@ -123,9 +123,12 @@ def test_nothing_is_copied(fn: Layer, tokens: int) -> None:
 
 def test_golden_experts_by_einsum() -> None:
     lines = text(compiled(by_einsum).graph).splitlines()
-    expecttest.assert_expected_inline("\n".join(one for one in lines if "ditron.expert" in one), """\
+    expecttest.assert_expected_inline(
+        "\n".join(one for one in lines if "ditron.expert" in one),
+        """\
 expert_projections_2 = ditron.expert_projections([arg2_1, reshape_default, permute_default, permute_default_1], "top_k=2 by_token num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
-expert_projections_1 = ditron.expert_projections([reshape_default_3, reshape_default_4, permute_default_2], 'top_k=2 num_weights=1', None)""")
+expert_projections_1 = ditron.expert_projections([reshape_default_3, reshape_default_4, permute_default_2], 'top_k=2 num_weights=1', None)""",
+    )
 
 
 def other_experts(

@@ -178,7 +178,9 @@ def test_it_becomes_one_node_with_a_scatter() -> None:
 def test_golden_a_number_behind_the_sum() -> None:
     """The factors of the slots are multiplied by it, in fp32."""
     _, begin, rest = text(fused(reduced(multiplied_onto_another)).graph).partition("_grouped_mm ")
-    expecttest.assert_expected_inline((begin + rest).rstrip(), """\
+    expecttest.assert_expected_inline(
+        (begin + rest).rstrip(),
+        """\
 _grouped_mm [44, 8] = aten._grouped_mm(index, permute, cumsum)
 permute_1 [6, 8, 16] = aten.permute(arg3_1, [0, 2, 1])
 empty [44] = aten.empty.memory_format([44], dtype=torch.int64, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
@@ -193,7 +195,8 @@ convert_element_type_default [44] = prims.convert_element_type(index_put_default
 mul_tensor [44] = aten.mul.Tensor(convert_element_type_default, 0.3333333333333333)
 grouped_matmul_all_reduce = ditron.grouped_matmul_all_reduce([_grouped_mm, permute_1, cumsum, index_put, mul_tensor, reshape_default_1], "reduce_op=sum top_k=2 world_size=4 group_name=0 site='' trials has_added", None)
 getitem_4 [22, 16] = grouped_matmul_all_reduce[0]
-return (getitem_4,)""")
+return (getitem_4,)""",
+    )
 
 
 def not_all_slots(*operands: torch.Tensor) -> torch.Tensor:
