@@ -1,8 +1,9 @@
 """What stands around the sum over the experts of each token: casts, factors, a tensor that is added, rows of tokens.
 
 A number by which the sum is multiplied, as DeepSeek's `routed_scaling_factor`, becomes a part of the factors of the
-slots. These are then fp32, and the sum is no longer rounded in front of the number, so nothing is less exact. A very
-large or small number might take a factor out of the range of fp32, so it stays.
+slots. These are then fp32, and the sum is no longer rounded in front of the number, so nothing is less exact for
+products in bf16 or fp16. For those in fp32 a factor is rounded where the sum was. A very large or small number might
+take a factor out of the range of fp32, so it stays.
 """
 
 from __future__ import annotations
