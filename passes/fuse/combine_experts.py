@@ -155,7 +155,9 @@ def find_combine_experts(node: fx.Node, *, whenever: bool = False) -> Match | No
     name = node.target._schema.name
     if name in SCATTERS and node.target._overloadname == "default" and not is_written(node):
         return _scattered(node, 0 if whenever or name == DETERMINISTIC else LEAST_SCATTERED, single=whenever)
-    found = (_sum_of_indexed(reading) for reading in readings(node) if whenever or _pays(reading))
+    # A sum that is written out is one kernel of Inductor's.
+    read = readings(node) if whenever or node.target is not aten.add.Tensor else ()
+    found = (_sum_of_indexed(reading) for reading in read if whenever or _pays(reading))
     return next((match for match in found if match is not None), None)
 
 

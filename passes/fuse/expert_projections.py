@@ -42,6 +42,7 @@ Nothing is communicated, so ranks need not agree on it. It must not fire when
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -163,7 +164,7 @@ def _of_copies(bmm: fx.Node, copies: _Copies, rows: fx.Node) -> Match | None:
         return None
     N, K = value.shape[3 - contracted], value.shape[contracted]
     result = _as_matrix(bmm, S, N)
-    if result is None and not all(isinstance(size, int) for size in proofs.fake(bmm).shape):
+    if result is None and not _is_of_single_rows(bmm, S, N):
         return None
     if has_absent and (result is None or not slots_elsewhere.are_never_used(result, ids, value.shape[0])):
         return None
@@ -203,6 +204,12 @@ def _slots_of_a_token(experts: fx.Node, found: fx.Node, num_experts: Any, of_ran
     top_k = expert_rows.taken_of(found, num_experts, of_ranks=of_ranks)
     by_token = value.ndim == 2 and proofs.known_equal(value.shape[1], top_k)
     return top_k if value.ndim == 1 or by_token else None
+
+
+def _is_of_single_rows(bmm: fx.Node, slots: int, columns: Any) -> bool:
+    """Returns whether a product of known sizes has one row of so many columns for each slot."""
+    shape = proofs.fake(bmm).shape
+    return all(isinstance(size, int) for size in (*shape, columns)) and math.prod(shape) == slots * columns
 
 
 def _as_matrix(bmm: fx.Node, rows: int, columns: Any) -> fx.Node | None:

@@ -27,6 +27,8 @@ from ditron_inductor.passes.graph import proofs
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+MOST_SLOTS = 64
+"""The most slots of a token that are added one by one."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,11 @@ class Reading:
 
 
 def casts(node: fx.Node) -> bool:
-    """Returns whether a node casts one floating-point dtype to another."""
-    return node.target is CAST and all(one.dtype.is_floating_point for one in map(proofs.fake, (node, node.args[0])))
+    """Returns whether a node casts one floating-point dtype to another, of which none has less than 16 bits: a rounding
+    to so few is what the graph is for.
+    """
+    dtypes = [one.dtype for one in map(proofs.fake, (node, node.args[0]))] if node.target is CAST else []
+    return bool(dtypes) and all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in dtypes)
 
 
 def readings(total: fx.Node) -> Iterator[Reading]:
@@ -145,6 +150,9 @@ class _Slot:
 
 
 def _one_by_one(total: fx.Node) -> Iterator[Reading]:
+    # A loop adds a slot last, so a long sum of other terms is not read through.
+    if not any(_slot(term, total) for term in total.args if isinstance(term, fx.Node)):
+        return
     slots: list[_Slot] = []
     others: list[fx.Node] = []
     sums = _terms_of(total, total, slots, others)
@@ -163,16 +171,18 @@ def _one_by_one(total: fx.Node) -> Iterator[Reading]:
 
 def _terms_of(node: fx.Node, total: fx.Node, slots: list[_Slot], others: list[fx.Node]) -> list[fx.Node]:
     """Adds the terms of `node` to slots and others, and returns the sums in front of `total` that are read through. A
-    sum without any slot is one term.
+    sum without any slot is one term, and so is one behind `MOST_SLOTS`.
     """
     if (slot := _slot(node, total)) is not None:
         slots.append(slot)
         return []
-    if _adds(node, total) and (node is total or proofs.sole_user(node) is not None):
+    known = node is total or proofs.sole_user(node) is not None
+    if known and len(slots) < MOST_SLOTS and _adds(node, total):
         before, found = len(slots), list[fx.Node]()
         inside: list[fx.Node] = []
-        for term in node.args:
-            assert isinstance(term, fx.Node)
+        # Slots first, so that they are counted before the sum of all others is read.
+        terms = [term for term in node.args if isinstance(term, fx.Node)]
+        for term in sorted(terms, key=lambda term: term.target is aten.add.Tensor):
             found += _terms_of(term, total, slots, inside)
         if len(slots) > before:
             others += inside

@@ -123,13 +123,19 @@ def candidates(source: fx.Node) -> Iterator[fx.Node]:
     """Yields the nodes that may add up slots, if `source` ends with that: itself, what it casts or multiplies by
     a number, and what it adds.
     """
-    yield source
-    if source.target is CAST or number_of(source) is not None:
-        yield from candidates(proofs.views_up(proofs.operand(source))[-1])
-    if source.target is aten.add.Tensor:
-        for term in source.args:
-            if isinstance(term, fx.Node):
-                yield from candidates(proofs.views_up(term)[-1])
+    open_, seen = [source], set[fx.Node]()
+    while open_:
+        node = open_.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        before: list[fx.Node] = []
+        if node.target is CAST or number_of(node) is not None:
+            before = [proofs.operand(node)]
+        elif node.target is aten.add.Tensor:
+            before = [term for term in node.args if isinstance(term, fx.Node)]
+        open_ += [proofs.views_up(term)[-1] for term in reversed(before)]
 
 
 def ending_with(source: fx.Node, find: Callable[[fx.Node], S | None]) -> S | None:

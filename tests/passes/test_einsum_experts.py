@@ -160,7 +160,26 @@ def columns_of_all_experts(
     return (rows.view(-1, F, K) * weights.unsqueeze(1)).sum(2).repeat(1, 2)
 
 
-@pytest.mark.parametrize("fn", [other_experts, of_pairs_of_tokens, columns_of_all_experts])
+def two_rows_of_a_slot(
+    scores: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    weights, ids = chosen(scores)
+    rows = torch.stack((x, x.sin()), 1).repeat_interleave(K, 0)
+    return (torch.bmm(rows, gate[ids.view(-1)].mT).view(-1, 2 * K * F) * weights[:, :1])[:, :D]
+
+
+def two_rows_of_a_token(
+    scores: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    weights, ids = chosen(scores)
+    rows = torch.stack((x, x.sin()), 1)
+    both = torch.bmm(rows, gate[ids].permute(0, 3, 1, 2).reshape(-1, D, K * F))
+    return (both.view(-1, 2 * K * F) * weights[:, :1])[:, :D]
+
+
+@pytest.mark.parametrize(
+    "fn", [other_experts, of_pairs_of_tokens, columns_of_all_experts, two_rows_of_a_slot, two_rows_of_a_token]
+)
 def test_it_must_not_fire(fn: Layer) -> None:
     assert not weights_of_calls(compiled(fn))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import expecttest
 import pytest
 import torch
 
+from ditron_inductor.passes.graph import slot_readings, slot_sums
 from tests.passes import test_absorb_sums as few
 from tests.passes.graphs import all_reduce, assert_no_new_guards, compiled_graphs, fuse, only_task, scatter_dim, text
 from tests.passes.test_combine_experts import OPERANDS as OF_MANY
@@ -273,6 +275,16 @@ def in_fp32(*operands: torch.Tensor) -> torch.Tensor:
     return routed(*operands).sum(1) * 2.5
 
 
+def rounded_to_eight_bits(*operands: torch.Tensor) -> torch.Tensor:
+    rows, weights = by_token(*operands)
+    return (rows.to(torch.float8_e5m2).float() * weights.unsqueeze(-1)).sum(1).bfloat16()
+
+
+def slots_of_eight_bits(*operands: torch.Tensor) -> torch.Tensor:
+    slots = routed(*operands).to(torch.float8_e5m2)
+    return slots[:, 0].bfloat16() + slots[:, 1].bfloat16()
+
+
 OTHERS: tuple[Layer, ...] = (
     not_all_slots,
     a_slot_twice,
@@ -289,6 +301,8 @@ OTHERS: tuple[Layer, ...] = (
     very_large,
     by_a_tensor,
     in_fp32,
+    rounded_to_eight_bits,
+    slots_of_eight_bits,
 )
 
 
@@ -297,6 +311,32 @@ def test_it_must_not_fire(fn: Layer) -> None:
     (graph,) = compiled_graphs(reduced(fn), *OPERANDS)
     fuse(graph)
     assert KIND not in text(graph.graph)
+
+
+def test_a_tensor_that_is_read_twice_is_one_candidate() -> None:
+    def doubled(*operands: torch.Tensor) -> torch.Tensor:
+        y = operands[1]
+        for step in range(60):
+            y = y + y * (1.5 + step)
+        return y
+
+    (graph,) = compiled_graphs(doubled, *OPERANDS)
+    (last,) = graph.graph.find_nodes(op="output")[0].args[0]
+    assert len(list(slot_sums.candidates(last))) == 121
+
+
+def test_a_long_sum_is_read_up_to_the_most_slots() -> None:
+    def long(*operands: torch.Tensor) -> torch.Tensor:
+        y, weights = operands[1], operands[1][:, :16]
+        for step in range(300):
+            y = y + weights[:, step % 16, None] * operands[1]
+        return y
+
+    (graph,) = compiled_graphs(long, *OPERANDS)
+    (last,) = graph.graph.find_nodes(op="output")[0].args[0]
+    with mock.patch.object(slot_readings, "_slot", wraps=slot_readings._slot) as read:
+        assert not list(slot_readings.readings(last))
+    assert read.call_count <= 2 * slot_readings.MOST_SLOTS + 2
 
 
 def test_a_slot_that_is_read_elsewhere() -> None:
