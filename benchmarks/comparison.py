@@ -101,12 +101,6 @@ class Comparison:
         return self.rows[name].p50_us if name in self.rows else None
 
     @property
-    def age(self) -> str:
-        """Says whether the kernels of this op have changed since its rows were measured; see `sources.age`."""
-        row = next(iter(self.rows.values()))
-        return sources.age(row.commit, sources.kinds_of(row))
-
-    @property
     def measured(self) -> str:
         """The commit of the rows, and their age."""
         return sources.measured(next(iter(self.rows.values())))

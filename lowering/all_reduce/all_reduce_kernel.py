@@ -322,22 +322,22 @@ def geometry(node: ReducedSum, launch: Launch, a: torch.Tensor, columns: int) ->
 
 
 def product_of(
-    sizes: Geometry, rows: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None
+    launch: Launch,
+    sizes: Geometry,
+    rows: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Returns the sum [M, N] of the products rows_i [M, K_i] @ b_i [K_i, N] and the bias [N], by the library or by the
-    kernel of one row.
+    kernel of one row. Ranks need not agree on it.
     """
     alone = len(b) == 1 and bias is None and sizes.M == 1
-    if alone and rows[0].dtype in ROW_DTYPES and b[0].stride(0) == 1 and b[0].numel() >= fewest_of_row(rows[0]):
+    fewest = INTERPRETED_FEWEST_ALONE if launch.interpreted else FEWEST_ALONE
+    if alone and rows[0].dtype in ROW_DTYPES and b[0].stride(0) == 1 and b[0].numel() >= fewest:
         return projections(ROW_PRODUCT, [rows[0], b[0]])[0]
     out = rows[0].new_empty(sizes.M, sizes.N)
     Operands([[left] for left in rows], b, bias).multiply(0, out)
     return out
-
-
-def fewest_of_row(row: torch.Tensor) -> int:
-    """Returns the fewest elements of a weight that the kernel of one row multiplies. Ranks need not agree on it."""
-    return INTERPRETED_FEWEST_ALONE if row.device.type == "cpu" else FEWEST_ALONE
 
 
 def reduced_sum(
@@ -351,7 +351,7 @@ def reduced_sum(
 ) -> list[torch.Tensor]:
     """Returns the outputs [.., N] for a_i [.., K_i], b_i [K_i, N], bias [N] and the epilogue's extra tensors."""
     arrangement = sizes.arrangement
-    out = product_of(sizes, [rows_of(left) for left in a], b, bias).view(*a[0].shape[:-1], sizes.N)
+    out = product_of(launch, sizes, [rows_of(left) for left in a], b, bias).view(*a[0].shape[:-1], sizes.N)
     if sizes.preparer is not None:
         sizes.preparer.prepare(out, extras)
 
