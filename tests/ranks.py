@@ -6,8 +6,9 @@ A rank imports torch once (seconds), so pools live as long as the test session a
     values = pool.run(check, 3)          # one value per rank; raises RanksFailed with every rank's traceback
 
 When a rank does not answer within the limit, its stacks are dumped, the pool is killed, and the next
-`RankPools.get` starts a fresh one: a deadlock costs its limit and fails one test. Ranks meet in a file store, are
-seeded by rank, and get their environment before any import: `TRITON_INTERPRET=1` acts when kernels are decorated.
+`RankPools.get` starts a fresh one: a deadlock costs its limit and fails one test. So it does when a job that was to
+succeed leaves its ranks out of step, which would fail all later tests. Ranks meet in a file store, are seeded by rank,
+and get their environment before any import: `TRITON_INTERPRET=1` acts when kernels are decorated.
 
 The pools of two ranks that most tests share are spawned: each rank has hashes of its own, and what it decides must not
 hang on them. Other CPU ranks without an environment of their own are forked from a process that has imported torch.
@@ -47,6 +48,8 @@ PRELOADED = [
     "triton.compiler",
 ]
 LOG_TAIL = 6000
+OUT_OF_STEP = {"DitronTimeout", "DitronDiverged", "DitronPoisoned"}
+"""Errors behind which a group cannot be used before its ranks reset it."""
 
 
 class RanksFailed(AssertionError):
@@ -231,6 +234,8 @@ class RankPool:
         for outcome in failed:
             if outcome.error is not None:
                 parts.append(f"--- rank {outcome.rank}\n{outcome.error.traceback}")
+                if outcome.error.type_name in OUT_OF_STEP:
+                    self.broken = self.broken or f"{what} left its ranks out of step"
             if outcome.lost:
                 parts.append(f"--- rank {outcome.rank}: {outcome.lost}; end of its log:\n{self.log_tail(outcome.rank)}")
         raise RanksFailed("\n".join(parts), outcomes)

@@ -57,6 +57,21 @@ def test_an_exception_keeps_its_traceback_and_the_pool(rank_pools: RankPools) ->
     assert rank_pools.get("cpu", 2) is pool and not pool.broken
 
 
+def _fall_out_of_step(ctx: RankContext) -> None:
+    from ditron_inductor.errors import DitronPoisoned
+
+    if ctx.rank == 0:
+        raise DitronPoisoned(group_name=ctx.group_name, cause="told to")
+
+
+def test_ranks_out_of_step_cost_the_pool_unless_that_was_to_be_seen(rank_pools: RankPools) -> None:
+    pool = rank_pools.get("cpu", 2, label="out of step")
+    assert pool.outcomes(_fall_out_of_step)[0].error is not None and not pool.broken
+    with pytest.raises(RanksFailed, match="told to"):
+        pool.run(_fall_out_of_step)
+    assert rank_pools.get("cpu", 2, label="out of step") is not pool
+
+
 def test_a_stopped_rank_goes_on_later(rank_pools: RankPools) -> None:
     outcomes = rank_pools.get("cpu", 2).outcomes(_stop_on, 1, timeout=20, stop=1)
     assert [outcome.value for outcome in outcomes] == ["went on", "went on"]

@@ -12,7 +12,8 @@ If a rank's graph has no matmul in front of a collective, but its peers wait for
 tiles too. They are those of a product of zeros to which x is added, or of experts whose weights are zeros. The sum
 is x bit for bit, except for the sign of zeros. This is not a pass of the pipeline. It runs on a graph as it was before
 the passes, if the graph comes under an agreement that was made without it (device/agreements.py). It costs a small
-product that nobody needs, or zeros of the size of x.
+product that nobody needs, or zeros of the size of x. If x has as many elements as was agreed, but another shape, as
+for other sequences, it is sent in the shape that was agreed, by which the kernels of the peers cut it.
 
 It raises DitronDiverged if the collective is not a functional collective that is waited for once, if x has no
 dimension, or if the peers' node is of a kind that is not drawn above or of a dtype that no kernel takes.
@@ -75,6 +76,9 @@ def find(node: fx.Node, form: Form) -> Match:
     value: torch.Tensor = collective.operand.meta["val"]
     if value.ndim == 0 or value.dtype not in ACTIVATION_DTYPES:
         raise _unable(node, form)
+    shape = _agreed_shape(value, form)
+    if shape and math.prod(shape) != value.numel():
+        raise _unable(node, form)
     return Match(collective, form, json.loads(form.leader))
 
 
@@ -106,6 +110,13 @@ def _unable(node: fx.Node, form: Form) -> DitronDiverged:
         peer="any other",
         peer_site=f"{form.kind}, agreed on before",
     )
+
+
+def _agreed_shape(x: torch.Tensor, form: Form) -> list[int]:
+    """The sizes by which the peers cut what they send in the place of x; empty if any of them or of x is a symbol."""
+    sizes = [size for size in form.sizes if size is not None]
+    known = len(sizes) == len(form.sizes) and all(isinstance(size, int) for size in x.shape)
+    return sizes if known else []
 
 
 def _stands_in(declared: type[TaskNode] | None) -> bool:
@@ -180,7 +191,13 @@ def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     x, wait, world_size = collective.operand, collective.wait, collective.world_size
     # The peers' dimension: chunks that lie together here are side by side along it there.
     dim = next((int(match.leader[name]) for name in DIMENSIONS if name in match.leader), 0)
-    if dim and task.exchange == SCATTERED_PRODUCT:
+    chunks = world_size if dim and task.exchange == SCATTERED_PRODUCT else 1
+    sizes = _agreed_shape(x.meta["val"], match.form)
+    if sizes:
+        sizes[dim] //= chunks
+        sizes[0] *= chunks
+        x = rewriting.shaped(graph, x, tuple(sizes))
+    if chunks > 1:
         x = rewriting.regrouped(graph, x, 0, dim, world_size, x)
     if isinstance(task, ReducedExperts):
         x = _as_runs(graph, x, getattr(task, OUTER, 1), world_size)
@@ -193,8 +210,6 @@ def _replacement(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     values = [*schema.memory(value, task.outputs(shapes)), rewriting.new_token(value)]
     call = rewriting.call_task(graph, task, operands, wait, values)
     result = rewriting.output(graph, call, _result(task), wait)
-    if isinstance(task, ReducedExperts):
-        result = rewriting.computed(graph, aten.reshape.default, (result, [*wait.meta["val"].shape]), wait)
     if dim and task.exchange == GATHERED_OPERAND:
         result = rewriting.regrouped(graph, result, dim, 0, world_size, result)
-    return result
+    return rewriting.shaped(graph, result, tuple(wait.meta["val"].shape))

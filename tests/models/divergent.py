@@ -7,6 +7,7 @@ legal: every rank runs the same collectives in the same order.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,52 @@ def no_norm_this_time(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tens
     return y if rank == 0 and call == 1 else torch.nn.functional.rms_norm(y, (y.shape[-1],))
 
 
+def _half_as_many_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As many elements as x @ w has."""
+    return x[: x.shape[0] // 2] @ torch.cat([w, w], 1)
+
+
+def other_columns_this_time(
+    rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0
+) -> torch.Tensor:
+    return all_reduce(_half_as_many_rows(x, w) if rank == 1 and call == 1 else x @ w).reshape(-1)
+
+
+def other_columns_not_normed_this_time(
+    rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0
+) -> torch.Tensor:
+    others = rank == 1 and call == 1
+    y = all_reduce(_half_as_many_rows(x, w) if others else x @ w)
+    return y if others else torch.nn.functional.rms_norm(y + b, (y.shape[-1],))
+
+
+def other_columns_scattered_this_time(
+    rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0
+) -> torch.Tensor:
+    return reduce_scatter(_half_as_many_rows(x, w) if rank == 1 and call == 1 else x @ w).reshape(-1)
+
+
+def other_columns_gathered_this_time(
+    rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0
+) -> torch.Tensor:
+    columns = x.shape[1] // 2 if rank == 1 and call == 1 else x.shape[1]
+    return all_gather(x.reshape(-1, columns)) @ w[:columns]
+
+
+def other_sequences_this_time(
+    rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0
+) -> torch.Tensor:
+    """Of as many tokens, on one rank."""
+    rows = x.view(4 if rank == 1 and call == 1 else 2, -1, x.shape[1])
+    return reduce_sequences(torch.relu(gather_sequences(rows) @ w) @ w.t())
+
+
+def all_have_other_columns_this_time(
+    rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0
+) -> torch.Tensor:
+    return all_reduce(_half_as_many_rows(x, w) if call == 1 else x @ w).reshape(-1)
+
+
 def slots_not_normed_this_time(
     rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0
 ) -> torch.Tensor:
@@ -249,6 +296,7 @@ PROGRAMS: dict[str, Program] = {
         scattered_in_other_columns,
         sizes_of_one_rank,
         other_branch,
+        all_have_other_columns_this_time,
     )
 }
 LATE: dict[str, Program] = {
@@ -261,14 +309,21 @@ LATE: dict[str, Program] = {
         norm_this_time,
         no_norm_this_time,
         slots_not_normed_this_time,
+        other_columns_this_time,
+        other_columns_not_normed_this_time,
+        other_columns_scattered_this_time,
+        other_sequences_this_time,
         statistic_of_sequences_this_time,
+        other_columns_gathered_this_time,
     )
 }
 """Programs whose ranks begin alike, and differ in one later call."""
 
 
-def check(ctx: Any, name: str, options: dict[str, Any], calls: int = 3) -> dict[str, int]:
-    """Run a program `calls` times by Ditron and eagerly; returns how often each strategy runs a site."""
+def check(ctx: Any, name: str, options: dict[str, Any], calls: int = 3, late_s: float = 0.0) -> dict[str, int]:
+    """Run a program `calls` times by Ditron and eagerly; returns how often each strategy runs a site. late_s: seconds
+    for which rank 1 stops before its second call.
+    """
     from torch._dynamo.utils import counters
 
     from ditron_inductor.task.plan import decisions
@@ -289,6 +344,8 @@ def check(ctx: Any, name: str, options: dict[str, Any], calls: int = 3) -> dict[
         x, w, b = (torch.randn(*shape, generator=generator).to(ctx.device) for shape in shapes)
         arguments = (rank, x, w, b, call) if by_call else (rank, x, w, b)
         expected = program(*arguments)
+        if call == 1 and rank == 1:
+            time.sleep(late_s)
         found = compiled(*arguments)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     strategies: dict[str, int] = {}
