@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks import timing
 from benchmarks.models import forms
-from benchmarks.models.architecture import plain_attention
+from benchmarks.models.attention import plain_attention
 from benchmarks.models.facts import Fact
 from benchmarks.models.gate import LEAST, LEEWAY, MOST, Gate, Parts, distance, named
 from benchmarks.models.request import Request
@@ -264,7 +264,7 @@ def test_plain_attention_is_torch_s(first: int | None) -> None:
     queries = q[:, :, : 5 - (first or 0)]
     seen = None if first is None else torch.ones(5, 5, dtype=torch.bool).tril()[first:]
     wanted = F.scaled_dot_product_attention(queries, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
-    with mock.patch("benchmarks.models.architecture.QUERIES", 2):
+    with mock.patch("benchmarks.models.attention.QUERIES", 2):
         torch.testing.assert_close(plain_attention(queries, k, v, 0.3, first), wanted)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.models.attention import CausalAttention
 from benchmarks.models.experts import Experts
 from benchmarks.models.latent import LatentAttention
 from ditron_inductor.tools.demo_model import rotate
@@ -37,9 +38,10 @@ class Architecture:
     sqrt(head_dim). experts: how many a feed-forward has, each of width `inner`, of which a token takes `top_k`; 0 for a
     dense one; with biases they are those of GPT-OSS, see `Experts`. skew: how unequally popular they are. shared: the
     width of one more expert, which all tokens take; 0 without. query_latent, key_latent, rotary_dim: the sizes of
-    latent attention (see latent.py); 0 without. engine: layers as vLLM writes them, see `EngineDecoder`, with one
-    projection of queries, keys and values, and one of gate and up. note: how it differs from the model that it is named
-    after.
+    latent attention (see latent.py); 0 without. sinks: whether attention has sinks (see attention.py). window: how many
+    tokens the layers 0, 2, 4, .. see at most, where it has; 0 for any number. engine: layers as vLLM writes them, see
+    `EngineDecoder`, with one projection of queries, keys and values, and one of gate and up. note: how it differs from
+    the model that it is named after.
     Raises ValueError for sizes that do not fit each other.
     """
 
@@ -65,6 +67,8 @@ class Architecture:
     query_latent: int = 0
     key_latent: int = 0
     rotary_dim: int = 0
+    sinks: bool = False
+    window: int = 0
     engine: bool = False
     note: str = ""
 
@@ -80,6 +84,8 @@ class Architecture:
         latent = self.query_latent, self.key_latent, self.rotary_dim
         if any(latent) and not (all(latent) and self.theta and self.heads == self.kv_heads and not self.engine):
             raise ValueError("latent attention has all its sizes, rotary positions, and as many keys as queries here")
+        if self.window and not self.sinks:
+            raise ValueError("layers with a window have sinks here")
         if self.shared and not self.experts:
             raise ValueError("an expert that all tokens take stands beside others here")
 
@@ -90,7 +96,8 @@ class Architecture:
         routed = {"experts": min(self.experts, 4), "top_k": min(self.top_k, 2), "shared": self.shared and sizes.inner}
         half = sizes.head_dim // 2
         latent = {"query_latent": half, "key_latent": half, "rotary_dim": half} if self.query_latent else {}
-        return replace(small, depth=sizes.depth, head_dim=sizes.head_dim, **routed, **latent)
+        window = self.window and sizes.head_dim // 2
+        return replace(small, depth=sizes.depth, head_dim=sizes.head_dim, window=window, **routed, **latent)
 
     @property
     def rotated(self) -> int:
@@ -116,9 +123,6 @@ class Architecture:
         return nn.Linear(inner, outer, bias=self.bias)
 
 
-Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention itself: q [B, Hq, S, D], k and v [B, Hkv, S, D] of this rank -> [B, Hq, S, D]."""
-
 Seen = list[torch.Tensor]
 """What the layers pass on, in order: of each its attention in front of the projection, and the residual behind
 attention and behind the feed-forward. All of it is in memory anyway, so a program that returns it fuses what one
@@ -138,51 +142,6 @@ class GemmaNorm(nn.Module):
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (scaled * (1.0 + self.weight.float())).type_as(x)
-
-
-def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, first: int | None
-) -> torch.Tensor:
-    """softmax(scale * q @ k^T) @ v in plain operations, for q [B, Hq, S, D], k and v [B, Hkv, T, D]: what attention is
-    compared with. first: where the first query stands among the keys, of which it sees none behind it; None: every
-    query sees all keys. A block of queries at a time, so that the scores of all of them need not fit into memory.
-    """
-    scale, (heads, length) = scale or q.shape[-1] ** -0.5, (k.shape[1], k.shape[2])
-    grouped, found = q.unflatten(1, (heads, -1)), []
-    for begin in range(0, q.shape[2], QUERIES):
-        block = grouped[:, :, :, begin : begin + QUERIES]
-        # Heads that share keys are rows of one product.
-        scores = (block.flatten(2, 3) @ k.transpose(-1, -2) * scale).unflatten(2, block.shape[2:4])
-        if first is not None:
-            last = torch.arange(begin, begin + block.shape[3], device=q.device) + first
-            scores = scores.masked_fill(torch.arange(length, device=q.device) > last[:, None], float("-inf"))
-        out = torch.softmax(scores, -1).flatten(2, 3) @ v
-        found.append(out.unflatten(2, block.shape[2:4]).flatten(1, 2))
-    return torch.cat(found, 2)
-
-
-QUERIES = 256
-"""In a block of `plain_attention`."""
-
-
-class AttentionCore(nn.Module):
-    """A `Core`. plain: it is computed by `plain_attention`, as in the model that all results are compared with."""
-
-    plain = False
-
-
-class CausalAttention(AttentionCore):
-    """The tokens of this rank are all there are."""
-
-    def __init__(self, scale: float | None) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self.plain:
-            return plain_attention(q, k, v, self.scale, 0)
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

@@ -9,6 +9,7 @@ keys are rows of one query.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -26,7 +27,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.models.architecture import Architecture, AttentionCore, Decoder, EngineDecoder, plain_attention
+from benchmarks.models.architecture import Architecture, Decoder, EngineDecoder
+from benchmarks.models.attention import AttentionCore, SinkAttention, plain_attention
 from benchmarks.models.experts import Experts
 from benchmarks.models.latent import LatentAttention
 from benchmarks.models.zoo import Cell
@@ -178,6 +180,9 @@ def decoder(
         make_core = functools.partial(context, arch.scale)
     if cell.form == "kv":
         make_core = functools.partial(cached, arch, cell.batch, cell.cache // world_size, rank == 0)
+    if arch.sinks:
+        windows = itertools.cycle((arch.window, 0))
+        make_core = lambda: SinkAttention(arch.heads, cell.tokens, next(windows), arch.scale)  # noqa: E731
     torch.manual_seed(1)
     model = (EngineDecoder if arch.engine else Decoder)(arch, cell.layers, make_core)
     _peak(model, arch)
@@ -191,9 +196,11 @@ def decoder(
 def build(arch: Architecture, cell: Cell, mesh: DeviceMesh) -> Decoder:
     """The cell's layers with random weights on the default device, cut over the mesh.
 
-    Raises ValueError for sizes that do not divide over its ranks.
+    Raises ValueError for sizes that do not divide over its ranks, and for sinks in the forms `cp` and `kv`.
     """
     world_size, rank = mesh.size(), mesh.get_rank()
+    if arch.sinks and cell.form in ("cp", "kv"):
+        raise ValueError(f"{cell.model} has sinks, and the attention of {cell.form} has none")
     for name, size in _divided(arch, cell).items():
         if size % world_size:
             raise ValueError(f"{name} = {size} of {cell.model} does not divide over {world_size} ranks")
@@ -213,6 +220,8 @@ def cut(model: Decoder, form: str, mesh: DeviceMesh) -> Decoder:
             layer.mlp.cut(mesh, form == "sp")
         if isinstance(layer.self_attn, LatentAttention) and form in ("ar", "sp"):
             layer.self_attn.mesh = mesh
+        if isinstance(layer.self_attn.core, SinkAttention):
+            layer.self_attn.core.cut(mesh)
     if form == "sp":
         parallelize_module(model, mesh, {"norm": SequenceParallel(use_local_output=True)})
     return model

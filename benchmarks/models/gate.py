@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.models.architecture import AttentionCore, Decoder
+from benchmarks.models.architecture import Decoder
+from benchmarks.models.attention import AttentionCore
 from benchmarks.models.contestants import Step, whole
 from benchmarks.models.experts import Experts
 

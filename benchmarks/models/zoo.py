@@ -150,6 +150,12 @@ MODELS |= {
     for name in OF_ENGINES
 }
 OF_SKEWED = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3")
+MODELS["gpt-oss-120b-sinks"] = replace(
+    MODELS["gpt-oss-120b"],
+    sinks=True,
+    window=128,
+    note=f"{ROUTED}; attention has the model's sinks, and windows in every second layer; positions have no YaRN",
+)
 MODELS |= {
     f"{name}-skewed": replace(
         MODELS[name], skew=SKEW, note="experts are chosen by drawn scores, of which a few experts have the highest ones"
