@@ -203,7 +203,7 @@ def _only_when_timed(ctx: RankContext, raises: bool) -> tuple[list[tuple[str, fl
     return [(row.contestant, row.p50_us) for row in run.rows], run.facts
 
 
-@pytest.mark.parametrize("raises", [False, True], ids=["wrong", "raises"])
+@pytest.mark.parametrize("raises", [False, *rare(True)], ids=["wrong", "raises"])
 def test_a_fault_that_comes_with_the_timing_fails_the_row(raises: bool, rank_pools: RankPools) -> None:
     rows, facts = rank_pools.get("cpu", 2).run(_only_when_timed, raises, timeout=200)[0]
     us = dict(rows)

@@ -70,14 +70,14 @@ def test_local_facts_keep_the_fusion_and_others_give_it_up(pair: RankPool, name:
     assert tuple(found) == WITH_TILES[name]
 
 
-@pytest.mark.parametrize("name", sampled(divergent.LATE))
+@pytest.mark.parametrize("name", [*sampled(divergent.LATE), *rare(*divergent.RESHAPED)])
 def test_a_rank_that_differs_later_runs_what_was_agreed(pair: RankPool, name: str) -> None:
     """The other rank's kernel waits for tiles, and gets them."""
     found = pair.run(divergent.check, name, {"ditron.strategy": "tile", "ditron.meeting_s": 2.0})
     assert all(set(one) == {"tile"} for one in found)
 
 
-@pytest.mark.parametrize("late_s", [0.0, 1.5])
+@pytest.mark.parametrize("late_s", [1.5, *rare(0.0)])
 def test_all_ranks_change_in_one_call_together_or_apart(pair: RankPool, late_s: float) -> None:
     """Ranks that come too late for each other run what was agreed before, in the shape that was agreed."""
     name = "all_have_other_columns_this_time"
