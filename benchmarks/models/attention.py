@@ -89,13 +89,11 @@ class SinkAttention(AttentionCore):
         seen = min(tokens, window or tokens)
         # About what the scores of the gate's inputs add up to: the sinks have a good part of the weight.
         self.sinks = nn.Parameter(torch.full((heads,), 1.5 * math.log(seen)))
-        self.mask: BlockMask | None = None
+        self.mask = self.mask_of(self.sinks.device) if self.sinks.is_cuda and tokens > 1 else None
 
     def cut(self, mesh: DeviceMesh) -> None:
-        """Keeps the sinks of this rank's heads, and makes the mask for its device."""
+        """Keeps the sinks of this rank's heads."""
         self.sinks = nn.Parameter(self.sinks.detach().chunk(mesh.size())[mesh.get_rank()].clone())
-        if self.sinks.is_cuda and self.tokens > 1:
-            self.mask = self.mask_of(self.sinks.device)
 
     def mask_of(self, device: torch.device) -> BlockMask:
         """Which keys each query sees."""

@@ -182,7 +182,8 @@ def decoder(
         make_core = functools.partial(cached, arch, cell.batch, cell.cache // world_size, rank == 0)
     if arch.sinks:
         windows = itertools.cycle((arch.window, 0))
-        make_core = lambda: SinkAttention(arch.heads, cell.tokens, next(windows), arch.scale)  # noqa: E731
+        cores = (SinkAttention(arch.heads, cell.tokens, window, arch.scale) for window in windows)
+        make_core = functools.partial(next, cores)
     torch.manual_seed(1)
     model = (EngineDecoder if arch.engine else Decoder)(arch, cell.layers, make_core)
     _peak(model, arch)

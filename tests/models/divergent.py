@@ -271,58 +271,54 @@ def other_sequences(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor
     return reduce_sequences(torch.relu(gather_sequences(rows) @ w) @ w.t())
 
 
-PROGRAMS: dict[str, Program] = {
-    one.__name__: one
-    for one in (
-        other_sequences,
-        logs_where_columns_differ,
-        bias_before,
-        residual_behind,
-        epilogue_behind,
-        another_weight,
-        statistic_of_gathered,
-        statistic_of_product,
-        statistic_of_sequences,
-        nothing_to_multiply,
-        norm_on_one,
-        graph_break,
-        eager_region,
-        reader_between_sums,
-        reader_of_region,
-        two_weights_contracted,
-        tokens_of_one_rank,
-        other_columns,
-        gathered_in_other_columns,
-        scattered_in_other_columns,
-        sizes_of_one_rank,
-        other_branch,
-    )
-}
-LATE: dict[str, Program] = {
-    one.__name__: one
-    for one in (
-        late_statistic,
-        nothing_this_time,
-        nothing_to_scatter,
-        gathered_not_multiplied,
-        norm_this_time,
-        no_norm_this_time,
-        slots_not_normed_this_time,
-        statistic_of_sequences_this_time,
-        other_columns_this_time,
-    )
-}
+
+def _by_name(*programs: Program) -> dict[str, Program]:
+    return {program.__name__: program for program in programs}
+
+
+PROGRAMS = _by_name(
+    other_sequences,
+    logs_where_columns_differ,
+    bias_before,
+    residual_behind,
+    epilogue_behind,
+    another_weight,
+    statistic_of_gathered,
+    statistic_of_product,
+    statistic_of_sequences,
+    nothing_to_multiply,
+    norm_on_one,
+    graph_break,
+    eager_region,
+    reader_between_sums,
+    reader_of_region,
+    two_weights_contracted,
+    tokens_of_one_rank,
+    other_columns,
+    gathered_in_other_columns,
+    scattered_in_other_columns,
+    sizes_of_one_rank,
+    other_branch,
+)
+LATE = _by_name(
+    late_statistic,
+    nothing_this_time,
+    nothing_to_scatter,
+    gathered_not_multiplied,
+    norm_this_time,
+    no_norm_this_time,
+    slots_not_normed_this_time,
+    statistic_of_sequences_this_time,
+    other_columns_this_time,
+)
 """Programs whose ranks begin alike, and differ in one later call."""
-RESHAPED: dict[str, Program] = {
-    one.__name__: one
-    for one in (
-        other_columns_not_normed_this_time,
-        other_columns_scattered_this_time,
-        other_columns_gathered_this_time,
-        other_sequences_this_time,
-        all_have_other_columns_this_time,
-    )
-}
+RESHAPED = _by_name(
+    other_columns_not_normed_this_time,
+    other_columns_scattered_this_time,
+    other_columns_gathered_this_time,
+    other_sequences_this_time,
+    all_have_other_columns_this_time,
+)
 """More of these, in which as many elements have another shape then."""
 
 
