@@ -51,11 +51,14 @@ def is_judged(one: Contest) -> bool:
 
 
 def line(one: Contest, facts: Sequence[Fact]) -> list[str]:
-    """The line of a cell. A floor is reached if it is by the numbers that stand in the line."""
+    """The line of a cell. A floor is reached if it is by the numbers that stand in the line, and not known to be over
+    rivals of which none is strong."""
     tokens, us, reading = int(one.sizes["batch"]), one.us("ditron") or 0.0, reading_us(one)
     best, gain, over = one.best_other, one.best_gain or 0.0, us / reading
     rival = TITLES[best.contestant] if best else "-"
     reached = answer(round(gain, 2) >= LEAST[tokens])
+    if one.only_copies and reached == answer(True):
+        reached = "-"
     return [
         *(short_name(one), f"{one.model} x {one.sizes['layers']}", str(tokens)),
         number(experts_read(ARCHITECTURES[one.model], tokens), 0),

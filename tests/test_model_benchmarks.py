@@ -166,6 +166,16 @@ def test_prefill_in_graphs_is_a_phase_of_its_own() -> None:
     assert "Inside CUDA graphs: 1 of prefill." in readme_part([*captured, *ROWS], [])
 
 
+def test_rivals_that_copy_weights_of_experts_are_in_no_mean_of_the_best() -> None:
+    decode = {"op": "decode", "model": "gpt-oss-120b", "form": "ar", "layers": 2, "tokens": 1}
+    weak = [row(name, us, batch=32, **decode) for name, us in (("ditron", 100.0), ("inductor", 400.0))]
+    strong = [row(name, us, **decode) for name, us in (("ditron", 100.0), ("inductor", 200.0), ("fused", 120.0))]
+    assert "| -                     | 4.00 " in phases_part(weak, [])
+    both = phases_part([*weak, *strong], [])
+    assert "| 1.20                  | 2.83 " in both and "In 1 decode cell of experts no rival ran" in both
+    assert "no rival ran" not in phases_part(strong, [])
+
+
 def test_a_page_needs_nothing_else_and_says_why_a_number_is_missing(tmp_path: Path) -> None:
     why = "differs from eager: <output> by 3.0e-01"
     results = tmp_path / "models.csv"

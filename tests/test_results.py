@@ -417,6 +417,8 @@ def test_floors_of_experts_are_over_the_experts_that_are_read() -> None:
     assert line[:4] == ["qwen3-30b-a3b x 2", "1", "8", f"{1.6 * read:.0f}"]
     assert line[4:8] == [f"{read:.0f}", "1.60", "1.60", "yes"]
     assert line[8:] == ["one-shot + norm, grouped experts", "1.49", "1.50", "no", "2.39", "abc"]
+    over_copies = [expert_floors.lines(_decoded(plain, ditron=1.0, inductor=gain))[0][-5:-2] for gain in (4.0, 1.2)]
+    assert over_copies == [["4.00", "1.50", "-"], ["1.20", "1.50", "no"]]
     assert expert_floors.experts_read(expert_floors.ARCHITECTURES["qwen3-30b-a3b"], 2) == 15.5
 
 

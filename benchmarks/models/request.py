@@ -37,6 +37,8 @@ tokens too. fused: experts in a tuned Triton kernel as serving engines have it (
 one_shot_fused: one_shot_norm with them. dispatched: experts whole on one rank each, to which tokens are sent
 (`dispatched.py`).
 """
+WITHOUT_COPIES = ("grouped", "fused", "one_shot_fused")
+"""Those whose experts of few tokens read the weights where they are; the others copy them for each token."""
 TUNED = ("max_autotune", "max_autotune_select")
 """Those that time kernels while they compile."""
 LIMIT = "limit"

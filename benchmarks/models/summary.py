@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from benchmarks import sources
 from benchmarks.models.facts import Fact
-from benchmarks.models.request import OURS, TITLES
+from benchmarks.models.request import OURS, TITLES, WITHOUT_COPIES
 from benchmarks.models.tables import NOISE, Contest, aged, contestants_of, contests, number
 from benchmarks.models.zoo import position
 from benchmarks.records import Row
@@ -75,6 +75,7 @@ def _caption(cells: Sequence[Contest], facts: Sequence[Fact]) -> list[str]:
         f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(cells)}.",
         f"The best rival of a cell is the fastest of those that ran beside Ditron in it: {_rivals(cells)}. A cell "
         "shows its newest run; if that lacks a rival that was the best before, it shows the newest run that has it.",
+        *_copies(cells),
         f"A cell is within noise (`{NOISE}`) if the samples of Ditron and of its best rival overlap, from the 20th to "
         f"the 80th percentile: this holds for {unclear} of {len(cells)} cells. {_old(cells, facts)}",
         f"Layers alone, {_layers(cells)} of them, with random weights. "
@@ -83,12 +84,24 @@ def _caption(cells: Sequence[Contest], facts: Sequence[Fact]) -> list[str]:
 
 
 def _ratios(cells: Sequence[Contest]) -> list[str]:
-    best = [gain for one in cells if (gain := one.best_gain)]
+    best = [gain for one in cells if (gain := one.best_gain) and not one.only_copies]
     least = min(cells, key=lambda one: one.best_gain or math.inf)
     inductor = [gain for one in cells if (gain := one.gain("inductor"))]
     means = [f"{statistics.geometric_mean(gains):.2f}" if gains else "-" for gains in (best, inductor)]
     lowest = number(least.best_gain, 2) + f" {NOISE}" * least.unclear
     return [*means, lowest, str(len(cells)), str(sum(one.unclear for one in cells))]
+
+
+def _copies(cells: Sequence[Contest]) -> list[str]:
+    """Which cells have no rival that is worth a mean, in a sentence."""
+    count = sum(one.only_copies for one in cells)
+    if not count:
+        return []
+    beside = ", ".join(TITLES[name] for name in WITHOUT_COPIES)
+    return [
+        f"In {count} decode cell{'s' * (count > 1)} of experts no rival ran that takes their weights without a copy "
+        f"for each token ({beside}): they are not in the means over the best rival."
+    ]
 
 
 def _rivals(cells: Sequence[Contest]) -> str:

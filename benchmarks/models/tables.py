@@ -11,7 +11,7 @@ from tabulate import tabulate
 from benchmarks import sources
 from benchmarks.comparison import NOISE, overlap
 from benchmarks.models.facts import ALL, Fact, reasons
-from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TITLES
+from benchmarks.models.request import CONTESTANTS, LIMIT, OURS, TITLES, WITHOUT_COPIES
 from benchmarks.models.zoo import MODELS, position
 from benchmarks.records import Row, by_cell, grouped, newest, runs, strongest
 
@@ -46,6 +46,11 @@ class Contest:
     def routed(self) -> bool:
         """Whether it is a mixture of experts, of which rivals may copy weights."""
         return self.model in MODELS and MODELS[self.model].experts > 0
+
+    @property
+    def only_copies(self) -> bool:
+        """Whether all rivals of a decode step copy experts' weights for each token, which nobody does who serves."""
+        return self.routed and self.phase == "decode" and not any(map(self.us, WITHOUT_COPIES))
 
     @property
     def where(self) -> tuple[str, int]:
