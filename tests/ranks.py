@@ -35,6 +35,8 @@ from tests.rank_process import Job, Outcome, RankContext, RankError, RankSetup, 
 __all__ = ["Outcome", "RankContext", "RankError", "RankPool", "RankPools", "RanksFailed", "run_ranks"]
 
 START_LIMIT_S = 180.0
+# A limit finds ranks that hang. The longest job takes 15 s on a quiet machine, and took 83 s on a slow one.
+JOB_LIMIT_S = 200.0
 # After one rank failed, its peers may still come to an end by themselves; longer than this they are waiting for it.
 GRACE_S = 15.0
 CONTINUE_EVERY_S = 0.2
@@ -125,7 +127,7 @@ class RankPool:
                 self._pipes.append(ours)
         self._raise_failures(self._collect(START_LIMIT_S, "the start of the ranks"), "the start of the ranks")
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 100.0, seed: int = 0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = JOB_LIMIT_S, seed: int = 0) -> list[Any]:
         """`fn(ctx, *args)` on every rank; the values in rank order. Raises RanksFailed where a rank raised or hung."""
         outcomes = self.outcomes(fn, *args, timeout=timeout, seed=seed)
         self._raise_failures(outcomes, fn.__name__)
@@ -135,7 +137,7 @@ class RankPool:
         self,
         fn: Callable[..., Any],
         *args: Any,
-        timeout: float = 100.0,
+        timeout: float = JOB_LIMIT_S,
         seed: int = 0,
         stop: int | None = None,
         grace: float = GRACE_S,
@@ -282,7 +284,7 @@ def run_ranks(
     *args: Any,
     device: str = "cpu",
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = JOB_LIMIT_S,
     seed: int = 0,
 ) -> list[Any]:
     """`fn(ctx, *args)` once, in `world_size` fresh processes; for tests that need a clean process or environment."""

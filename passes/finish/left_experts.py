@@ -47,6 +47,7 @@ ON_THE_WAY: frozenset[object] = (
     | PICKS
     | (SUMS - {aten.bmm.default})
     | {aten.select.int, aten.where.self, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor}
+    | {aten.slice_scatter.default, aten.constant_pad_nd.default}
 )
 
 

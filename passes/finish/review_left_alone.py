@@ -6,6 +6,7 @@
     gather -> index -> _grouped_mm          no_matmul                  -> grouped_matmul
     _grouped_mm -> index -> sum -> reduce   no_matmul, cast_between    -> experts_sum, few_tokens, dynamic_tokens
     bmm(.., index(weight)) -> sum -> reduce no_matmul, batched_matmul  -> experts_sum, few_tokens, dynamic_tokens
+    bmm -> index -> sum, in a backward      no_matmul                  -> batched_matmul
     bmm -> sum over its batches -> reduce   no_matmul, cast_between    -> sum_of_matmuls
     all_reduce(amax(x), "max")              reduce_op                  -> no_matmul
     fused product -> relu -> all_reduce     pointwise_between          -> already_fused
@@ -37,7 +38,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.ring_attention import ring_attention
-from ditron_inductor.passes.finish.left_experts import pattern_of, why_experts_stay
+from ditron_inductor.passes.finish.left_experts import find_experts, pattern_of, why_experts_stay
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import is_collective
 from ditron_inductor.passes.graph.launches import is_task
@@ -108,7 +109,16 @@ def find_other_matmul(collective: fx.Node) -> Refusal | None:
     if experts is not None:
         return experts
     found = _routed_matmul(collective)
-    return None if found is None else ReasonCode.GROUPED_MATMUL.at(found)
+    if found is not None:
+        return ReasonCode.GROUPED_MATMUL.at(found)
+    return _batched_experts(collective) if _reduces(collective) else None
+
+
+def _batched_experts(reduction: fx.Node) -> Refusal | None:
+    """Returns the batched matmul of experts of which a backward sums up the gradients of their tokens."""
+    (operand, *_) = reduction.all_input_nodes
+    experts = find_experts(operand)
+    return None if experts is None else ReasonCode.BATCHED_MATMUL.at(experts.matmul)
 
 
 def _experts(collective: fx.Node) -> Refusal | None:

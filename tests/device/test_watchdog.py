@@ -139,7 +139,10 @@ def test_an_exception_in_a_call_asks_for_a_reset() -> None:
         health.check()
 
 
-def test_the_thread_logs_a_failure_once_and_again_after_a_reset(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_thread_logs_a_failure_once_and_again_after_a_reset(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ditron_inductor.device.watchdog.PERIOD_S", 0.1)
     health, peer = make_health()
     watchdog = Watchdog()
     watchdog.watch(health)

@@ -179,6 +179,6 @@ def test_slots_beyond_a_capacity(
 )
 def test_training_with_a_capacity(rank_pools: RankPools, experts: Experts, fused: bool, world_size: int) -> None:
     behind = {REDUCED: 1} if fused else {"all_reduce_rms_norm": 1}
-    wanted = [{"matmul_all_reduce": 1} | behind, {REDUCED: 1} if fused else {"all_reduce: no_matmul": 1}]
+    wanted = [{"matmul_all_reduce": 1} | behind, {REDUCED: 1} if fused else {"all_reduce: batched_matmul": 1}]
     for _, became in rank_pools.get("cpu", world_size).run(compared, experts, MANY, True):
         assert became == wanted

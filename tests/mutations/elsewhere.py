@@ -49,6 +49,13 @@ ELSEWHERE: tuple[Mutation, ...] = (
         f"{ALONE}::test_experts_whose_weights_are_copied",
     ),
     Mutation(
+        "nothing is said of gradients of tokens from batched experts",
+        "passes/finish/review_left_alone.py",
+        "return None if experts is None else ReasonCode.BATCHED_MATMUL.at(experts.matmul)",
+        "return None",
+        f"{ALONE}::test_gradients_of_tokens_that_lie_in_batches",
+    ),
+    Mutation(
         "a reduction with its norm hides why it has no experts",
         "passes/finish/outside.py",
         "if not without or reason is None or reason.pattern not in options.fusions:",

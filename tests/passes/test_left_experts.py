@@ -55,6 +55,15 @@ def buffered(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torc
     return (products[ids] * weights.reshape(-1, 1).bfloat16()).view(-1, K, D).sum(1)
 
 
+def dropping(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
+    """The same, with a row of zeros behind the buffer, which slots beyond the capacity of an expert read."""
+    weights, chosen = scores.topk(K)
+    ids = chosen.reshape(-1)
+    rows = torch.bmm(x.repeat(E, 1).view(E, -1, D), up.mT).sin()
+    products = F.pad(torch.bmm(rows, down.mT).view(-1, D), (0, 0, 0, 1))
+    return (products[ids] * weights.reshape(-1, 1).bfloat16()).view(-1, K, D).sum(1)
+
+
 def all_experts(scores: torch.Tensor, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
     """Every expert computes every token."""
     rows = x.repeat(E, 1).view(E, -1, D) * scores.t().unsqueeze(-1).bfloat16()
@@ -243,6 +252,19 @@ def test_rows_that_are_picked_from_batches() -> None:
     assert alone(buffered, MANY) == ("experts_sum", "bmm")
     assert alone(buffered, FEW)[0] == "few_tokens"
     assert notes(buffered, MANY)[0] == ("experts in front", "experts_sum", "bmm")
+    assert alone(dropping, MANY) == ("experts_sum", "bmm")
+
+
+@pytest.mark.parametrize("layer", [buffered, dropping])
+def test_gradients_of_tokens_that_lie_in_batches(layer: Callable[..., Any]) -> None:
+    """The form of a backward is not the user's: that the matmul is a batched one is all that is said of it."""
+    (graph,) = compiled_graphs(lambda *operands: all_reduce(layer(*operands)), *given(MANY))
+    next(iter(graph.graph.find_nodes(op="placeholder"))).name = "tangents_1"
+    with collect_sites() as sink:
+        pipeline.DitronPipeline(Options())(graph.graph)
+    (record,) = sink.graphs[0].sites
+    assert record.reason_code == "batched_matmul"
+    assert record.culprit is not None and record.culprit.op == "aten.bmm.default"
 
 
 @pytest.mark.parametrize("tokens", [FEW, MANY])
