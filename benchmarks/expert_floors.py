@@ -51,8 +51,9 @@ def is_judged(one: Contest) -> bool:
 
 
 def line(one: Contest, facts: Sequence[Fact]) -> list[str]:
-    """The line of a cell. A floor is reached if it is by the numbers that stand in the line, and not known to be over
-    rivals of which none is strong."""
+    """The line of a cell. A floor is reached if it is by the numbers that stand in the line; over rivals that only copy
+    weights, nobody knows.
+    """
     tokens, us, reading = int(one.sizes["batch"]), one.us("ditron") or 0.0, reading_us(one)
     best, gain, over = one.best_other, one.best_gain or 0.0, us / reading
     rival = TITLES[best.contestant] if best else "-"

@@ -118,7 +118,9 @@ def _batched_experts(reduction: fx.Node) -> Refusal | None:
     """Returns the batched matmul of experts of which a backward sums up the gradients of their tokens."""
     (operand, *_) = reduction.all_input_nodes
     experts = find_experts(operand)
-    return None if experts is None else ReasonCode.BATCHED_MATMUL.at(experts.matmul)
+    if experts is None or experts.matmul.target not in proofs.BATCHED:
+        return None
+    return ReasonCode.BATCHED_MATMUL.at(experts.matmul)
 
 
 def _experts(collective: fx.Node) -> Refusal | None:

@@ -51,8 +51,8 @@ ELSEWHERE: tuple[Mutation, ...] = (
     Mutation(
         "nothing is said of gradients of tokens from batched experts",
         "passes/finish/review_left_alone.py",
-        "return None if experts is None else ReasonCode.BATCHED_MATMUL.at(experts.matmul)",
-        "return None",
+        "    return ReasonCode.BATCHED_MATMUL.at(experts.matmul)",
+        "    return None",
         f"{ALONE}::test_gradients_of_tokens_that_lie_in_batches",
     ),
     Mutation(
