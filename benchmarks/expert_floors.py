@@ -57,9 +57,8 @@ def line(one: Contest, facts: Sequence[Fact]) -> list[str]:
     tokens, us, reading = int(one.sizes["batch"]), one.us("ditron") or 0.0, reading_us(one)
     best, gain, over = one.best_other, one.best_gain or 0.0, us / reading
     rival = TITLES[best.contestant] if best else "-"
-    reached = answer(round(gain, 2) >= LEAST[tokens])
-    if one.only_copies and reached == answer(True):
-        reached = "-"
+    enough = round(gain, 2) >= LEAST[tokens]
+    reached = "-" if enough and one.only_copies else answer(enough)
     return [
         *(short_name(one), f"{one.model} x {one.sizes['layers']}", str(tokens)),
         number(experts_read(ARCHITECTURES[one.model], tokens), 0),

@@ -97,7 +97,7 @@ def _copies(cells: Sequence[Contest]) -> list[str]:
     count = sum(one.only_copies for one in cells)
     if not count:
         return []
-    beside = ", ".join(TITLES[name] for name in WITHOUT_COPIES)
+    beside = "; ".join(TITLES[name] for name in WITHOUT_COPIES)
     return [
         f"In {count} decode cell{'s' * (count > 1)} of experts no rival ran that takes their weights without a copy "
         f"for each token ({beside}): they are not in the means over the best rival."

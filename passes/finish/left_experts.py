@@ -68,8 +68,7 @@ def why_experts_stay(reduced: fx.Node, *, normed: bool) -> Refusal | None:
     experts are in front of it, or if nothing could be proved. normed: the reduction has its norm in its node, which
     adds up the slots of a few tokens.
     """
-    backward = any(node.name.startswith("tangents_") for node in reduced.graph.find_nodes(op="placeholder"))
-    if backward:
+    if proofs.tangents(reduced.graph):
         return None
     experts, shape = find_experts(reduced), proofs.fake(reduced).shape
     if experts is None:

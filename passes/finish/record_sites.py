@@ -17,7 +17,7 @@ from ditron_inductor.passes.finish.outside import find_outside
 from ditron_inductor.passes.graph.collectives import group_size
 from ditron_inductor.passes.graph.culprits import describe
 from ditron_inductor.passes.graph.launches import GROUP_ARGUMENT, is_task, launches_collective
-from ditron_inductor.passes.graph.proofs import arguments
+from ditron_inductor.passes.graph.proofs import arguments, tangents
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 from ditron_inductor.task.problem import Problem
 from ditron_inductor.task.schema import node_from_call, operands_from_call, values_of
@@ -42,7 +42,7 @@ def record_graph(graph: fx.Graph, options: Options, *, graph_before: str, graph_
     ]
     return GraphRecord(
         index=0,
-        is_backward=any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")),
+        is_backward=bool(tangents(graph)),
         region=region,
         sites=tuple(records),
         graph_before=graph_before,

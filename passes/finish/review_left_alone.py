@@ -116,6 +116,9 @@ def find_other_matmul(collective: fx.Node) -> Refusal | None:
 
 def _batched_experts(reduction: fx.Node) -> Refusal | None:
     """Returns the batched matmul of experts of which a backward sums up the gradients of their tokens."""
+    # In a forward `why_experts_stay` has said what there is to say of experts.
+    if not proofs.tangents(reduction.graph):
+        return None
     (operand, *_) = reduction.all_input_nodes
     experts = find_experts(operand)
     if experts is None or experts.matmul.target not in proofs.BATCHED:

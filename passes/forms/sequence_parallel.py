@@ -228,7 +228,7 @@ def sequence_parallel(graph: fx.Graph, *, options: Options) -> int:
     """Cuts the rows of every region where that pays; returns how many all-reduces went."""
     if options.sequence_parallel == "off" or not options.fusions:
         return 0
-    if any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
+    if proofs.tangents(graph):
         return 0
     count = index = 0
     # Read the region again after each rewrite: what it reads may have been a member of another region.

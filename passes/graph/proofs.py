@@ -378,6 +378,11 @@ def feeds_matmul(node: fx.Node) -> bool:
     return any(is_matmul(user) or (user.target in TRANSPOSES and feeds_matmul(user)) for user in users)
 
 
+def tangents(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the gradients that a graph takes of what its forward returns. A graph without a backward has none."""
+    return {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents_")}
+
+
 def depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
     """Returns whether `node` is, or is computed from, one of `sources`."""
     return any(ancestor in sources for ancestor in ancestors(node))

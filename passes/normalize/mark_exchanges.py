@@ -21,7 +21,7 @@ from ditron_inductor.passes.graph.token_exchanges import TOKENS, may_be_gradient
 
 def mark_exchanges(graph: fx.Graph, *, options: Options) -> int:
     """Marks the gradients of all exchanges of tokens. Returns how many it marked."""
-    tangents = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents_")}
+    tangents = proofs.tangents(graph)
     exchanges = list(collectives(graph, ALL_TO_ALL)) if tangents else []
     backward = [one for one in exchanges if proofs.depends_on(one, tangents)]
     forward = [one for one in exchanges if one not in backward]
