@@ -57,6 +57,13 @@ def test_programs_have_everything_in_them() -> None:
         ".gather(1, ",
         "attention_with_sinks(",
         "turned_by_halves(",
+        "grouped(",
+        "[flat]",
+        "index_add(",
+        "scatter_add(",
+        "tkn->tn",
+        "searchsorted(",
+        "absent = ids // ",
     )
     for part in (*words, *forms, ", A", ", B", ", C", "if RANK ==", "777", "191", "sleeps", "spins"):
         assert part in text, part

@@ -40,6 +40,7 @@ from ditron_inductor.passes.attention.softmax_algebra import Algebra, Atoms, Axe
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import is_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused, refused
+from ditron_inductor.passes.graph.routes import copies_weights
 from ditron_inductor.task.attention_masks import GIVEN, MAX_HEAD_DIM, Mask
 
 aten = torch.ops.aten
@@ -75,6 +76,9 @@ def find_written(graph: fx.Graph, gathered: Collection[fx.Node]) -> list[Written
         if not any(node_above.target in EXPONENTIALS for node_above in above):
             continue
         products = [node_above for node_above in above if node_above.target is aten.bmm.default]
+        if any(map(copies_weights, (node, *products))):
+            # Of experts, with an exponential in their activation.
+            continue
         operands = [values, *(operand for product in products for operand in product.all_input_nodes)]
         read = tuple(end for end in map(_end, operands) if end in gathered)
         if read:

@@ -25,7 +25,7 @@ from ditron_inductor.passes.graph import expert_rows, proofs
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE
 from ditron_inductor.passes.graph.other_matmuls import other_matmul
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal
-from ditron_inductor.passes.graph.routes import PICKS
+from ditron_inductor.passes.graph.routes import PICKS, copies_weights
 from ditron_inductor.passes.graph.slot_readings import Reading, casts, readings
 from ditron_inductor.passes.graph.slot_sums import LEAST_TOKENS, adds_sorted_slots, number_of
 from ditron_inductor.passes.graph.sorts import is_written
@@ -83,7 +83,16 @@ def why_experts_stay(reduced: fx.Node, *, normed: bool) -> Refusal | None:
         stranger = _stranger(experts, few=True) if normed and tokens <= MOST_EXPERT_TOKENS else None
         return ReasonCode.FEW_TOKENS.at(source) if stranger is None else ReasonCode.EXPERTS_SUM.at(stranger)
     stranger = experts.matmul if copied else _stranger(experts, few=False)
-    return None if stranger is None else ReasonCode.EXPERTS_SUM.at(stranger)
+    if stranger is not None:
+        return ReasonCode.EXPERTS_SUM.at(stranger)
+    other = _read_elsewhere(experts, reduced)
+    return None if other is None else ReasonCode.INTERMEDIATE_USED.at(other)
+
+
+def _read_elsewhere(experts: Experts, reduced: fx.Node) -> fx.Node | None:
+    """Returns what reads something on the way that is not summed up yet, for another end than the reduction."""
+    needed = set(proofs.reached([reduced], lambda node: node.all_input_nodes))
+    return proofs.other_user(experts.path[:-1], needed)
 
 
 def pattern_of(refusal: Refusal, tried: str, collective: object = ALL_REDUCE) -> str:
@@ -104,7 +113,7 @@ def find_experts(reduced: fx.Node) -> Experts | None:
         # Of rows that stay in the order of the experts nobody knows the tokens.
         if picked and other_matmul(node) is ReasonCode.GROUPED_MATMUL:
             return Experts(node, path)
-        if batched and ((picked and added) or _copies_weights(node)):
+        if batched and ((picked and added) or copies_weights(node)):
             return Experts(node, path)
         if node.target not in ON_THE_WAY and not (batched and _combines(node)):
             continue
@@ -134,19 +143,6 @@ def _combines(bmm: fx.Node) -> bool:
     return any(proofs.known_equal(size, 1) for size in proofs.fake(bmm).shape[1:])
 
 
-def _copies_weights(bmm: fx.Node) -> bool:
-    """Returns whether a batched matmul multiplies copies of matrices, which are taken by the numbers of experts."""
-    for operand in bmm.all_input_nodes:
-        node = operand
-        while node.target in proofs.MAY_KEEP_ORDER | proofs.CASTS:
-            node = proofs.operand(node)
-        indexed = proofs.arguments(node) if node.target is aten.index.Tensor else None
-        if indexed is not None and len(indexed["indices"]) == 1 and proofs.fake(indexed["self"]).ndim >= 3:
-            numbers = proofs.tensor(indexed["indices"][0])
-            return numbers is not None and numbers.dtype in (torch.int64, torch.int32)
-    return False
-
-
 def _sum_of_batches(reduced: fx.Node) -> fx.Node | None:
     """Returns the batched matmul over whose batches `reduced` is the sum; None if it is not."""
     total = proofs.views_up(reduced)[-1]
@@ -169,6 +165,9 @@ def _stranger(experts: Experts, *, few: bool) -> fx.Node | None:
     read = _read_as_sums(experts.path)
     for node in experts.path:
         if node.target in CHUNKS and summed:
+            if _cuts_columns(node):
+                # A scatter of the columns of a sum of experts is none of a node.
+                return node
             continue
         if (reading := read.get(node)) is not None and not summed:
             weighted = reading.weights is not None
@@ -218,6 +217,14 @@ def _read_by_bmm(node: fx.Node) -> fx.Node:
     while reader is not None and reader.target in proofs.MAY_KEEP_ORDER:
         reader = proofs.sole_user(reader)
     return node if reader is None or reader.target not in proofs.BATCHED else reader
+
+
+def _cuts_columns(node: fx.Node) -> bool:
+    """Returns whether a node cuts the last dimension apart."""
+    if node.target not in proofs.CUTS:
+        return False
+    ndim = proofs.fake(proofs.operand(node)).ndim
+    return proofs.arguments(node)["dim"] % ndim == ndim - 1
 
 
 def _adds_bias(add: fx.Node, products: fx.Node) -> bool:

@@ -44,7 +44,7 @@ from ditron_inductor.passes.graph.collectives import is_collective
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
-from ditron_inductor.passes.graph.routes import MOVES, ROUTES, SCALES, downwards, upwards
+from ditron_inductor.passes.graph.routes import MOVES, ROUTES, SCALES, copies_weights, downwards, upwards
 from ditron_inductor.passes.graph.token_exchanges import matmul_of_rows, shows_tokens
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import ATTENTION_KINDS, ReductionWithNorm
@@ -133,12 +133,19 @@ def _experts(collective: fx.Node) -> Refusal | None:
 
 
 def _routed_matmul(collective: fx.Node) -> fx.Node | None:
-    """Returns the grouped matmul whose rows a collective brings, or whose products it reduces, between a routing."""
+    """Returns the matmul of experts whose rows a collective brings, or whose products it reduces, between a routing."""
     # From a gather the routing leads down, from a reduction up, and all-to-alls stand on both sides.
     through = MOVES | proofs.CASTS | SCALES | ROUTES
     down = () if _reduces(collective) else downwards(collective, through)
     up = () if _gathers(collective) else upwards(collective, through)
-    return next((node for node in chain(down, up) if other_matmul(node) is ReasonCode.GROUPED_MATMUL), None)
+    return next((node for node in chain(down, up) if _is_of_experts(node, copied=not _reduces(collective))), None)
+
+
+def _is_of_experts(node: fx.Node, *, copied: bool) -> bool:
+    """Returns whether a node is a grouped matmul or, if `copied`, one with copies of its experts' weights."""
+    if other_matmul(node) is ReasonCode.GROUPED_MATMUL:
+        return True
+    return copied and node.target in proofs.BATCHED and copies_weights(node)
 
 
 def _reduces(collective: fx.Node) -> bool:
@@ -242,12 +249,20 @@ def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
     if exchanged is not None:
         return exchanged
     if code in OWN:
-        return None if is_beside_matmul(node) or _routed_matmul(node) is not None else ReasonCode.NO_MATMUL
-    if code is ReasonCode.BATCHED_MATMUL:
+        return None if is_beside_matmul(node) or _is_beside_experts(node) else ReasonCode.NO_MATMUL
+    if code is ReasonCode.BIAS:
         return _experts(node)
+    if code is ReasonCode.BATCHED_MATMUL:
+        found = None if _reduces(node) else _routed_matmul(node)
+        return _experts(node) if found is None else ReasonCode.GROUPED_MATMUL.at(found)
     if code not in VAGUE:
         return None
     return find_other_matmul(node) or (_fused_product(node) if _reduces(node) else None)
+
+
+def _is_beside_experts(node: fx.Node) -> bool:
+    (operand, *_) = node.all_input_nodes
+    return _routed_matmul(node) is not None or (_reduces(node) and find_experts(operand) is not None)
 
 
 def _exchanged(node: fx.Node, code: ReasonCode) -> Refusal | None:

@@ -255,7 +255,7 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GROUPED_MATMUL: (
-        "it stands beside the grouped matmuls of routed experts, and does not reduce the sum of each token's slots in "
+        "it stands beside matmuls of routed experts, and does not reduce the sum of each token's slots in "
         "a forward, or no kernel multiplies as they do; nothing to change"
     ),
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",

@@ -44,6 +44,19 @@ def downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
     return proofs.reached(node.users, lambda user: user.users if is_one(user, through) else ())
 
 
+def copies_weights(bmm: fx.Node) -> bool:
+    """Returns whether a batched matmul multiplies copies of matrices, which are taken by the numbers of experts."""
+    for operand in bmm.all_input_nodes:
+        node = operand
+        while node.target in proofs.MAY_KEEP_ORDER | proofs.CASTS:
+            node = proofs.operand(node)
+        indexed = proofs.arguments(node) if node.target is aten.index.Tensor else None
+        if indexed is not None and len(indexed["indices"]) == 1 and proofs.fake(indexed["self"]).ndim >= 3:
+            numbers = proofs.tensor(indexed["indices"][0])
+            return numbers is not None and numbers.dtype in (torch.int64, torch.int32)
+    return False
+
+
 def is_one(node: fx.Node, ops: frozenset[object]) -> bool:
     """Returns whether a node calls one of the ops, by the op or by its name."""
     return node.target in ops or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in ops)

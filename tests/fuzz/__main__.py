@@ -39,6 +39,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--jobs", type=int, default=1, help="pools of ranks beside each other")
     add("--divergent", type=float, help="how often the ranks of a program differ (default: 0.2, if interpreted 0)")
+    add("--mixtures", type=float, default=0.2, help="how often a program has a layer of experts")
     add("--limit", type=float, help="seconds for one program (default: 120, on the CPU device 180)")
     add("--backend", choices=("ditron", "inductor"), default="ditron", help="what compiles them")
     add("--interpreted", action="store_true", help="run graphs op by op, without Inductor's code")
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tests.fuzz.program import Place, Program
     from tests.ranks import RankPool
 
-    place = Place(given.world, device, backend == "nccl", backend == "nccl", given.divergent)
+    place = Place(given.world, device, backend == "nccl", backend == "nccl", given.divergent, given.mixtures)
     count = given.programs if given.programs is not None else None
     numbers: Iterator[int] = itertools.count(given.first)
     if given.only:
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command(program: Program, before: tuple[int, ...]) -> str:
         words = ["python", "-m", "tests.fuzz", "--seed", str(program.seed), "--world", str(given.world)]
-        words += ["--device", device, "--divergent", str(given.divergent)]
+        words += ["--device", device, "--divergent", str(given.divergent), "--mixtures", str(given.mixtures)]
         words += ["--interpreted"] * given.interpreted
         return shlex.join([*words, "--only", ",".join(map(str, (*before, program.index)))])
 

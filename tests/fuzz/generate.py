@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.fuzz.maker import Maker
+from tests.fuzz.mixtures import mixture
 from tests.fuzz.phrases import CHAINED, FIRST, PHRASES, routed
 from tests.fuzz.program import Call, Place, Program
 
@@ -114,6 +115,11 @@ def make_program(seed: int, index: int, place: Place) -> Program:
     rng = random.Random(f"{seed}/{index}")
     run = Run.draw(rng, place)
     sizes = run.sizes()
+    # Drawn from numbers of their own, so that the programs of a seed stay what they were.
+    mixing, routing = (random.Random(f"{seed}/{index}/{name}") for name in ("mixture", "router"))
+    mixed = mixing.random() < place.mixtures
+    if mixed and mixing.random() < 0.7:
+        run.dtype = "bfloat16"
     maker = Maker(
         rng,
         place,
@@ -124,11 +130,14 @@ def make_program(seed: int, index: int, place: Place) -> Program:
         differs=run.differs,
     )
     wanted = rng.choice(NUM_COLLECTIVES)
+    if mixed:
+        # The layer itself takes long to compile.
+        wanted = min(wanted, mixing.choice((0, 1, 1, 2)))
     while maker.collectives < wanted:
         phrase = rng.choice(FIRST if not maker.lines else CHAINED if run.differs else PHRASES)
         phrase(maker)
-    # Drawn from numbers of its own, so that the programs of a seed stay what they were.
-    routing = random.Random(f"{seed}/{index}/router")
+    if mixed:
+        mixture(maker, mixing)
     if routing.random() < ROUTED:
         routed(maker, routing)
     maker.finish()

@@ -21,7 +21,8 @@ class Place:
     """What decides which programs can be drawn: ranks, device, and what the device's collectives can do.
 
     captures: collectives may be captured in CUDA graphs. averages: they reduce by "avg" too. divergent: the probability
-    that the ranks of a program differ. groups: names of process groups, and how many ranks each has.
+    that the ranks of a program differ. mixtures: that it has a layer of experts. groups: names of process groups, and
+    how many ranks each has.
     """
 
     world_size: int
@@ -29,6 +30,7 @@ class Place:
     captures: bool
     averages: bool
     divergent: float
+    mixtures: float = 0.2
 
     @property
     def groups(self) -> dict[str, int]:

@@ -144,15 +144,23 @@ def vocabulary(
         splits = [x.shape[0] // group.size()] * group.size()
         return received(call(packed(x), splits, splits, group))
 
+    def grouped(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        if not exact:
+            return torch._grouped_mm(x, w, ends)
+        bounds = [0, *ends.tolist()]
+        parts = [x[begin:end] @ one for begin, end, one in zip(bounds[:-1], bounds[1:], w, strict=True)]
+        return torch.cat([*parts, x.new_zeros(x.shape[0] - bounds[-1], w.shape[-1])])
+
     words: dict[str, Any] = {
         one.__name__: one
         for one in (
-            *(gather, scatter, reduce, copied, exchange, rms_norm, layer_norm),
+            *(gather, scatter, reduce, copied, exchange, grouped, rms_norm, layer_norm),
             *(attention, attention_with_sinks, repeated, turned, turned_by_halves),
         )
     }
     own = torch.float64 if exact else DTYPES[dtype]
     words |= {"DT": own, "F32": torch.float64 if exact else torch.float32}
+    words |= {f"ME_{name}": group.rank() for name, group in groups.items()}
     return {**words, **groups, "RANK": rank, "torch": torch, "F": F}
 
 

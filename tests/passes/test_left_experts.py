@@ -14,7 +14,7 @@ from ditron_inductor import pipeline
 from ditron_inductor.errors import DitronNotFused
 from ditron_inductor.options import Options
 from ditron_inductor.task.site_records import SiteRecord, collect_sites
-from tests.passes.graphs import all_reduce, compiled_graphs, reduce_scatter
+from tests.passes.graphs import all_gather, all_reduce, compiled_graphs, reduce_scatter
 
 pytestmark = pytest.mark.usefixtures("group")
 D, E, K = 16, 4, 2
@@ -93,6 +93,15 @@ def one_by_one(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -
     """One slot is left out."""
     slots = by_token(scaled(rows, weights, order), order)
     return (slots[:, 0] + slots[:, 0]).bfloat16()
+
+
+def each_slot_once(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    slots = by_token(rows, order)
+    return (slots[:, 0] * weights[:, :1] + slots[:, 1] * weights[:, 1:]).bfloat16()
+
+
+def by_einsum_of_slots(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tkd,tk->td", by_token(rows, order), weights.bfloat16())
 
 
 def sent_in_fp32(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -281,6 +290,67 @@ def test_strict_asks_for_another_form() -> None:
     assert site(layer, MANY, normed=True, options=Options(strict=True)).matched
     others = tuple(kind for kind in Options().fusions if kind != "grouped_matmul_all_reduce")
     assert not site(layer, MANY, normed=False, options=Options(strict=True, fusions=others)).matched
+
+
+def reason_of(
+    layer: Callable[..., Any], *more: torch.Tensor, tokens: int, trained: bool = False
+) -> tuple[str | None, str]:
+    """Why the collective of a layer that has it inside is left alone, and the op that stopped it. trained: its weights
+    are.
+    """
+    graph, *_ = compiled_graphs(layer, *(one.detach().requires_grad_(trained) for one in (*given(tokens), *more)))
+    with collect_sites() as sink:
+        pipeline.DitronPipeline(Options())(graph.graph)
+    (record,) = sink.graphs[0].sites
+    assert record.culprit is not None
+    return record.reason_code, record.culprit.op.split(".")[1]
+
+
+def test_a_reduce_scatter_of_the_columns() -> None:
+    def scattered(*operands: torch.Tensor, total: Sum) -> torch.Tensor:
+        return reduce_scatter(torch.cat(grouped(*operands, total=total).chunk(4, 1)))
+
+    assert reason_of(functools.partial(scattered, total=known), tokens=MANY) == ("experts_sum", "cat")
+
+
+def test_the_largest_of_what_ranks_sum_up() -> None:
+    def largest(*operands: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(torch.cat(grouped(*operands, total=each_slot_once).chunk(4, 1)), "max")
+
+    assert reason_of(largest, tokens=MANY) == ("reduce_op", "reduce_scatter_tensor")
+
+
+def test_slots_that_a_backward_reads_too() -> None:
+    layer = functools.partial(grouped, total=by_einsum_of_slots)
+    assert reason_of(lambda *operands: all_reduce(layer(*operands)), tokens=MANY, trained=True) == (
+        "intermediate_used",
+        "permute",
+    )
+    assert site(layer, MANY, normed=False, options=Options()).kind == "grouped_matmul_all_reduce"
+
+
+def test_a_shared_expert_beside_few_tokens() -> None:
+    """Its matmul is no reason to add what the experts return behind the collective."""
+
+    def shared(*operands: torch.Tensor) -> torch.Tensor:
+        *routed, weight = operands
+        return all_reduce(grouped(*routed, total=known) + torch.einsum("...k,kn->...n", routed[1], weight))
+
+    assert reason_of(shared, torch.empty(D, D).bfloat16(), tokens=FEW)[0] == "few_tokens"
+
+
+def test_a_gather_in_front_of_copied_weights() -> None:
+    """Neither is nothing beside it, nor is it attention, for all its exponentials."""
+
+    def gathered(*operands: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
+        _, x, up, down = operands
+        ids = torch.arange(K * 4 * FEW) % E
+        rows = torch.bmm(up[ids], all_gather(x).repeat_interleave(K, 0).unsqueeze(-1))
+        return torch.bmm(down[ids], activation(rows))
+
+    for activation in (torch.sin, F.silu):
+        found = reason_of(functools.partial(gathered, activation=activation), tokens=FEW)
+        assert found == ("grouped_matmul", "bmm")
 
 
 def test_a_reduce_scatter_of_an_inner_dimension() -> None:
