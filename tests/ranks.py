@@ -22,6 +22,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -50,6 +51,7 @@ PRELOADED = [
     "triton.compiler",
 ]
 LOG_TAIL = 6000
+_STARTING = threading.Lock()
 OUT_OF_STEP = {"DitronTimeout", "DitronDiverged", "DitronPoisoned"}
 """Errors behind which a group cannot be used before its ranks reset it."""
 
@@ -107,8 +109,9 @@ class RankPool:
         backend, rank_env = rank_environment(device_type, world_size)
         context = multiprocessing.get_context("spawn" if spawned or env or device_type != "cpu" else "forkserver")
         context.set_forkserver_preload(PRELOADED)
-        # A spawned child copies it before its first import.
-        with mock.patch.dict(os.environ, rank_env | dict(env or {})):
+        # A spawned child copies it before its first import. Threads that make pools beside each other take turns, or a
+        # child begins with an environment that is just being changed back, and ends with code 255.
+        with _STARTING, mock.patch.dict(os.environ, rank_env | dict(env or {})):
             for rank in range(world_size):
                 setup = RankSetup(
                     rank=rank,

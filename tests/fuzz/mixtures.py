@@ -132,7 +132,8 @@ def _routed(maker: Maker, x: Value, group: str) -> Mixture:
         scores = maker.assign(text.format(logits.name), (tokens, Size(number))).name
         maker.line(f"ids = torch.topk({scores}.detach().to(F32) + score, {K}, dim=-1)[1]")
         weights = maker.assign(f"{scores}.gather(1, ids)", shape).name
-        if maker.chance(0.5):
+        # One weight alone would be 1, with a gradient of 0 and what is left of it by rounding.
+        if K > 1 and maker.chance(0.5):
             maker.line(f"{weights} = {weights} / {weights}.sum(-1, keepdim=True)")
     else:
         maker.line(f"ids = torch.topk(score.to(F32), {K}, dim=-1)[1]")
