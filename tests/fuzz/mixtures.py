@@ -63,8 +63,8 @@ def _mixture(maker: Maker) -> None:
     # Torch multiplies groups of rows in bfloat16 alone.
     grouped = maker.dtype == "bfloat16" and maker.chance(0.8)
     group = maker.group()
-    x = _tokens(maker, group, grouped)
-    mix = _routed(maker, x, group)
+    shard, x = _tokens(maker, group, grouped)
+    mix = _routed(maker, x, group, shard if maker.chance(0.5) else None)
     total = _grouped(maker, mix) if grouped else _copied(maker, mix)
     if maker.chance(0.3):
         shared = maker.matmul(x, mix.D, spread=maker.size(group))
@@ -78,27 +78,30 @@ def _mixture(maker: Maker) -> None:
     maker.current = found
 
 
-def _tokens(maker: Maker, group: str, grouped: bool) -> Value:
-    """x [tokens, D]: what is there, if it fits, or as many new tokens as the fusions want, perhaps gathered."""
+def _tokens(maker: Maker, group: str, grouped: bool) -> tuple[Value | None, Value]:
+    """Returns (what x is gathered from, or None; x [tokens, D]): what is there, if it fits, or as many new tokens as
+    the fusions want.
+    """
     device = maker.place.device_type
     x = maker.current
     if x is not None and (maker.differs or maker.chance(0.3)):
         if len(x.shape) == 2 and x.width in WIDTHS[device] and (grouped or not x.shape[0].symbol):
-            return x
+            return None, x
         if maker.differs:
             # What comes next depends on what was before.
             n = maker.rng.choice(WIDTHS[device][:3])
             x = x if len(x.shape) == 2 else maker.assign(f"{x.name}.flatten(0, -2)", (_product(x), x.shape[-1]), x)
             if grouped or not x.shape[0].symbol:
-                return maker.matmul(x, n)
+                return None, maker.matmul(x, n)
     if x is not None:
         maker.output(x.name)
     wanted = maker.rng.choice((MANY_TOKENS if grouped and maker.chance(0.7) else FEW_TOKENS)[device])
     width = maker.rng.choice([n for n in WIDTHS[device] if maker.fits((Size(wanted), Size(n)))])
     size = maker.size(group)
     if wanted % size == 0 and maker.chance(0.3):
-        return maker.gathered(maker.take((Size(wanted // size), Size(width))), 0, group)
-    return maker.take((Size(wanted), Size(width)), shared=maker.chance(0.7))
+        shard = maker.take((Size(wanted // size), Size(width)))
+        return shard, maker.gathered(shard, 0, group)
+    return None, maker.take((Size(wanted), Size(width)), shared=maker.chance(0.7))
 
 
 def _product(x: Value) -> Size:
@@ -110,13 +113,16 @@ def _product(x: Value) -> Size:
     return found
 
 
-def _routed(maker: Maker, x: Value, group: str) -> Mixture:
-    """Who gets which tokens: evenly, or some experts nothing."""
+def _routed(maker: Maker, whole: Value, group: str, shard: Value | None) -> Mixture:
+    """Who gets which tokens: evenly, or some experts nothing. It is decided for the whole of them, or for each rank's
+    shard, and gathered.
+    """
     rng, device, size = maker.rng, maker.place.device_type, maker.size(group)
+    x = whole if shard is None else shard
     number, tokens = rng.choice(EXPERTS[device]), x.shape[0]
     apart = number % size == 0 and number >= 2 * size and maker.chance(0.3)
-    K = rng.choice([k for k in (1, 2, 2, 3, 4, 8) if k <= number and maker.fits((tokens, Size(k * x.width)))])
-    F = rng.choice([n for n in WIDTHS[device] if maker.fits((tokens, Size(K * n)))])
+    K = rng.choice([k for k in (1, 2, 2, 3, 4, 8) if k <= number and maker.fits((whole.shape[0], Size(k * x.width)))])
+    F = rng.choice([n for n in WIDTHS[device] if maker.fits((whole.shape[0], Size(K * n)))])
     used = rng.choice([n for n in (K, number // 2, number, number, number) if n >= K])
     shared = bool(x.same) and (maker.parallel or maker.chance(0.7))
     sign = maker.take((Size(1),), shared=shared, name="p").name
@@ -139,6 +145,10 @@ def _routed(maker: Maker, x: Value, group: str) -> Mixture:
         maker.line(f"ids = torch.topk(score.to(F32), {K}, dim=-1)[1]")
         given = maker.take(shape, shared=shared, name="s").name
         weights = maker.assign(rng.choice(("{}", "{}.to(F32)", "{}.to(F32).softmax(-1)")).format(given), shape).name
+    if shard is not None:
+        maker.collectives += 2
+        maker.line(f"ids = gather(ids, 0, {group})")
+        maker.line(f"{weights} = gather({weights}, 0, {group})")
     held = number // size if apart else number
     if apart:
         maker.line(f"absent = ids // {held} != ME_{group}")
@@ -146,7 +156,7 @@ def _routed(maker: Maker, x: Value, group: str) -> Mixture:
         maker.line(f"{weights} = {weights}.masked_fill(absent, 0.0)")
     if maker.chance(0.3):
         maker.line(f"{weights} = {weights}.to(DT)")
-    return Mixture(x.name, tokens, x.width, F, held, K, apart, "ids", weights)
+    return Mixture(whole.name, whole.shape[0], x.width, F, held, K, apart, "ids", weights)
 
 
 @dataclass(frozen=True)
