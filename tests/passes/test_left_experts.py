@@ -326,7 +326,7 @@ def test_slots_that_a_backward_reads_too() -> None:
         "intermediate_used",
         "permute",
     )
-    assert site(layer, MANY, normed=False, options=Options()).kind == "grouped_matmul_all_reduce"
+    assert site(layer, MANY, normed=False, options=Options()).matched, "nobody else reads them"
 
 
 def test_a_shared_expert_beside_few_tokens() -> None:
