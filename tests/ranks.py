@@ -157,9 +157,13 @@ class RankPool:
         return self._collect(timeout, fn.__name__, stop=stop, grace=grace)
 
     def log_tail(self, rank: int, length: int = LOG_TAIL) -> str:
-        """The end of what a rank wrote: its output, and its stacks where it did not answer."""
+        """The end of what a rank wrote: its output, and its stacks where it did not answer or was ended by a signal."""
         log = self._log(rank)
-        return log.read_text(errors="replace")[-length:] if log.exists() else ""
+        if not log.exists():
+            return ""
+        # Behind the stacks faulthandler names each module that the compiler has made, thousands of characters.
+        lines = log.read_text(errors="replace").splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("Extension modules:"))[-length:]
 
     def close(self) -> None:
         """End every rank; also the way out of a broken pool."""

@@ -313,6 +313,15 @@ def test_a_reduce_scatter_of_the_columns() -> None:
     assert reason_of(functools.partial(scattered, total=known), tokens=MANY) == ("experts_sum", "cat")
 
 
+def test_a_sum_by_slots_of_which_the_columns_are_scattered() -> None:
+    """The sum is a batched matmul, which says nothing of the columns."""
+
+    def scattered(*operands: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(torch.cat(grouped(*operands, total=by_einsum_of_slots).chunk(4, 1)))
+
+    assert reason_of(scattered, tokens=MANY) == ("experts_sum", "split")
+
+
 def test_the_largest_of_what_ranks_sum_up() -> None:
     def largest(*operands: torch.Tensor) -> torch.Tensor:
         return reduce_scatter(torch.cat(grouped(*operands, total=each_slot_once).chunk(4, 1)), "max")
@@ -345,8 +354,8 @@ def test_a_gather_in_front_of_copied_weights() -> None:
     def gathered(*operands: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
         _, x, up, down = operands
         ids = torch.arange(K * 4 * FEW) % E
-        rows = torch.bmm(up[ids], all_gather(x).repeat_interleave(K, 0).unsqueeze(-1))
-        return torch.bmm(down[ids], activation(rows))
+        rows = torch.bmm(all_gather(x).repeat_interleave(K, 0).unsqueeze(1), up.mT[ids])
+        return torch.bmm(activation(rows), down.mT[ids])
 
     for activation in (torch.sin, F.silu):
         found = reason_of(functools.partial(gathered, activation=activation), tokens=FEW)
