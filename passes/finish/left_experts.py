@@ -166,7 +166,7 @@ def _stranger(experts: Experts, *, few: bool) -> fx.Node | None:
     for node in experts.path:
         if node.target in CHUNKS and summed:
             if _cuts_columns(node):
-                # A scatter of the columns of a sum of experts is none of a node.
+                # No node scatters the columns of what it sums up.
                 return node
             continue
         if (reading := read.get(node)) is not None and not summed:

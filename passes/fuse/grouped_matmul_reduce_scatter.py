@@ -59,7 +59,7 @@ def find_grouped_matmul_reduce_scatter(node: fx.Node) -> ScatteredSums | Refused
     outer = math.prod(shape[:scatter_dim])
     tokens = math.prod(shape[:-1])
     if scatter_dim == len(shape) - 1 or not isinstance(outer, int):
-        # It cuts the columns.
+        # The columns are scattered.
         return ReasonCode.EXPERTS_SUM.at(chain[-1])
     divides = isinstance(tokens, int) and tokens % (outer * collective.world_size) == 0
     return ScatteredSums(found, outer) if divides else ReasonCode.SHAPE_UNPROVEN.at(full)

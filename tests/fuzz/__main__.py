@@ -12,6 +12,8 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
+from tests.fuzz.program import Place, Program
+
 # Rank processes inherit all of these: a table that somebody measured here must not decide what runs, and a graph from
 # a cache has not been through the passes.
 ENVIRONMENT = {
@@ -39,7 +41,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--jobs", type=int, default=1, help="pools of ranks beside each other")
     add("--divergent", type=float, help="how often the ranks of a program differ (default: 0.2, if interpreted 0)")
-    add("--mixtures", type=float, default=0.2, help="how often a program has a layer of experts")
+    add("--mixtures", type=float, default=Place.mixtures, help="how often a program has a layer of experts")
     add("--limit", type=float, help="seconds for one program (default: 120, on the CPU device 180)")
     add("--backend", choices=("ditron", "inductor"), default="ditron", help="what compiles them")
     add("--interpreted", action="store_true", help="run graphs op by op, without Inductor's code")
@@ -64,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     backend, env = rank_environment(device, given.world)
     from tests.fuzz.generate import make_program
-    from tests.fuzz.program import Place, Program
     from tests.ranks import RankPool
 
     place = Place(given.world, device, backend == "nccl", backend == "nccl", given.divergent, given.mixtures)

@@ -7,10 +7,9 @@ decide, and they follow from the place of the token and from the sign of an inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
+from unittest import mock
 
 from tests.fuzz.maker import ACTIVATIONS, Maker, Value
 from tests.fuzz.phrases import on_one_rank
@@ -30,8 +29,8 @@ class Mixture:
     """`held` experts of a rank, of which the ranks of `group` have their own each if `apart`; K of all for each token
     of x, [tokens, D] by name and shape.
 
-    ids, weights: names of [tokens, K], of the experts and of what each counts with. With experts apart an id is `held`,
-    and its weight 0, where the expert is on another rank.
+    `ids` [tokens, K] of the program are the experts; weights: the name of [tokens, K], of what each counts with. With
+    experts apart an id is `held`, and its weight 0, where the expert is on another rank.
     """
 
     x: str
@@ -41,21 +40,13 @@ class Mixture:
     held: int
     K: int
     apart: bool
-    ids: str
     weights: str
-
-
-@contextmanager
-def drawn_from(maker: Maker, rng: Random) -> Iterator[None]:
-    """What the block draws comes from other numbers, so that the rest of the program stays what it was."""
-    own, maker.rng = maker.rng, rng
-    yield
-    maker.rng = own
 
 
 def mixture(maker: Maker, rng: Random) -> None:
     """A layer of experts, of the value that the last phrase left, or of a new input."""
-    with drawn_from(maker, rng):
+    # The rest of the program stays what it was.
+    with mock.patch.object(maker, "rng", rng):
         _mixture(maker)
 
 
@@ -90,7 +81,7 @@ def _tokens(maker: Maker, group: str, grouped: bool) -> tuple[Value | None, Valu
         if maker.differs:
             # What comes next depends on what was before.
             n = maker.rng.choice(WIDTHS[device][:3])
-            x = x if len(x.shape) == 2 else maker.assign(f"{x.name}.flatten(0, -2)", (_product(x), x.shape[-1]), x)
+            x = x if len(x.shape) == 2 else maker.assign(f"{x.name}.flatten(0, -2)", (_num_rows(x), x.shape[-1]), x)
             if grouped or not x.shape[0].symbol:
                 return None, maker.matmul(x, n)
     if x is not None:
@@ -104,8 +95,8 @@ def _tokens(maker: Maker, group: str, grouped: bool) -> tuple[Value | None, Valu
     return None, maker.take((Size(wanted), Size(width)), shared=maker.chance(0.7))
 
 
-def _product(x: Value) -> Size:
-    """The rows of x, whose leading dimensions become one."""
+def _num_rows(x: Value) -> Size:
+    """How many rows x has if its leading dimensions become one."""
     found = Size(1)
     for one in x.shape[:-1]:
         assert not (found.symbol and one.symbol)
@@ -156,7 +147,7 @@ def _routed(maker: Maker, whole: Value, group: str, shard: Value | None) -> Mixt
         maker.line(f"{weights} = {weights}.masked_fill(absent, 0.0)")
     if maker.chance(0.3):
         maker.line(f"{weights} = {weights}.to(DT)")
-    return Mixture(whole.name, whole.shape[0], x.width, F, held, K, apart, "ids", weights)
+    return Mixture(whole.name, whole.shape[0], x.width, F, held, K, apart, weights)
 
 
 @dataclass(frozen=True)
@@ -182,8 +173,13 @@ class Multiply:
             b = maker.take((Size(mix.held), Size(n)), name="b").name
             found = maker.assign(f"{found.name} + {b}[{self.of_row}]", found.shape)
         if self.leaves and (masked or maker.trained or maker.chance(0.3)):
-            found = maker.assign(f"{found.name}.masked_fill(gone, 0.0)", found.shape)
+            found = _masked(maker, found)
         return found
+
+
+def _masked(maker: Maker, value: Value) -> Value:
+    """The value with 0 in the rows whose expert is on another rank."""
+    return maker.assign(f"{value.name}.masked_fill(gone, 0.0)", value.shape)
 
 
 def _inside(maker: Maker, mix: Mixture, multiply: Multiply, rows: str) -> Value:
@@ -205,31 +201,31 @@ def _inside(maker: Maker, mix: Mixture, multiply: Multiply, rows: str) -> Value:
 def _grouped(maker: Maker, mix: Mixture) -> Value:
     """Slots in the order of their experts, and the sum by token: [tokens, D]."""
     S, D = mix.tokens * mix.K, Size(mix.D)
-    maker.line(f"flat = {mix.ids}.reshape(-1)")
+    maker.line("flat = ids.reshape(-1)")
     maker.line(maker.rng.choice(("order = flat.argsort()", "order = flat.argsort(stable=True)",
                                  "order = torch.sort(flat, stable=True)[1]", "order = flat.sort()[1]")))  # fmt: skip
     maker.line("experts = flat[order]")
     maker.line(f"ends = {_ends(maker, mix)}")
     maker.line(f"tokens = order // {mix.K}")
-    rows = maker.assign(f"{mix.x}[tokens]", (S, D)).name
+    rows = maker.assign(f"{mix.x}[tokens]", (S, D))
     scale = maker.assign(f"{mix.weights}.reshape(-1)[order].unsqueeze(-1)", (S, Size(1))).name
     if mix.apart:
         maker.line(f"gone = (experts == {mix.held}).unsqueeze(-1)")
         maker.line(f"experts = experts.clamp(max={mix.held - 1})")
     early = not mix.apart and maker.chance(0.15)
     if early:
-        rows = maker.assign(f"({rows} * {scale}).to(DT)", (S, D)).name
+        rows = maker.assign(f"({rows.name} * {scale}).to(DT)", (S, D))
     elif mix.apart and (maker.trained or maker.chance(0.3)):
         # A grouped matmul makes no gradients of these rows.
-        rows = maker.assign(f"{rows}.masked_fill(gone, 0.0)", (S, D)).name
+        rows = _masked(maker, rows)
     multiply = Multiply("grouped({rows}, {w}, ends)", S, "experts", maker.chance(0.25), leaves=mix.apart)
-    inside = _inside(maker, mix, multiply, rows)
+    inside = _inside(maker, mix, multiply, rows.name)
     if mix.apart and maker.chance(0.5):
-        inside = maker.assign(f"{inside.name}.masked_fill(gone, 0.0)", inside.shape)
+        inside = _masked(maker, inside)
     out = multiply(maker, mix, inside.name, mix.F, mix.D, masked=True)
     if not early and maker.chance(0.3):
-        maker.line(f"slots = torch.zeros_like({out.name}).index_copy(0, order, {out.name})" if maker.chance(0.5)
-                   else f"slots = {out.name}[order.argsort()]")  # fmt: skip
+        written = f"torch.zeros_like({out.name}).index_copy(0, order, {out.name})"
+        maker.line(f"slots = {written if maker.chance(0.5) else f'{out.name}[order.argsort()]'}")
         return _added_by_slot(maker, mix, "slots")
     return _added_by_token(maker, mix, out if early else maker.assign(f"{out.name} * {scale}", out.shape))
 
@@ -280,7 +276,7 @@ def _added_by_slot(maker: Maker, mix: Mixture, slots: str) -> Value:
 def _copied(maker: Maker, mix: Mixture) -> Value:
     """A copy of its expert's weights for each slot, as in a decode step: [tokens, D]."""
     S = mix.tokens * mix.K
-    maker.line(f"flat = {mix.ids}.reshape(-1)")
+    maker.line("flat = ids.reshape(-1)")
     if mix.apart:
         maker.line(f"flat = flat.clamp(max={mix.held - 1})")
     text = maker.rng.choice(("torch.bmm({rows}.unsqueeze(1), {w}[flat]).squeeze(1)",

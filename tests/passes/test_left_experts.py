@@ -158,6 +158,14 @@ def products_alone(rows: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -
     return rows
 
 
+def only_site(graph: torch.fx.GraphModule, options: Options | None = None) -> SiteRecord:
+    """What the pipeline says of the one collective of a graph."""
+    with collect_sites() as sink:
+        pipeline.DitronPipeline(options or Options())(graph.graph)
+    (record,) = sink.graphs[0].sites
+    return record
+
+
 def site(
     layer: Callable[..., Any], tokens: int, *, normed: bool, options: Options, dynamic: bool = False
 ) -> SiteRecord:
@@ -166,10 +174,7 @@ def site(
         return F.rms_norm(total, (D,), NORM.to(total.dtype), eps=1e-5) if normed else total
 
     (graph,) = compiled_graphs(reduced, *given(tokens), dynamic=dynamic)
-    with collect_sites() as sink:
-        pipeline.DitronPipeline(options)(graph.graph)
-    (record,) = sink.graphs[0].sites
-    return record
+    return only_site(graph, options)
 
 
 def alone(layer: Callable[..., Any], tokens: int, *, dynamic: bool = False) -> tuple[str | None, str]:
@@ -269,9 +274,7 @@ def test_gradients_of_tokens_that_lie_in_batches(layer: Callable[..., Any]) -> N
     """The form of a backward is not the user's: that the matmul is a batched one is all that is said of it."""
     (graph,) = compiled_graphs(lambda *operands: all_reduce(layer(*operands)), *given(MANY))
     next(iter(graph.graph.find_nodes(op="placeholder"))).name = "tangents_1"
-    with collect_sites() as sink:
-        pipeline.DitronPipeline(Options())(graph.graph)
-    (record,) = sink.graphs[0].sites
+    record = only_site(graph)
     assert record.reason_code == "batched_matmul"
     assert record.culprit is not None and record.culprit.op == "aten.bmm.default"
 
@@ -299,9 +302,7 @@ def reason_of(
     are.
     """
     graph, *_ = compiled_graphs(layer, *(one.detach().requires_grad_(trained) for one in (*given(tokens), *more)))
-    with collect_sites() as sink:
-        pipeline.DitronPipeline(Options())(graph.graph)
-    (record,) = sink.graphs[0].sites
+    record = only_site(graph)
     assert record.culprit is not None
     return record.reason_code, record.culprit.op.split(".")[1]
 
@@ -368,8 +369,6 @@ def test_a_reduce_scatter_of_an_inner_dimension() -> None:
         return reduce_scatter(torch.cat(total.chunk(4, 1)))
 
     (graph,) = compiled_graphs(scattered, *given(MANY))
-    with collect_sites() as sink:
-        pipeline.DitronPipeline(Options())(graph.graph)
-    (record,) = sink.graphs[0].sites
+    record = only_site(graph)
     assert (record.reason_code, record.pattern) == ("experts_sum", "grouped_matmul_reduce_scatter")
     assert record.culprit is not None and record.culprit.op == "aten.mul.Tensor"
