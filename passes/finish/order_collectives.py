@@ -8,13 +8,14 @@ docs/order.md says why the launches form one chain, and why no form of collectiv
                                                  token_1 = token_of(h)
     z, _ = matmul_all_reduce(c, d, None)         z, _ = matmul_all_reduce(c, d, token_1)
 
-There is one chain across all groups that have a Task node. Collectives of other groups stay as they are, and so do
-graphs without a Task node. If the graph holds a group as an object, or by vLLM's name for it, it may be any group, so
-it is chained.
+There is one chain across all groups that have a Task node, or two ranks in common with one that has. Collectives of
+other groups stay as they are, and so do graphs without a Task node. If the graph holds a group as an object, or by
+vLLM's name for it, it may be any group, so it is chained.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from torch import fx
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.collectives import group_ranks
 from ditron_inductor.passes.graph.launches import group_of, is_task, launches_collective
 from ditron_inductor.passes.normalize.vllm_collectives import is_vllm_collective
 from ditron_inductor.task import schema
@@ -53,12 +55,13 @@ def find_chain(graph: fx.Graph) -> list[fx.Node]:
     """
     groups = {group_of(node) for node in graph.nodes if is_task(node)}
     chain: list[fx.Node] = []
+    shares = functools.cache(lambda group: any(len(group_ranks(group) & group_ranks(one)) > 1 for one in groups))
     for node in graph.nodes:
         if is_task(node):
             chain.append(node)
         elif groups and launches_collective(node):
             group = group_of(node)
-            if not isinstance(group, str) or group in groups or is_vllm_collective(node):
+            if not isinstance(group, str) or is_vllm_collective(node) or shares(group):
                 chain.append(node)
     return chain
 

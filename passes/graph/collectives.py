@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.reasons import ReasonCode
@@ -96,8 +96,20 @@ def group_sizes() -> dict[str, int]:
 
 def group_size(group_name: str) -> int | None:
     """The number of ranks of a process group; None if this process knows no group of that name."""
+    group = _group(group_name)
+    return None if group is None else group.size()
+
+
+def group_ranks(group_name: str) -> frozenset[int]:
+    """The global ranks of a process group; none if this process knows no group of that name."""
+    group = _group(group_name)
+    return frozenset(() if group is None else distributed_c10d.get_process_group_ranks(group))
+
+
+def _group(name: str) -> ProcessGroup | None:
     resolve: Any = distributed_c10d._resolve_process_group
     try:
-        return int(resolve(group_name).size())
+        group: ProcessGroup = resolve(name)
     except (RuntimeError, ValueError):  # how torch says that the name is not registered
         return None
+    return group

@@ -265,7 +265,8 @@ def _picked_through_casts(node: fx.Node) -> tuple[fx.Node, int, int, tuple[fx.No
 
 def _single(total: fx.Node) -> Iterator[Reading]:
     """Each token has one slot, whose weight stands behind what brings the slots into the order of the tokens."""
-    factors = [factor for factor in total.args if isinstance(factor, fx.Node)]
+    # A number may be a symbol, which is a node as well.
+    factors = [factor for factor in total.args if isinstance(factor, fx.Node) and proofs.tensor(factor) is not None]
     for factor, weights in (factors, factors[::-1]) if len(factors) == 2 else ():
         shape, scale = list(proofs.fake(total).shape), list(proofs.fake(weights).shape)
         while len(scale) == len(shape) > 1 and all(proofs.known_equal(one[-1], 1) for one in (shape, scale)):

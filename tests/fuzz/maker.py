@@ -228,7 +228,8 @@ class Maker:
             op = self.rng.choice(("+", "+", "*"))
             return self.assign(f"{value.name} {op} {b.name}", value.shape, value, same=value.same & b.same)
         if kind == "number":
-            return self.assign(f"{value.name} * {self.rng.choice((0.22, 0.5, 1.5))}", value.shape, value)
+            by = self.rng.choice(("0.22", "0.5", "1.5", f"(8 / {value.name}.shape[0])"))
+            return self.assign(f"{value.name} * {by}", value.shape, value)
         if kind == "residual":
             r = self.beside(value, value.shape, "r")
             return self.assign(f"{value.name} + {r.name}", value.shape, value, same=value.same & r.same)

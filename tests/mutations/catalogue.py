@@ -539,20 +539,6 @@ PASSES: tuple[Mutation, ...] = (
         "tests/passes/test_matmul_reduce_scatter.py::test_guard",
     ),
     Mutation(
-        "Task nodes are not put behind each other",
-        "passes/finish/order_collectives.py",
-        "            current.update_arg(schema.TOKEN, token)\n",
-        "            pass\n",
-        "tests/passes/test_order_collectives.py::test_one_chain_across_groups_with_tasks",
-    ),
-    Mutation(
-        "collectives beside Task nodes stay outside of the chain",
-        "passes/finish/order_collectives.py",
-        "if not isinstance(group, str) or group in groups or is_vllm_collective(node):",
-        "if not isinstance(group, str) or is_vllm_collective(node):",
-        "tests/passes/test_order_collectives.py::test_generated_code_keeps_graph_order",
-    ),
-    Mutation(
         "casts that widen are moved before the gather",
         "passes/forms/move_casts.py",
         "result.dtype.itemsize < dtype.itemsize",

@@ -1,4 +1,4 @@
-"""The mutations of launches that begin early."""
+"""The mutations of the order of launches, and of those that begin early."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ PASS = "passes/finish/overlap_launches.py"
 DEVICES = "lowering/overlapping.py"
 OF_PASS = "tests/passes/test_overlap_launches.py"
 OF_KERNELS = "tests/lowering/test_overlap.py"
+ORDER = "passes/finish/order_collectives.py"
+OF_ORDER = "tests/passes/test_order_collectives.py"
 
 OVERLAPPING: tuple[Mutation, ...] = (
     Mutation(
@@ -72,5 +74,33 @@ OVERLAPPING: tuple[Mutation, ...] = (
         "most = min(least_k, INTERPRETED_AHEAD if interpreted else MOST_AHEAD) // config.block_k",
         "most = (INTERPRETED_AHEAD if interpreted else MOST_AHEAD) // config.block_k",
         f"{OF_KERNELS}::test_steps_ahead_are_whole",
+    ),
+    Mutation(
+        "Task nodes are not put behind each other",
+        ORDER,
+        "            current.update_arg(schema.TOKEN, token)\n",
+        "            pass\n",
+        f"{OF_ORDER}::test_one_chain_across_groups_with_tasks",
+    ),
+    Mutation(
+        "collectives beside Task nodes stay outside of the chain",
+        ORDER,
+        "or is_vllm_collective(node) or shares(group):",
+        "or is_vllm_collective(node) or (shares(group) and group not in groups):",
+        f"{OF_ORDER}::test_generated_code_keeps_graph_order",
+    ),
+    Mutation(
+        "collectives of groups that share ranks with a site's stay outside of the chain",
+        ORDER,
+        "or is_vllm_collective(node) or shares(group):",
+        "or is_vllm_collective(node) or group in groups:",
+        f"{OF_ORDER}::test_groups_that_share_two_ranks_are_chained",
+    ),
+    Mutation(
+        "columns of a mesh are chained to its rows",
+        ORDER,
+        "len(group_ranks(group) & group_ranks(one)) > 1",
+        "len(group_ranks(group) & group_ranks(one)) > 0",
+        f"{OF_ORDER}::test_groups_that_share_two_ranks_are_chained",
     ),
 )

@@ -129,4 +129,11 @@ UNSORTING: tuple[Mutation, ...] = (
         "CheckpointPolicy.PREFER_SAVE",
         "tests/passes/test_recompute_zeros.py::test_the_backward_makes_its_zeros",
     ),
+    Mutation(
+        "a number of tokens is taken for the weight of a slot",
+        "passes/graph/slot_readings.py",
+        "isinstance(factor, fx.Node) and proofs.tensor(factor) is not None]",
+        "isinstance(factor, fx.Node)]",
+        "tests/passes/test_top_one.py::test_a_number_of_tokens_is_no_weight",
+    ),
 )

@@ -246,13 +246,14 @@ def test_graph_without_task_is_untouched(xw: tuple[torch.Tensor, ...]) -> None:
     trace(lambda x: functional.all_reduce(x * 2, "sum", dist.group.WORLD), check, xw[0])
 
 
-def test_other_groups_are_untouched(xw: tuple[torch.Tensor, ...]) -> None:
-    other = dist.new_group([0, 1])
+def test_groups_that_share_two_ranks_are_chained(xw: tuple[torch.Tensor, ...]) -> None:
+    """Where the ranks of a group are rows and columns, this rank's row shares only this rank with its column."""
+    row, column = dist.new_group([0, 1]), dist.new_group([0, 2])
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first = task(x, w)
-        apart = functional.all_gather_tensor(x, 0, other)
-        return first, apart, functional.all_gather_tensor(x * 2, 0, dist.group.WORLD)
+        first = task(x, w, group=row.group_name)
+        apart = functional.all_gather_tensor(x, 0, column)
+        return first, apart, functional.all_gather_tensor(x, 0, dist.group.WORLD)
 
     def check(graph: fx.Graph) -> None:
         assert order(graph) == 1

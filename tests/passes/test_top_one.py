@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ditron_inductor.passes.graph.slot_readings import readings
 from tests.passes import test_absorb_sums as few
-from tests.passes.graphs import all_reduce, compiled_graphs, fuse, only_task, text
+from tests.passes.graphs import all_reduce, compiled_graphs, fuse, only_task, text, traced
 from tests.passes.test_combine_experts import calls
 from tests.passes.test_grouped_matmul_all_reduce import OPERANDS, D, E, few_tokens, fused
 
@@ -153,3 +154,11 @@ def test_a_scaled_matmul_is_no_expert() -> None:
         return product * scores[:, :1].sigmoid().to(few.BF16), product
 
     assert not few.made(few.compiled(few.layer(fn)))
+
+
+def test_a_number_of_tokens_is_no_weight() -> None:
+    """A symbol is a node of the graph as well, but no tensor."""
+    module = traced(lambda x: x * x.shape[0], torch.ones(6, 5), dynamic=True)
+    (product,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert product.args[1].meta["val"].node.is_symbolic()
+    assert not list(readings(product))
