@@ -8,6 +8,7 @@ enough for 2 ranks, for correctness; 4 ranks want 4 GPUs, unless `--share-gpus` 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from tests.quick_torch import make_torch_quick
 from tests.rank_process import rarely_collect
 from tests.ranks import RankPool, RankPools
 
+# Until tests run, next to nothing of what is made becomes garbage.
+gc.disable()
 HERE = Path(__file__).parent
 # Rank processes inherit all of these. A table that somebody measured here must not decide what the tests run, and a
 # graph from a cache has not been through the passes.
@@ -86,9 +89,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 class _RanksTogether:
     """With pytest-xdist the files with pools of ranks are in two groups, each of which one worker has, with pools of
-    its own: programs, and the parts that run them. More ranks at once take the cores from each other: with three groups
-    all took 1175 s on two cores, and 1034 s with two. One worker has all tests of a compiled kernel, so that it is
-    compiled once. All else runs beside them, test by test.
+    its own: programs, and the parts that run or measure them, which take as long. More ranks at once take the cores
+    from each other: with three groups all took 1175 s on two cores, and 1034 s with two. One worker has all tests of a
+    compiled kernel, so that it is compiled once. All else runs beside them, test by test.
     """
 
     @pytest.hookimpl(optionalhook=True)
@@ -100,16 +103,18 @@ class _RanksTogether:
                 file = config.rootpath / nodeid.partition("::")[0]
                 if file.stem.endswith("_compile"):
                     return f"{file.stem}[{nodeid.partition('[')[2]}"
-                if not _has_pools(file):
+                if not _has(file, "RankPool"):
                     return nodeid
-                return "programs" if file.parent in (HERE, HERE / "models", HERE / "stacks") else "parts"
+                whole = file.parent in (HERE / "models", HERE / "stacks")
+                whole |= file.parent == HERE and not _has(file, "from benchmarks")
+                return "programs" if whole else "parts"
 
         return Scheduler(config, log)
 
 
 @functools.cache
-def _has_pools(file: Path) -> bool:
-    return "RankPool" in file.read_text()
+def _has(file: Path, text: str) -> bool:
+    return text in file.read_text()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -158,6 +163,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     rarely_collect()
 
 

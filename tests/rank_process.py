@@ -107,7 +107,6 @@ def _join(setup: RankSetup) -> RankContext:
 
 def rarely_collect() -> None:
     """Let Python look for cycles less often: compilers make many objects, and what tests make is soon gone."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 

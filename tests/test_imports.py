@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -80,9 +80,12 @@ def sources() -> Iterator[Path]:
                 yield path
 
 
+MODULES = {module_of(path): path for path in sources()}
+
+
 @cache
-def trees() -> Mapping[str, ast.Module]:
-    return {module_of(path): ast.parse(path.read_text()) for path in sources()}
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
 
 
 def imported(tree: ast.Module, package: str = PACKAGE) -> Iterator[str]:
@@ -101,8 +104,8 @@ def imported(tree: ast.Module, package: str = PACKAGE) -> Iterator[str]:
 def imports_of(module: str) -> set[str]:
     """The modules of the package that a module imports."""
     found = set()
-    for name in imported(trees()[module]):
-        while name not in trees():
+    for name in imported(tree_of(module)):
+        while name not in MODULES:
             name = name.rpartition(".")[0]
         found.add(name)
     return found - {module}
@@ -117,11 +120,11 @@ def layer_of(module: str) -> int:
 
 
 def test_every_source_is_looked_at() -> None:
-    assert {"pipeline", "passes.fuse.projections", "lowering.host.launch", "core.signals", ""} <= set(trees())
-    assert len(trees()) > 200
+    assert {"pipeline", "passes.fuse.projections", "lowering.host.launch", "core.signals", ""} <= set(MODULES)
+    assert len(MODULES) > 200
 
 
-@pytest.mark.parametrize("module", [name for name in trees() if name not in ("passes", "lowering")])
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in ("passes", "lowering")])
 def test_imports_go_downward(module: str) -> None:
     upward = [
         name for name in imports_of(module) if name not in ("passes", "lowering") and layer_of(name) > layer_of(module)
@@ -131,7 +134,7 @@ def test_imports_go_downward(module: str) -> None:
 
 def test_modules_import_each_other_in_no_circle() -> None:
     try:
-        TopologicalSorter({module: imports_of(module) for module in trees()}).prepare()
+        TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
@@ -145,8 +148,8 @@ def test_no_two_modules_have_one_name() -> None:
 
 def test_no_two_classes_have_one_name() -> None:
     by_name = defaultdict(list)
-    for module, tree in trees().items():
-        for node in tree.body:
+    for module in MODULES:
+        for node in tree_of(module).body:
             if isinstance(node, ast.ClassDef) and not module.startswith(f"{ROLES.get(node.name, 'none')}."):
                 by_name[node.name].append(module)
     assert {name: found for name, found in by_name.items() if len(found) > 1} == {}

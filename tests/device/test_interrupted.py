@@ -18,7 +18,7 @@ from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from tests.device import jobs
 from tests.device.one_rank import make_shared
 from tests.ranks import RankContext, RankPools
-from tests.test_imports import trees
+from tests.test_imports import MODULES, tree_of
 
 CPU = torch.device("cpu")
 
@@ -172,7 +172,8 @@ def test_the_measurement_of_polls_shares_the_interpreter_with_launches(monkeypat
 def test_kernels_are_launched_where_the_interpreter_is_held() -> None:
     """A new place has to hold it too, unless it runs on GPUs only, as the clocks of a trace do."""
     places = set()
-    for module, tree in trees().items():
+    for module in MODULES:
+        tree = tree_of(module)
         for node in ast.walk(tree):
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) == 1:
                 places.add(module)
