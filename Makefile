@@ -12,6 +12,10 @@ WITH_EXTRA := $(addprefix tests/test_,torchtitan.py results.py model_benchmarks.
 export OMP_NUM_THREADS ?= 1
 # For the same reason Python keeps what it has compiled, also where the environment tells it not to.
 unexport PYTHONDONTWRITEBYTECODE
+# Python's objects lie in huge pages, of systems that give them to those who ask. In a virtual machine, looking up small
+# ones took 0.8 of the 1.0 s of a loop over a dict, and 13 of 53 s, and 63 of 107 s, of two files of tests of passes.
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+export PYTHONMALLOC ?= malloc
 
 .PHONY: help setup demo test test-all test-stacks test-oldest test-gpu lint docs clean
 help:
