@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from ditron_inductor.device import groups
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task.nodes import REDUCE_OPS
@@ -107,9 +108,7 @@ def group_ranks(group_name: str) -> frozenset[int]:
 
 
 def _group(name: str) -> ProcessGroup | None:
-    resolve: Any = distributed_c10d._resolve_process_group
     try:
-        group: ProcessGroup = resolve(name)
+        return groups.find(name)
     except (RuntimeError, ValueError):  # how torch says that the name is not registered
         return None
-    return group
