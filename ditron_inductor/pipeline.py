@@ -106,10 +106,10 @@ PASSES: tuple[Pass, ...] = (
     # Attention takes its gathers first, because the passes that move ops would move its views and casts.
     all_gather_attention,
     attention_reduce_scatter,
-    # Reductions are merged, before anything is moved across those that remain.
-    merge_reductions,
-    # Ops that only delay a collective move to its other side, so that the matmul stands beside it.
+    # Ops beside a collective move to its other side, if fewer bytes are then sent.
     move_across,
+    # Reductions are merged, as they then are.
+    merge_reductions,
     # An all-reduce becomes a reduce-scatter and a gather, which the fusions behind then take.
     sequence_parallel,
     # Several sequences' rows keep the order of the ranks, once all gathers and scatters are there and none is fused.

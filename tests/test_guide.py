@@ -55,6 +55,12 @@ def run_page(ctx: RankContext, page: str, blocks: list[str]) -> list[str]:
         rank = str(ctx.rank)
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ctx.world_size)}
         stack.enter_context(mock.patch.dict(os.environ, environment))
+        if importlib.util.find_spec("accelerate") is not None:
+            from accelerate.state import AcceleratorState
+
+            # It is the same for all of a process, also for what ran in this rank before.
+            AcceleratorState._reset_state(reset_partial_state=True)
+            stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
         # Accelerate allows TF32, for all that follows.
         matmul = torch.backends.cuda.matmul
         stack.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)

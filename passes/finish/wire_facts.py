@@ -23,9 +23,10 @@ from torch import fx
 
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, digest
 from ditron_inductor.passes.forms.move_across import FACTORS
-from ditron_inductor.passes.graph.collectives import group_size
+from ditron_inductor.passes.forms.move_sums import SUM
+from ditron_inductor.passes.graph.collectives import WAIT, group_size
 from ditron_inductor.passes.graph.launches import group_of, is_task, launches_collective
-from ditron_inductor.passes.graph.proofs import arguments, fake
+from ditron_inductor.passes.graph.proofs import arguments, fake, operand, views_up
 from ditron_inductor.passes.graph.rewriting import TRANSPOSED
 from ditron_inductor.passes.normalize.vllm_collectives import group_names, is_vllm_collective
 from ditron_inductor.task import schema
@@ -112,7 +113,7 @@ def graph_facts(
 def _structure(graph: fx.Graph) -> str:
     """Returns a hash of the ops, of what they read, and of the numbers with a fraction among their arguments. Whole
     numbers are left out, because they are sizes and offsets, which may differ between ranks, except for factors, which
-    passes move.
+    passes move. What is summed behind a collective moves too, and its shape counts.
     """
     numbers: dict[fx.Node, int] = {}
     lines = []
@@ -121,8 +122,16 @@ def _structure(graph: fx.Graph) -> str:
         inputs = [numbers[given] for given in node.all_input_nodes]
         values = (int, float) if node.target in FACTORS else float
         factors = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, values)]
-        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {inputs} {factors}")
+        name = node.target if node.op == "call_function" else ""
+        lines.append(f"{node.op} {name} {inputs} {factors} {_summed(node) or ''}")
     return digest("\n".join(lines))
+
+
+def _summed(node: fx.Node) -> str | None:
+    """Returns the shape that a sum adds up, and the dimensions, if it is what a collective returned."""
+    if node.target is not SUM or views_up(operand(node))[-1].target is not WAIT:
+        return None
+    return f"{[_known([size]) for size in fake(operand(node)).shape]} {node.args[1:]}"
 
 
 def _collective_facts(node: fx.Node) -> LaunchFacts:

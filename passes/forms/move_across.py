@@ -4,6 +4,8 @@ A widening cast moves behind a gather, which copies elements: the same bits, hal
 
     x bf16 -> to fp32 -> all_gather -> wait -> split .. cat      x -> all_gather -> wait -> split .. cat -> to fp32
 
+A sum behind an all-reduce moves in front of it, see `move_sums`.
+
 Scalar factors, and views of an all-reduce's operand that move elements, move behind the reduction. `try_forms` does
 this, for a reduction that a fusion takes then:
 
@@ -32,6 +34,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.forms import move_sums
 from ditron_inductor.passes.forms.move_casts import CASTS, as_dtype, cast_alike
 from ditron_inductor.passes.fuse.fusions import takes
 from ditron_inductor.passes.graph import proofs, rewriting
@@ -198,10 +201,15 @@ def _casts_to(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def move_across(graph: fx.Graph, *, options: Options) -> int:
-    """Moves widening casts behind gathers; returns how many."""
+    """Moves widening casts behind gathers, and sums in front of all-reduces; returns how many."""
     if not options.fusions:
         return 0
     count = 0
+    for node in collectives(graph, ALL_REDUCE):
+        summed = move_sums.find_summed(node)
+        if summed is not None:
+            move_sums.rewrite(graph, summed)
+            count += 1
     for node in collectives(graph, ALL_GATHER):
         match = find_widened(node)
         if match is not None:

@@ -44,7 +44,7 @@ from ditron_inductor.passes.fuse.all_reduce_rms_norm import PATTERN, prove
 from ditron_inductor.passes.graph import proofs, replicated_inputs, rewriting
 from ditron_inductor.passes.graph.chunked_collectives import gathered, scattered
 from ditron_inductor.passes.graph.collectives import WAIT, Collective
-from ditron_inductor.passes.graph.norm_forms import normalised
+from ditron_inductor.passes.graph.norm_forms import is_rsqrt, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, refused
 from ditron_inductor.passes.graph.reduced_sums import find_sum
 from ditron_inductor.passes.graph.row_regions import Region, find_regions
@@ -111,7 +111,7 @@ def _with_norm(region: Region) -> set[fx.Node]:
     """Returns the all-reduces that would be one node with the norm behind them, if nothing were divided."""
     found = set()
     for rsqrt in region.members:
-        rows = normalised(rsqrt) if rsqrt.target is aten.rsqrt.default else None
+        rows = normalised(rsqrt) if is_rsqrt(rsqrt) else None
         total = None if rows is None else find_sum(rows)
         if total is not None and not isinstance(prove(total, rsqrt), ReasonCode):
             found.add(total.launch)

@@ -45,7 +45,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, is_collective, read_collective
 from ditron_inductor.passes.graph.foreign_norms import open_where
 from ditron_inductor.passes.graph.launches import is_task
-from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, find_two_norms, normalised
+from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, find_two_norms, is_rsqrt, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, leave_alone
 from ditron_inductor.passes.graph.reduced_sums import Sum, find_sum
 from ditron_inductor.task import schema
@@ -95,6 +95,12 @@ class Match:
             if norm is not None:
                 found |= {f"{prefix}weight": norm.weight, f"{prefix}shift": norm.shift}
         return {name: found.get(name) for name in EXTRAS}
+
+    @property
+    def needed(self) -> list[fx.Node]:
+        """What is computed before the node."""
+        added = [] if self.sum.added is None else [self.sum.added.node]
+        return [*added, *(extra for extra in self.extras.values() if extra is not None)]
 
     @property
     def saved(self) -> dict[str, fx.Node]:
@@ -185,8 +191,7 @@ def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
         return ReasonCode.CAST_BETWEEN
     if not proofs.known(total.shape[-1] <= MOST_NORM_COLUMNS):
         return ReasonCode.NORM_WIDTH
-    needed = [extra for extra in match.extras.values() if extra is not None]
-    if any(found.launch < extra and proofs.depends_on(extra, {found.launch}) for extra in needed):
+    if any(found.launch < extra and proofs.depends_on(extra, {found.launch}) for extra in match.needed):
         return ReasonCode.OPERAND_DEPENDS
     for index, node in enumerate(found.between):
         others = _others(found, node)
@@ -204,8 +209,7 @@ def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
 
 def _hoisted(match: Match) -> Match | ReasonCode:
     """The match, if what it needs can be computed before the reduction."""
-    needed = [extra for extra in match.extras.values() if extra is not None]
-    late = not all(rewriting.can_hoist(extra, match.sum.launch) for extra in needed)
+    late = not all(rewriting.can_hoist(extra, match.sum.launch) for extra in match.needed)
     return ReasonCode.OPERAND_LATE if late else match
 
 
@@ -214,9 +218,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     found, saved = match.sum, match.saved
     launch = found.launch
     results = {name: norm.result for name, norm in zip(("normed", "other"), match.behind, strict=False)}
-    for extra in match.extras.values():
-        if extra is not None:
-            rewriting.hoist(extra, launch)
+    for extra in match.needed:
+        rewriting.hoist(extra, launch)
     task, operands = _task(match, options)
     like: torch.Tensor = found.reduced.meta["val"]
     outputs = [rewriting.norm_output(like, name, like.shape) for name in task.returned]
@@ -224,7 +227,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            {**operands, **match.extras, "scale": _scale_row(graph, match)},
+            {**operands, **match.extras, "scale": _scale_row(graph, match), "residual": _residual(graph, match)},
             launch,
             [*outputs, rewriting.new_token(like)],
         )
@@ -267,7 +270,8 @@ def _fuse_all(graph: fx.Graph, options: Options) -> int:
 
 
 def rsqrts(graph: fx.Graph) -> list[fx.Node]:
-    return list(graph.find_nodes(op="call_function", target=aten.rsqrt.default))
+    """Returns every inverse root of a graph, in its order."""
+    return [node for node in graph.nodes if is_rsqrt(node)]
 
 
 Found = tuple[fx.Node, Match | ReasonCode]
@@ -360,6 +364,22 @@ def _task(match: Match, options: Options) -> tuple[ReductionWithNorm, dict[str, 
     fused = MatmulAllReduceRmsNorm.behind(reduction, last, extras, post=post, saved=saved, factor=factor)
     operands = schema.operands_from_call(found.launch)
     return fused, {**operands, "product_bias": operands.pop("bias", None)}
+
+
+def _residual(graph: fx.Graph, match: Match) -> fx.Node | None:
+    """The residual, to which the match's other tensor is added."""
+    residual, added = match.sum.residual, match.sum.added
+    if residual is None or added is None:
+        return residual
+    term = added.node
+    for step in added.steps:
+        value: torch.Tensor = step.meta["val"]
+        if step.target is aten.mul.Tensor:
+            factors = tuple(term if factor in match.sum.between else factor for factor in step.args)
+            term = rewriting.call(graph, aten.mul.Tensor, factors, term, tuple(value.shape))
+        else:
+            term = _replayed(graph, term, (step,))
+    return rewriting.call(graph, aten.add.Tensor, (term, residual), residual, tuple(residual.meta["val"].shape))
 
 
 def _scale_row(graph: fx.Graph, match: Match) -> fx.Node | None:

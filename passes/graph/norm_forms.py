@@ -3,9 +3,10 @@
     x -> convert fp32 -> pow 2 -> mean last dim -> + eps -> rsqrt -> * (converted x)                          RMS norm
     x -> convert fp32 -> var_mean last dim -> variance + eps -> rsqrt -> * (converted x - mean)              layer norm
 
-Then follow, each at most once and in eager's order, a conversion back to the dtype of x, `* weight`, and `+ shift`. In
-fp32 there are no conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and similar models have this
-form in torch 2.11 and 2.13. Weights are rows [N] in memory; `1 + weight` in fp32 is understood.
+The inverse root may also be `pow -0.5` (Gemma 4), which is read as the `rsqrt` it is. Then follow, each at most once
+and in eager's order, a conversion back to the dtype of x, `* weight`, and `+ shift`. In fp32 there are no
+conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and similar models have this form in torch
+2.11 and 2.13. Weights are rows [N] in memory; `1 + weight` in fp32 is understood.
 
 What is converted to fp32 may also be the sum of two tensors, each of which is converted before it is added (vLLM):
 
@@ -73,6 +74,11 @@ class _Statistics:
     wide: fx.Node
     inner: tuple[fx.Node, ...]
     mean: fx.Node | None
+
+
+def is_rsqrt(node: fx.Node) -> bool:
+    """Returns whether a node is the inverse root of its operand, under either name."""
+    return node.target is aten.rsqrt.default or (node.target is aten.pow.Tensor_Scalar and bool(node.args[1] == -0.5))
 
 
 def normalised(rsqrt: fx.Node) -> fx.Node | None:
@@ -153,7 +159,7 @@ def rsqrt_before(result: fx.Node) -> fx.Node | None:
     """
     node, steps = result, 0
     while node.target in LAST_OF_NORMS and steps < len(LAST_OF_NORMS):
-        rsqrt = next((source for source in node.all_input_nodes if source.target is aten.rsqrt.default), None)
+        rsqrt = next(filter(is_rsqrt, node.all_input_nodes), None)
         if rsqrt is not None:
             return rsqrt
         sources = [each for each in node.all_input_nodes if each.op == "call_function" and proofs.alike(each, node)]

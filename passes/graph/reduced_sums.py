@@ -2,9 +2,11 @@
 
     all_reduce -> (+ bias) -> (+ second bias) -> (norm) -> (* scale) -> (+ residual) = total
 
-Each step may be missing, and views that keep the order may stand anywhere. What is reduced is the result of a
-`matmul_all_reduce` node or of an all-reduce. The scale is a number, one element or a row. The last sum may be one of
-fp32, of tensors that are converted for it: then the total is what it is rounded to (see `norm_forms`).
+Each step may be missing, and views that keep the order may stand anywhere. Of few rows a second tensor may be added
+in front of the residual, as a shared expert that every rank computes as a whole: it is then added to the residual
+first. What is reduced is the result of a `matmul_all_reduce` node or of an all-reduce. The scale is a number, one
+element or a row. The last sum may be one of fp32, of tensors that are converted for it: then the total is what it is
+rounded to (see `norm_forms`).
 """
 
 from __future__ import annotations
@@ -23,16 +25,27 @@ from ditron_inductor.passes.graph.collectives import ALL_REDUCE, WAIT
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, roundings, rsqrt_before, widened_terms
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
+from ditron_inductor.task.sequence_cost import NORM_BYTES
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Added:
+    """A tensor that is added in front of the residual. steps: the views and the product by the scale that stand between
+    the two sums, the innermost first.
+    """
+
+    node: fx.Node
+    steps: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
 class Sum:
     """`total` = post(reduced + bias + second_bias) * scale + residual. launch: the node that reduces. between: the
     nodes from `reduced` to the total, without the total. views: the views among them, and those behind the total up to
-    `rows`. unrounded: the total is the sum in fp32.
+    `rows`. unrounded: the total is the sum in fp32. added: what is added beside the residual.
     """
 
     launch: fx.Node
@@ -46,6 +59,7 @@ class Sum:
     views: tuple[fx.Node, ...]
     views_behind: tuple[fx.Node, ...]
     unrounded: bool
+    added: Added | None
 
     @property
     def totals(self) -> list[fx.Node]:
@@ -75,15 +89,17 @@ def find_sum(rows: fx.Node) -> Sum | None:
         terms = _terms(way)
         if terms is not None:
             views = [node for node in between[1:] if proofs.keeps_order(node)]
-            biases, residual = terms
-            tail = total, tuple(between), tuple(views), tuple(views_behind[::-1]), way.unrounded
+            biases, residual, added = terms
+            tail = total, tuple(between), tuple(views), tuple(views_behind[::-1]), way.unrounded, added
             return Sum(launch, reduced, biases, way.post, way.scale, residual, *tail)
     return None
 
 
-def _terms(way: _Way) -> tuple[tuple[fx.Node, ...], fx.Node | None] | None:
-    """Returns (the biases in the order in which they are added, the residual), if a node can add what the way adds."""
-    biases, residual = list[fx.Node](), None
+def _terms(way: _Way) -> tuple[tuple[fx.Node, ...], fx.Node | None, Added | None] | None:
+    """Returns (the biases in the order in which they are added, the residual, what is added to it first), if a node can
+    add what the way adds.
+    """
+    biases, residual, beside = list[fx.Node](), None, None
     for index, (add, other) in enumerate(way.steps):
         value, added = proofs.tensor(add), proofs.tensor(other)
         if value is None or added is None or (added.dtype != value.dtype and not way.unrounded):
@@ -94,11 +110,31 @@ def _terms(way: _Way) -> tuple[tuple[fx.Node, ...], fx.Node | None] | None:
             if way.parted is not None and not behind:
                 return None
             residual = other
+        elif proofs.same_shape(added.shape, value.shape) and beside is None and _may_add(way, other, residual):
+            beside = Added(other, _between(way, add))
         elif proofs.is_row(added, value.shape[-1]) and len(biases) < 2 and not behind:
             biases.insert(0, other)
         else:
             return None
-    return tuple(biases), residual
+    return tuple(biases), residual, beside
+
+
+def _may_add(way: _Way, node: fx.Node, residual: fx.Node | None) -> bool:
+    """Returns whether a tensor could be added to the residual first, which takes a kernel that reads and writes as many
+    bytes: for few of them, the launches that are spared take longer. In float16 that sum may overflow.
+    """
+    if residual is None or way.post is not None or way.unrounded:
+        return False
+    value = proofs.fake(node)
+    in_rows = all(map(proofs.row_major, (value, proofs.fake(residual))))
+    plain = value.dtype in (torch.bfloat16, torch.float32) and in_rows
+    return plain and proofs.known(value.numel() * value.dtype.itemsize <= NORM_BYTES)
+
+
+def _between(way: _Way, add: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the views and the product between a sum of the way and its first one, the innermost first."""
+    steps = way.nodes[1 : way.nodes.index(add)]
+    return tuple(step for step in reversed(steps) if step.target is not aten.add.Tensor)
 
 
 @dataclass(frozen=True)
@@ -140,7 +176,7 @@ def _ways(total: fx.Node) -> list[_Way]:
             for mine, other in _operands_of(top):
                 if isinstance(other, fx.Node):
                     pending.append(way.to(mine, steps=(*way.steps, (top, other))))
-        elif top.target is aten.mul.Tensor and way.parted is None and len(way.steps) < 2:
+        elif top.target is aten.mul.Tensor and way.parted is None:
             for mine, other in _operands_of(top):
                 if (scale := _scale(top, mine, other)) is not None:
                     pending.append(way.to(mine, scale=scale, parted=len(way.steps)))

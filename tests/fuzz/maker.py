@@ -222,7 +222,7 @@ class Maker:
 
     def pointwise(self, value: Value) -> Value:
         """A row, a number, a residual, an activation or a norm of it."""
-        kind = self.rng.choice(("row", "number", "residual", "activation", "activation", "norm", "cast"))
+        kind = self.rng.choice(("row", "number", "residual", "activation", "activation", "norm", "cast", "two terms"))
         if kind == "row":
             b = self.beside(value, (Size(value.width),), "b")
             op = self.rng.choice(("+", "+", "*"))
@@ -235,10 +235,19 @@ class Maker:
             return self.assign(f"{value.name} + {r.name}", value.shape, value, same=value.same & r.same)
         if kind == "norm" and value.width >= 8:
             return self.norm(value)
+        if kind == "two terms" and value.width >= 8:
+            return self.norm(self.two_terms(value))
         if kind == "cast" and self.dtype != "float32":
             text = self.rng.choice(ACTIVATIONS).format(f"{value.name}.to(F32)")
             return self.assign(f"({text}).to(DT)", value.shape, value)
         return self.assign(self.rng.choice(ACTIVATIONS).format(value.name), value.shape, value)
+
+    def two_terms(self, value: Value) -> Value:
+        """A residual, and what a shared expert adds."""
+        a, r = (self.beside(value, value.shape, name) for name in "ar")
+        forms = ("({0} + {1})", "({0} + {1}) * 0.22", "({1} + {0})", "({0} + {1} * 0.5)")
+        inner = self.rng.choice(forms).format(value.name, a.name)
+        return self.assign(f"{r.name} + {inner}", value.shape, value, same=value.same & a.same & r.same)
 
     def norm(self, value: Value) -> Value:
         """RMSNorm or LayerNorm; its weights are the same on all ranks where the value was reduced."""
@@ -258,7 +267,8 @@ class Maker:
                 if self.chance(0.5):
                     self.output(f"{wide.name}.to(DT)")
                 value = wide
-            scale = f"torch.rsqrt({wide.name}.pow(2).mean(-1, keepdim=True) + 1e-5)"
+            mean = f"({wide.name}.pow(2).mean(-1, keepdim=True) + 1e-5)"
+            scale = self.rng.choice((f"torch.rsqrt{mean}", f"torch.rsqrt{mean}", f"torch.pow({mean}, -0.5)"))
             text = f"({wide.name} * {scale}).to(DT) * {w.name}"
         return self.assign(text, value.shape, value, same=value.same & w.same)
 
@@ -291,6 +301,9 @@ class Maker:
             return self.assign(f"scatter({operand}, {dim}, {group}{op_text}){after}", shape, same=x.same - gone)
         whole = {name for name in self.place.groups if name == group or size == self.place.world_size}
         reduced = frozenset(whole)
+        if op != "max" and self.chance(0.1):
+            # What experts return is added up behind the reduction.
+            operand, after = f"torch.stack(({operand}, {operand} * 0.5))", f".sum(0){after}"
         return self.assign(f"reduce({operand}, {group}{op_text}){after}", x.shape, same=x.same | reduced,
                            reduced=reduced)  # fmt: skip
 

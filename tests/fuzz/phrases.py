@@ -112,6 +112,13 @@ def row(maker: Maker) -> None:
         maker.line(f"outs.append({maker.statistic(found)})", 1)
     if found.reduced and not maker.parallel:
         found = on_one_rank(maker, found, "behind the reduction")
+    if found.reduced and found.width >= 8 and maker.chance(0.45):
+        # The end of a block, and the beginning of the next one.
+        total = maker.two_terms(found)
+        maker.output(total.name)
+        normed = maker.norm(total)
+        maker.current = maker.matmul(normed, maker.columns(normed))
+        return
     while maker.chance(0.55):
         found = maker.pointwise(found)
     maker.current = found

@@ -260,6 +260,7 @@ GRANITE = {
     "logits_scaling": 8.0,
     "pad_token_id": 0,
 }
+GEMMA4 = {"head_dim": 16, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96, "layer_types": None}
 GEMMA3_NORMS = (*LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 ARCHITECTURES = {
     "llama": _like_llama("llama"),
@@ -302,6 +303,7 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture("phi3", (), (), LLAMA_NORMS, (), config={"pad_token_id": 0}),
     "granite": Architecture("granite", (), (), LLAMA_NORMS, (), config=GRANITE),
+    "gemma4": Architecture("gemma4_text", (), (), GEMMA3_NORMS, (), config=GEMMA4),
     "olmo2": Architecture("olmo2", (), (), GEMMA3_NORMS[1::2], (), config={"pad_token_id": 0}),
     "mixtral": _experts("mixtral", "num_local_experts"),
     "qwen3_moe": _experts("qwen3_moe", "num_experts", moe_intermediate_size=32, head_dim=16),
@@ -318,6 +320,8 @@ ARCHITECTURES = {
         v_head_dim=16,
         num_key_value_heads=4,
     ),
+    # No plan cuts the expert for all tokens, which has a gate.
+    "qwen2_moe": _experts("qwen2_moe", "num_experts", moe_intermediate_size=32, shared_expert_intermediate_size=64),
     # Its experts have biases, and it has a plan for expert parallelism only.
     "gpt_oss": _experts("gpt_oss", "num_local_experts", own_plan=False, head_dim=16),
     "plain_llama": _plain(LLAMA_COLUMNS),

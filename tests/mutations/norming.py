@@ -8,6 +8,7 @@ ROWS = "lowering/norms/rows.py"
 BITS = "tests/lowering/test_norm_bits.py::test_the_norm_alone_has_the_bits_of_the_reference"
 FORMS = "passes/graph/norm_forms.py"
 SUMS = "passes/graph/reduced_sums.py"
+TERMS = "tests/passes/test_added_terms.py::test_does_not_fire"
 FOREIGN = "passes/graph/foreign_norms.py"
 UNROUNDED = "tests/passes/test_unrounded_norms.py"
 SCALED = "tests/passes/test_scaled_norms.py"
@@ -162,5 +163,75 @@ NORMING: tuple[Mutation, ...] = (
         "return all(node is user or node.target is aten.clone.default or proofs.keeps_order(node) for node in onward)",
         "return bool(onward)",
         "tests/passes/test_norm_readers.py::test_rows_that_are_repeated_behind_the_norm",
+    ),
+    Mutation(
+        "a power is no inverse root",
+        "passes/graph/norm_forms.py",
+        "bool(node.args[1] == -0.5)",
+        "bool(node.args[1] == -1.5)",
+        "tests/passes/test_all_reduce_rms_norm.py::test_reads_every_form[gemma4]",
+    ),
+    Mutation(
+        "a term beside the residual is added to it however large it is",
+        SUMS,
+        "return plain and proofs.known(",
+        "return plain or proofs.known(",
+        f"{TERMS}[_many_bytes]",
+    ),
+    Mutation(
+        "a term beside the residual may leave the range of float16",
+        SUMS,
+        "value.dtype in (torch.bfloat16, torch.float32) and in_rows",
+        "in_rows",
+        f"{TERMS}[_float16]",
+    ),
+    Mutation(
+        "a term beside the residual may have any strides",
+        SUMS,
+        "all(map(proofs.row_major, (value, proofs.fake(residual))))",
+        "True",
+        f"{TERMS}[_other_strides]",
+    ),
+    Mutation(
+        "a term in front of a norm is added behind it",
+        SUMS,
+        "if residual is None or way.post is not None or way.unrounded:",
+        "if residual is None or way.unrounded:",
+        f"{TERMS}[_in_front_of_a_norm]",
+    ),
+    Mutation(
+        "a term is not scaled as the reduced rows are",
+        SUMS,
+        "if step.target is not aten.add.Tensor)",
+        "if step.target not in (aten.add.Tensor, aten.mul.Tensor))",
+        "tests/passes/test_added_terms.py::test_computes_the_same[granite]",
+    ),
+    Mutation(
+        "a term may be computed from the reduced rows",
+        "passes/fuse/all_reduce_rms_norm.py",
+        "added = [] if self.sum.added is None else [self.sum.added.node]",
+        "added = list[fx.Node]()",
+        f"{TERMS}[_depends]",
+    ),
+    Mutation(
+        "sums in float16 move in front of a reduction",
+        "passes/forms/move_sums.py",
+        "(torch.bfloat16, torch.float32)",
+        "(torch.bfloat16, torch.float16, torch.float32)",
+        "tests/passes/test_move_sums.py::test_float16_stays",
+    ),
+    Mutation(
+        "a sum of as many elements moves",
+        "passes/forms/move_sums.py",
+        "proofs.known(total.numel() < value.numel())",
+        "proofs.known(total.numel() <= value.numel())",
+        "tests/passes/test_move_sums.py::test_left_alone[nothing to add]",
+    ),
+    Mutation(
+        "ranks do not compare what is summed behind a collective",
+        "passes/finish/wire_facts.py",
+        "if node.target is not SUM or",
+        "if node.target is SUM or",
+        "tests/passes/test_move_sums.py::test_ranks_with_other_sums_run_their_graphs_as_they_are",
     ),
 )

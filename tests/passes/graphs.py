@@ -48,8 +48,8 @@ WORLD_SIZE = 4
 PREPARATIONS = (
     normalize_collectives,
     share_gathers,
-    merge_reductions,
     move_across,
+    merge_reductions,
     sequence_parallel,
     try_forms,
 )

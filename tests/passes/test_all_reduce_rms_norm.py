@@ -14,7 +14,7 @@ from torch import fx, nn
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
-from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm, prove
+from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm, prove, rsqrts
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.passes.graph.reduced_sums import find_sum
@@ -59,6 +59,15 @@ class GemmaNorm(LlamaNorm):
         return (self.scaled(x.float()) * (1.0 + self.weight.float())).type_as(x)
 
 
+class Gemma4Norm(LlamaNorm):
+    """The inverse root is a power."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scaled = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + self.eps, -0.5)
+        return (scaled * self.weight.float()).type_as(x)
+
+
 class OlmoNorm(LlamaNorm):
     """The weight in fp32."""
 
@@ -78,6 +87,7 @@ FORMS: dict[str, tuple[Callable[[torch.dtype], nn.Module], Norm, str]] = {
     "llama": (LlamaNorm, LLAMA, "residual weight"),
     "gemma": (GemmaNorm, Norm("rms", 1e-6, plus_one=True), "residual weight"),
     "olmo": (OlmoNorm, Norm("rms", 1e-6), "residual weight"),
+    "gemma4": (Gemma4Norm, Norm("rms", 1e-6), "residual weight"),
     "t5": (T5Norm, LLAMA, "residual weight"),
     "rms": (lambda dtype: nn.RMSNorm(N, eps=0.25, dtype=dtype), Norm("rms", 0.25), "residual weight"),
     "rms_plain": (lambda dtype: nn.RMSNorm(N, eps=0.5, elementwise_affine=False), Norm("rms", 0.5), "residual"),
@@ -122,7 +132,7 @@ def fused(module: fx.GraphModule, options: Options | None = None) -> int:
 def codes(module: fx.GraphModule) -> list[str]:
     """Why the norms of reduced tensors are not fused."""
     found = []
-    for rsqrt in module.graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default):
+    for rsqrt in rsqrts(module.graph):
         rows = normalised(rsqrt)
         total = None if rows is None else find_sum(rows)
         proved = None if total is None else prove(total, rsqrt)
@@ -143,7 +153,7 @@ def frozen(make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> nn.M
 def test_reads_every_form(form: str) -> None:
     make, norm, extras = FORMS[form]
     module = graph_of(block(frozen(make, BF16)), *tensors(BF16))
-    (rsqrt,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default)
+    (rsqrt,) = rsqrts(module.graph)
     assert isinstance(find_norm(rsqrt), FoundNorm)
     assert fused(module) == 1 and not reasons(module)
     (node,) = nodes_of(module)
