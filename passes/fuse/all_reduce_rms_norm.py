@@ -48,6 +48,7 @@ from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, find_two_norms, is_rsqrt, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, leave_alone
 from ditron_inductor.passes.graph.reduced_sums import Sum, find_sum
+from ditron_inductor.passes.graph.row_regions import is_pointwise
 from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
     EXTRAS,
@@ -321,6 +322,9 @@ PICKS = frozenset({aten.index.Tensor, aten.index_select.default})
 """Ops that pick rows in another number and order, as for the experts they are sent to, in an own kernel."""
 
 
+REPEATS = frozenset({aten.expand.default, aten.repeat.default})
+
+
 def _is_foreign(user: fx.Node) -> bool:
     """Returns whether nobody but its author knows what an op does: the compiler gives it tensors."""
     return isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
@@ -337,12 +341,16 @@ def _is_final(user: fx.Node) -> bool:
 
 def _is_repeated_for_matmuls(user: fx.Node) -> bool:
     """Returns whether an op repeats rows, as for each expert of a token, and matmuls alone read them: these get a copy.
-    Other readers may take the repetition back, and the compiler then computes them with the norm.
+    They may be scaled before, if there are more of them, as for the experts of Llama 4: the compiler does that in
+    another kernel than the norm. Other readers may take the repetition back, and the compiler then computes them with
+    the norm.
     """
-    if user.target is not aten.expand.default:
+    if user.target not in REPEATS:
         return False
     onward = proofs.reached([user], lambda node: [reader for reader in node.users if not proofs.is_matmul(reader)])
-    return all(node is user or node.target is aten.clone.default or proofs.keeps_order(node) for node in onward)
+    more = proofs.known(proofs.fake(user).numel() > proofs.fake(proofs.operand(user)).numel())
+    copied = [node for node in onward if node is not user and node.target is not aten.clone.default]
+    return all(proofs.keeps_order(node) or (more and is_pointwise(node.target)) for node in copied)
 
 
 def _task(match: Match, options: Options) -> tuple[ReductionWithNorm, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
     x -> convert fp32 -> pow 2 -> mean last dim -> + eps -> rsqrt -> * (converted x)                          RMS norm
     x -> convert fp32 -> var_mean last dim -> variance + eps -> rsqrt -> * (converted x - mean)              layer norm
+    x -> convert fp32 -> - its mean -> pow 2 -> mean last dim -> + eps -> rsqrt -> * (converted x - mean)    the same
 
 The inverse root may also be `pow -0.5` (Gemma 4), which is read as the `rsqrt` it is. Then follow, each at most once
 and in eager's order, a conversion back to the dtype of x, `* weight`, and `+ shift`. In fp32 there are no
@@ -317,12 +318,15 @@ def _statistics(rsqrt: fx.Node) -> _Statistics | None:
     if not isinstance(mean, fx.Node):
         return None
     if mean.target is aten.mean.dim:
-        bound = proofs.arguments(mean)
-        square = bound["self"]
-        wide = _squared(square)
-        if wide is None or bound["dtype"] is not None or not proofs.over_last(bound["dim"], bound["keepdim"], square):
+        square = _mean_of(mean)
+        centred = _squared(square)
+        if square is None or centred is None:
             return None
-        return _Statistics("rms", eps, wide, (square, mean, summed), None)
+        if centred.target is aten.sub.Tensor and centred.kwargs.get("alpha", 1) == 1:
+            wide, subtracted = centred.args
+            if isinstance(wide, fx.Node) and isinstance(subtracted, fx.Node) and _mean_of(subtracted) is wide:
+                return _Statistics("layer", eps, wide, (subtracted, centred, square, mean, summed), subtracted)
+        return _Statistics("rms", eps, centred, (square, mean, summed), None)
     if mean.target is getitem and mean.args[1] == 0 and isinstance(mean.args[0], fx.Node):
         both = mean.args[0]
         if both.target is not aten.var_mean.correction:
@@ -335,6 +339,16 @@ def _statistics(rsqrt: fx.Node) -> _Statistics | None:
             return None
         return _Statistics("layer", eps, wide, (both, mean, others[0], summed), others[0])
     return None
+
+
+def _mean_of(node: fx.Node) -> fx.Node | None:
+    """Returns what a node is the mean of over the last dimension, which it keeps, in the same dtype."""
+    if node.target is not aten.mean.dim:
+        return None
+    bound = proofs.arguments(node)
+    source = bound["self"]
+    fits = bound["dtype"] is None and proofs.over_last(bound["dim"], bound["keepdim"], source)
+    return source if fits and isinstance(source, fx.Node) else None
 
 
 def _squared(node: object) -> fx.Node | None:

@@ -30,57 +30,11 @@ from tests.passes.graphs import (
     run_ranks,
     text,
 )
+from tests.passes.norms import CohereNorm, Gemma4Norm, GemmaNorm, LlamaNorm, N, OlmoNorm, OtherMean, T5Norm
 
 pytestmark = pytest.mark.usefixtures("group")
 
-N = 32
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class LlamaNorm(nn.Module):
-    """As in transformers: rounded before the weight."""
-
-    def __init__(self, dtype: torch.dtype, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(N).to(dtype), requires_grad=False)
-        self.eps = eps
-
-    def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * self.scaled(x.to(torch.float32)).to(x.dtype)
-
-
-class GemmaNorm(LlamaNorm):
-    """As in transformers: the weight is what differs from one."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.scaled(x.float()) * (1.0 + self.weight.float())).type_as(x)
-
-
-class Gemma4Norm(LlamaNorm):
-    """The inverse root is a power."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scaled = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + self.eps, -0.5)
-        return (scaled * self.weight.float()).type_as(x)
-
-
-class OlmoNorm(LlamaNorm):
-    """The weight in fp32."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * self.scaled(x.to(torch.float32))).to(x.dtype)
-
-
-class T5Norm(LlamaNorm):
-    """What is scaled was not converted."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
 
 LLAMA = Norm("rms", 1e-6, round_first=True)
 FORMS: dict[str, tuple[Callable[[torch.dtype], nn.Module], Norm, str]] = {
@@ -88,6 +42,7 @@ FORMS: dict[str, tuple[Callable[[torch.dtype], nn.Module], Norm, str]] = {
     "gemma": (GemmaNorm, Norm("rms", 1e-6, plus_one=True), "residual weight"),
     "olmo": (OlmoNorm, Norm("rms", 1e-6), "residual weight"),
     "gemma4": (Gemma4Norm, Norm("rms", 1e-6), "residual weight"),
+    "cohere": (CohereNorm, Norm("layer", 1e-6), "residual weight"),
     "t5": (T5Norm, LLAMA, "residual weight"),
     "rms": (lambda dtype: nn.RMSNorm(N, eps=0.25, dtype=dtype), Norm("rms", 0.25), "residual weight"),
     "rms_plain": (lambda dtype: nn.RMSNorm(N, eps=0.5, elementwise_affine=False), Norm("rms", 0.5), "residual"),
@@ -531,6 +486,10 @@ def _other_numerator(norm: nn.Module) -> Callable[..., Any]:
     return fn
 
 
+def _other_mean(norm: nn.Module) -> Callable[..., Any]:
+    return block(OtherMean(BF16))
+
+
 def _unbiased(norm: nn.Module) -> Callable[..., Any]:
     def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
         x = (all_reduce(a @ b) + residual).float()
@@ -552,6 +511,7 @@ def _largest(norm: nn.Module) -> Callable[..., Any]:
         (_depends, ["operand_depends"]),
         (_saved, ["norm_used"]),
         (_other_numerator, ["norm_form"]),
+        (_other_mean, ["norm_form"]),
         (_post_used, ["norm_consumer", "intermediate_used"]),
         (_bias_behind_post, ["norm_consumer"]),
         (_residual_in_front_of_post, ["norm_consumer"]),

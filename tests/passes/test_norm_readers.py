@@ -31,10 +31,19 @@ def _for_experts(rows: torch.Tensor) -> torch.Tensor:
     return torch.bmm(repeated.new_ones(len(repeated), 8, rows.shape[-1]), repeated.unsqueeze(-1))
 
 
+def _for_all_experts(rows: torch.Tensor, times: int = 3) -> torch.Tensor:
+    """As in Llama 4: every expert has all rows, each multiplied by its score."""
+    scaled = rows.repeat(times, 1) * rows.new_full((times * len(rows), 1), 2.0)
+    return torch.bmm(scaled.view(times, *rows.shape), rows.new_ones(times, rows.shape[-1], 8))
+
+
 @pytest.mark.parametrize(
     ("behind", "count"),
     [
         (_for_experts, 1),
+        (_for_all_experts, 1),
+        # Then there are as many rows as the norm has, and the compiler scales them in its kernel.
+        (lambda rows: _for_all_experts(rows, 1), 0),
         (lambda rows: rows.unsqueeze(1).expand(-1, 3, -1).relu(), 0),
         # The compiler computes these with the norm.
         (lambda rows: rows.unsqueeze(1).expand(-1, 4, -1).amax(1), 0),
@@ -42,7 +51,7 @@ def _for_experts(rows: torch.Tensor) -> torch.Tensor:
         (lambda rows: rows.unsqueeze(1).expand(-1, 1, -1).relu(), 0),
         (lambda rows: rows.unsqueeze(-1).expand(-1, -1, 9).relu(), 0),
     ],
-    ids=["experts", "elements", "largest", "one_of_them", "once", "columns"],
+    ids=["experts", "all_experts", "one_expert", "elements", "largest", "one_of_them", "once", "columns"],
 )
 def test_rows_that_are_repeated_behind_the_norm(behind: Repeated, count: int) -> None:
     norm = frozen(LlamaNorm, BF16)
