@@ -8,6 +8,7 @@ ROWS = "lowering/norms/rows.py"
 BITS = "tests/lowering/test_norm_bits.py::test_the_norm_alone_has_the_bits_of_the_reference"
 FORMS = "passes/graph/norm_forms.py"
 SUMS = "passes/graph/reduced_sums.py"
+LAYERS = "tests/passes/test_all_reduce_rms_norm.py"
 TERMS = "tests/passes/test_added_terms.py::test_does_not_fire"
 FOREIGN = "passes/graph/foreign_norms.py"
 UNROUNDED = "tests/passes/test_unrounded_norms.py"
@@ -170,6 +171,20 @@ NORMING: tuple[Mutation, ...] = (
         "bool(node.args[1] == -0.5)",
         "bool(node.args[1] == -1.5)",
         "tests/passes/test_all_reduce_rms_norm.py::test_reads_every_form[gemma4]",
+    ),
+    Mutation(
+        "any mean may be subtracted in front of the one that a layer norm takes",
+        FORMS,
+        "and _mean_of(subtracted) is wide:",
+        "and subtracted is not wide:",
+        f"{LAYERS}::test_reads_only_the_mean_of_the_same_rows",
+    ),
+    Mutation(
+        "whatever is made of repeated rows is another kernel's than the norm",
+        "passes/fuse/all_reduce_rms_norm.py",
+        "(more and is_pointwise(node.target))",
+        "more",
+        "tests/passes/test_norm_readers.py::test_rows_that_are_repeated_behind_the_norm[largest]",
     ),
     Mutation(
         "a term beside the residual is added to it however large it is",

@@ -65,6 +65,15 @@ class OtherMean(LlamaNorm):
         return ((wide - wide.mean(1, keepdim=True)) * torch.rsqrt(variance + self.eps)).to(x.dtype)
 
 
+class OtherDeviation(LlamaNorm):
+    """No layer norm either: of the deviation from the mean of a column."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        centred = wide - wide.mean(1, keepdim=True)
+        return (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 class T5Norm(LlamaNorm):
     """What is scaled was not converted."""
 
