@@ -260,7 +260,14 @@ GRANITE = {
     "logits_scaling": 8.0,
     "pad_token_id": 0,
 }
-GEMMA4 = {"head_dim": 16, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96, "layer_types": None}
+# Its last layer has heads of another width. Scores are not scaled, so in wide heads they would leave one of them.
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 96,
+    "layer_types": None,
+}
 GEMMA3_NORMS = (*LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 ARCHITECTURES = {
     "llama": _like_llama("llama"),
