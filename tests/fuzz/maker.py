@@ -267,6 +267,9 @@ class Maker:
                 if self.chance(0.5):
                     self.output(f"{wide.name}.to(DT)")
                 value = wide
+            elif self.chance(0.3):
+                # A layer norm that is written out.
+                wide = self.assign(f"{wide.name} - {wide.name}.mean(-1, keepdim=True)", value.shape, value)
             mean = f"({wide.name}.pow(2).mean(-1, keepdim=True) + 1e-5)"
             scale = self.rng.choice((f"torch.rsqrt{mean}", f"torch.rsqrt{mean}", f"torch.pow({mean}, -0.5)"))
             text = f"({wide.name} * {scale}).to(DT) * {w.name}"
