@@ -101,6 +101,9 @@ class Match:
     def needed(self) -> list[fx.Node]:
         """What is computed before the node."""
         added = [] if self.sum.added is None else [self.sum.added.node]
+        # The sizes of views, and the scale.
+        steps = () if self.sum.added is None else self.sum.added.steps
+        added += [source for step in steps for source in step.all_input_nodes if source not in self.sum.between]
         return [*added, *(extra for extra in self.extras.values() if extra is not None)]
 
     @property

@@ -220,9 +220,8 @@ def test_dynamic_shapes() -> None:
         assert move_across(module.graph, options=Options()) == 1
 
 
-def facts(factor: float) -> Any:
-    """What a rank tells the others of a graph whose product has this factor."""
-    module = traced(lambda x, w: all_reduce((x @ w) / factor), X, W)
+def told(module: Any) -> Any:
+    """What a rank tells the others of a graph in which passes move something across a collective."""
     before = before_passes(module.graph)
     found = pipeline.run(module.graph, Options())
     moved_by = ", ".join(f"{name} {found[name]}" for name in pipeline.MOVING if found.get(name))
@@ -233,6 +232,9 @@ def facts(factor: float) -> Any:
 @pytest.mark.parametrize("whole", [True, False])
 def test_ranks_with_other_factors_run_their_graphs_as_they_are(whole: bool) -> None:
     """As means over batches of several sizes have."""
+    def facts(factor: float) -> Any:
+        return told(traced(lambda x, w: all_reduce((x @ w) / factor), X, W))
+
     same, other = (5, 8) if whole else (5.0, 8.0)
     assert not compare([facts(same)] * 2, [{}, {}]).plain
     assert compare([facts(same), facts(other)], [{}, {}]).plain

@@ -9,10 +9,8 @@ import expecttest
 import pytest
 import torch
 
-from ditron_inductor import pipeline
 from ditron_inductor.device.facts import compare
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.wire_facts import before_passes, facts_of, graph_facts
 from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
@@ -25,6 +23,7 @@ from tests.passes.graphs import (
     traced,
 )
 from tests.passes.test_all_reduce_rms_norm import LlamaNorm, N, frozen, fused, graph_of, nodes_of
+from tests.passes.test_move_across import told
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -140,12 +139,7 @@ def test_dynamic_shapes() -> None:
 
 def facts(rows: tuple[int, int], dim: int) -> Any:
     """What a rank tells the others of a graph that sums 4 x 4 rows over one of the two dimensions."""
-    module = traced(lambda x, w: all_reduce(x @ w).view(*rows, 24).sum(dim), torch.empty(16, 16), W[0])
-    before = before_passes(module.graph)
-    found = pipeline.run(module.graph, Options())
-    moved_by = ", ".join(f"{name} {found[name]}" for name in pipeline.MOVING if found.get(name))
-    assert moved_by
-    return graph_facts(before, facts_of(module.graph), moved_by, {}).groups[0]
+    return told(traced(lambda x, w: all_reduce(x @ w).view(*rows, 24).sum(dim), torch.empty(16, 16), W[0]))
 
 
 @pytest.mark.parametrize("other", [((4, 4), 1), ((2, 8), 0)], ids=str)
