@@ -51,6 +51,8 @@ PRELOADED = [
     "triton.compiler",
 ]
 LOG_TAIL = 6000
+GLOO = "(pt_gloo_runloop)"
+"""The name of the threads of a group."""
 _STARTING = threading.Lock()
 OUT_OF_STEP = {"DitronTimeout", "DitronDiverged", "DitronPoisoned"}
 """Errors behind which a group cannot be used before its ranks reset it."""
@@ -163,9 +165,10 @@ class RankPool:
         log = self._log(rank)
         if not log.exists():
             return ""
-        # Behind the stacks faulthandler names each module that the compiler has made, thousands of characters.
+        # Behind the stacks faulthandler names each module that the compiler has made, thousands of characters. And every
+        # group that a rank ever had keeps two threads, which wait.
         lines = log.read_text(errors="replace").splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("Extension modules:"))[-length:]
+        return "".join(line for line in lines if not line.startswith("Extension modules:") and GLOO not in line)[-length:]
 
     def close(self) -> None:
         """End every rank; also the way out of a broken pool."""
