@@ -39,6 +39,7 @@ def reading_us(one: Contest) -> float:
     """How long a rank reads, at the speed of a copy: weights of two bytes an element."""
     arch, tokens, ranks = ARCHITECTURES[one.model], int(one.sizes["batch"]), one.where[1]
     elements = sum(arch.layer_weights(experts_read(arch, tokens))) / ranks + arch.hidden * arch.experts
+    elements += arch.whole_weights
     return 2 * int(one.sizes["layers"]) * elements / BYTES_PER_US[one.where[0]]
 
 

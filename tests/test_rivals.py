@@ -199,7 +199,7 @@ def _dispatched(ctx: RankContext, model: str) -> tuple[set[Of], dict[Of, str]]:
         return _models(ctx, model, "sp", names=("eager", "dispatched"))
 
 
-@pytest.mark.parametrize("model", ["gpt-oss-120b", *rare("qwen3-30b-a3b", "deepseek-v3")])
+@pytest.mark.parametrize("model", ["gpt-oss-120b", *rare("qwen3-30b-a3b", "deepseek-v3", "hunyuan-a13b")])
 def test_tokens_that_are_sent_to_their_experts(rank_pools: RankPools, model: str) -> None:
     timed, reasons = rank_pools.get("cpu", 2).run(_dispatched, model, timeout=200)[0]
     assert timed == {(f"{model} sp", "eager"), (f"{model} sp", "dispatched")}, reasons

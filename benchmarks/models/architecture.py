@@ -37,8 +37,9 @@ class Architecture:
     behind attention and feed-forward too. theta: of rotary positions, 0 without. scale: of the scores, by default 1 /
     sqrt(head_dim). experts: how many a feed-forward has, each of width `inner`, of which a token takes `top_k`; 0 for a
     dense one; with biases they are those of GPT-OSS, see `Experts`. skew: how unequally popular they are. shared: the
-    width of one more expert, which all tokens take; 0 without. query_latent, key_latent, rotary_dim: the sizes of
-    latent attention (see latent.py); 0 without. sinks: whether attention has sinks (see attention.py). window: how many
+    width of one more expert, which all tokens take; 0 without. whole_shared: that of one which no plan cuts, so that
+    every rank adds what it computes to the sum of the others; 0 without. query_latent, key_latent, rotary_dim: the
+    sizes of latent attention (see latent.py); 0 without. sinks: whether attention has sinks (see attention.py). window: how many
     tokens the layers 0, 2, 4, .. see at most, where it has; 0 for any number. engine: layers as vLLM writes them, see
     `EngineDecoder`, with one projection of queries, keys and values, and one of gate and up. note: how it differs from
     the model that it is named after.
@@ -64,6 +65,7 @@ class Architecture:
     top_k: int = 0
     skew: float = 0.0
     shared: int = 0
+    whole_shared: int = 0
     query_latent: int = 0
     key_latent: int = 0
     rotary_dim: int = 0
@@ -86,14 +88,15 @@ class Architecture:
             raise ValueError("latent attention has all its sizes, rotary positions, and as many keys as queries here")
         if self.window and not self.sinks:
             raise ValueError("layers with a window have sinks here")
-        if self.shared and not self.experts:
+        if (self.shared or self.whole_shared) and not self.experts:
             raise ValueError("an expert that all tokens take stands beside others here")
 
     def like(self, sizes: Architecture) -> Architecture:
         """Returns these forms of layers in the sizes of another architecture."""
         kv_heads = sizes.heads if self.heads == self.kv_heads else sizes.kv_heads
         small = replace(self, hidden=sizes.hidden, heads=sizes.heads, kv_heads=kv_heads, inner=sizes.inner)
-        routed = {"experts": min(self.experts, 4), "top_k": min(self.top_k, 2), "shared": self.shared and sizes.inner}
+        routed = {"experts": min(self.experts, 4), "top_k": min(self.top_k, 2)}
+        routed |= {"shared": self.shared and sizes.inner, "whole_shared": self.whole_shared and sizes.inner}
         half = sizes.head_dim // 2
         latent = {"query_latent": half, "key_latent": half, "rotary_dim": half} if self.query_latent else {}
         window = self.window and sizes.head_dim // 2
@@ -105,14 +108,26 @@ class Architecture:
         return self.rotary_dim or self.head_dim
 
     def layer_weights(self, experts: float | None = None) -> tuple[int, float]:
-        """Elements of the weights of (attention, feed-forward) of a layer. experts: so many of them, all by default."""
+        """Elements of the weights of (attention, feed-forward) of a layer, of which the ranks have parts. experts: so many
+        of them, all by default.
+        """
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         if self.query_latent:
             of_queries = self.query_latent * (self.hidden + self.heads * (self.head_dim + self.rotary_dim))
             of_keys = self.key_latent * (self.hidden + self.heads * 2 * self.head_dim) + self.hidden * self.rotary_dim
             attention = of_queries + of_keys + self.heads * self.head_dim * self.hidden
         width = self.inner * max(self.experts if experts is None else experts, 1) + self.shared
-        return attention, self.hidden * width * (3 if self.gated else 2)
+        return attention, self.hidden * width * self.matmuls
+
+    @property
+    def whole_weights(self) -> int:
+        """Elements of the weights of a layer that every rank has whole, beside the router and the norms."""
+        return self.hidden * self.whole_shared * self.matmuls
+
+    @property
+    def matmuls(self) -> int:
+        """The matmuls of a feed-forward, or of an expert."""
+        return 3 if self.gated else 2
 
     def make_norm(self, width: int) -> nn.Module:
         if self.norm == "layer":
@@ -235,6 +250,7 @@ class Layer(nn.Module):
         self.feedforward_innorm = arch.make_norm(arch.hidden)
         routed = arch.hidden, arch.inner, arch.experts, arch.top_k, arch.shared, arch.bias, arch.skew
         self.mlp = Experts(*routed) if arch.experts else FeedForward(arch)
+        self.whole_expert = FeedForward(replace(arch, inner=arch.whole_shared)) if arch.whole_shared else None
         self.feedforward_outnorm = arch.make_norm(arch.hidden) if arch.sandwich else None
 
     def forward(
@@ -244,7 +260,10 @@ class Layer(nn.Module):
         if self.attention_outnorm is not None:
             attention = self.attention_outnorm(attention)
         x = x + attention
-        feed_forward = self.mlp(self.feedforward_innorm(x))
+        normed = self.feedforward_innorm(x)
+        feed_forward = self.mlp(normed)
+        if self.whole_expert is not None:
+            feed_forward = feed_forward + self.whole_expert(normed)
         if self.feedforward_outnorm is not None:
             feed_forward = self.feedforward_outnorm(feed_forward)
         out = x + feed_forward
@@ -291,7 +310,8 @@ def chained(
     normed, total = layers[0].input_layernorm(x), x
     for layer, following in zip(layers, norms, strict=True):
         normed, middle = added(layer.self_attn(normed, cos, sin, seen=seen), total, layer.feedforward_innorm)
-        normed, total = added(layer.mlp(normed), middle, following)
+        beside = middle if layer.whole_expert is None else middle + layer.whole_expert(normed)
+        normed, total = added(layer.mlp(normed), beside, following)
         if seen is not None:
             seen += (middle, total)
     return normed

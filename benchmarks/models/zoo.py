@@ -126,6 +126,20 @@ MODELS: dict[str, Architecture] = {
         note=f"{ROUTED}; the model takes those of four of eight groups, by a sigmoid with "
         "a correction, and scales their sum; its positions have YaRN, its weights are FP8, and three layers are dense",
     ),
+    "hunyuan-a13b": Architecture(
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        inner=3072,
+        depth=32,
+        qk_norm=True,
+        theta=10000.0,
+        experts=64,
+        top_k=8,
+        whole_shared=3072,
+        note=f"{ROUTED}; attention is cut, which the plan of `transformers` leaves whole, as it does the expert of all "
+        "tokens; queries and keys have their norms in front of positions, the model has them behind",
+    ),
     "opt-30b": Architecture(
         hidden=7168,
         heads=56,
