@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.fuzz.layers import layers
 from tests.fuzz.maker import Maker
 from tests.fuzz.mixtures import mixture
 from tests.fuzz.phrases import CHAINED, FIRST, PHRASES, routed
@@ -30,6 +31,8 @@ TOKENS = {
 MANY_CALLS = 30
 ROUTED = 0.2
 """How many programs end with a router."""
+LAYERED = 0.3
+"""How many have layers behind all else but the router."""
 KEPT, RENEWED = 0.7, 0.3
 """How many programs that torch captures have static inputs, and in how many calls these are new on a rank."""
 SLEEPS_S = (0.001, 0.01, 0.05)
@@ -116,7 +119,8 @@ def make_program(seed: int, index: int, place: Place) -> Program:
     run = Run.draw(rng, place)
     sizes = run.sizes()
     # Drawn from numbers of their own, so that the programs of a seed stay what they were.
-    mixing, routing = (random.Random(f"{seed}/{index}/{name}") for name in ("mixture", "router"))
+    names = ("mixture", "router", "layers")
+    mixing, routing, layering = (random.Random(f"{seed}/{index}/{name}") for name in names)
     mixed = mixing.random() < place.mixtures
     if mixed and mixing.random() < 0.7:
         run.dtype = "bfloat16"
@@ -138,6 +142,8 @@ def make_program(seed: int, index: int, place: Place) -> Program:
         phrase(maker)
     if mixed:
         mixture(maker, mixing)
+    if layering.random() < LAYERED:
+        layers(maker, layering)
     if routing.random() < ROUTED:
         routed(maker, routing)
     maker.finish()
