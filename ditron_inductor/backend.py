@@ -19,6 +19,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._logging import warning_once
 
 from ditron_inductor import runtime
+from ditron_inductor.device.compilations import compilations
 from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.wire_facts import lines_of
@@ -36,6 +37,7 @@ JOINT_PASS_OPTION = "joint_custom_post_pass"
 DECIDED_FOR_ALL: dict[str, Any] = {"shape_padding": False}
 
 runtime.prepare()
+compilations.watch()
 
 
 def ditron(
@@ -55,7 +57,8 @@ def ditron(
     warn_of_many()
     has_peers = any(size > 1 for size in group_sizes().values())
     patches = {**_mode_patches(mode), **_passes(options, lines_of(gm) if has_peers else "")}
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
+    with compilations.announced():
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
 
@@ -77,6 +80,7 @@ def _passes(options: Mapping[str, Any] | None, lines: str) -> dict[str, Any]:
     """Returns the result of `passes_for_inductor` for a graph of these lines of the program."""
     ditron_options, entries = Options.parse(options)
     runtime.use(ditron_options)
+    compilations.watch()
     pipelines = {
         FIRST_PASS_OPTION: JointPipeline(ditron_options, passes=BEFORE_JOINT),
         JOINT_PASS_OPTION: JointPipeline(ditron_options),

@@ -165,10 +165,11 @@ class RankPool:
         log = self._log(rank)
         if not log.exists():
             return ""
-        # Behind the stacks faulthandler names each module that the compiler has made, thousands of characters. And every
+        # Behind the stacks faulthandler names each module that the compiler has made, thousands of characters. And each
         # group that a rank ever had keeps two threads, which wait.
         lines = log.read_text(errors="replace").splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("Extension modules:") and GLOO not in line)[-length:]
+        kept = (line for line in lines if not line.startswith("Extension modules:") and GLOO not in line)
+        return "".join(kept)[-length:]
 
     def close(self) -> None:
         """End every rank; also the way out of a broken pool."""

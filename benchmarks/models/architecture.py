@@ -39,10 +39,10 @@ class Architecture:
     dense one; with biases they are those of GPT-OSS, see `Experts`. skew: how unequally popular they are. shared: the
     width of one more expert, which all tokens take; 0 without. whole_shared: that of one which no plan cuts, so that
     every rank adds what it computes to the sum of the others; 0 without. query_latent, key_latent, rotary_dim: the
-    sizes of latent attention (see latent.py); 0 without. sinks: whether attention has sinks (see attention.py). window: how many
-    tokens the layers 0, 2, 4, .. see at most, where it has; 0 for any number. engine: layers as vLLM writes them, see
-    `EngineDecoder`, with one projection of queries, keys and values, and one of gate and up. note: how it differs from
-    the model that it is named after.
+    sizes of latent attention (see latent.py); 0 without. sinks: whether attention has sinks (see attention.py). window:
+    how many tokens the layers 0, 2, 4, .. see at most, where it has; 0 for any number. engine: layers as vLLM writes
+    them, see `EngineDecoder`, with one projection of queries, keys and values, and one of gate and up. note: how it
+    differs from the model that it is named after.
     Raises ValueError for sizes that do not fit each other.
     """
 
@@ -108,8 +108,8 @@ class Architecture:
         return self.rotary_dim or self.head_dim
 
     def layer_weights(self, experts: float | None = None) -> tuple[int, float]:
-        """Elements of the weights of (attention, feed-forward) of a layer, of which the ranks have parts. experts: so many
-        of them, all by default.
+        """Elements of the weights of (attention, feed-forward) of a layer, of which the ranks have parts. experts: so
+        many of them, all by default.
         """
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         if self.query_latent:

@@ -20,6 +20,8 @@ from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PickleOptions
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from ditron_inductor.device.compilations import compilations
+
 logger = logging.getLogger(__name__)
 
 Run = Callable[[list[Any]], Sequence[Any]]
@@ -88,7 +90,8 @@ class PlainGraph:
         # Inductor changes the module that it compiles.
         module = load(self._text)
         _note_numbers(module, inputs)
-        with torch.no_grad(), config.patch({"post_grad_custom_pre_pass": self._rewrite, "triton.cudagraphs": False}):
+        options = {"post_grad_custom_pre_pass": self._rewrite, "triton.cudagraphs": False}
+        with compilations.announced(), torch.no_grad(), config.patch(options):
             compiled: Any = compile_fx_inner(module, inputs)
         run: Run = compiled
         return run

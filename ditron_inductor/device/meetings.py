@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of, unfused
+from ditron_inductor.device.compilations import compilations
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_shapes, opened, ranks_text
 from ditron_inductor.device.idle import counts_on_gpu, is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
@@ -38,6 +39,8 @@ CLOSED_FOR_GOOD = "closed for good"
 """What a register holds if its rank, or one that waited for it, runs plain: this time, or at all later calls too."""
 FIRST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
+COMPILING_S = 120.0
+"""How long a rank waits at least if others compile: as long as in the first call of a site."""
 GAVE_UP = "a peer gave up waiting"
 
 
@@ -211,8 +214,10 @@ class _Meeting:
         self.store = registers(logs[0].group)
         # Only NCCL launches on a device what the peers have to launch too.
         idle = all(counts_on_gpu(log.group) for log in logs) and is_idle(limit_s / 4)
-        self.deadline = time.monotonic() + limit_s
         self.limit_s = limit_s
+        self.began = time.monotonic()
+        self.deadline = self.began + limit_s
+        self.compiled = compilations.counts()[1]
         self.own = [
             log.post(self.uid, position_of(log.group, group), group, facts.options, idle)
             for log, group in zip(logs, touched, strict=True)
@@ -278,7 +283,8 @@ class _Meeting:
 
     def _leave_apart(self, found: list[dict[int, LogEntry]]) -> bool:
         """Takes the groups of which ranks are missing out of the meeting, and returns True, if something goes on in
-        each of them, and all ranks of another group have come. Those take as long to see that somebody is missing.
+        each of them, and all ranks of another group have come. Those take as long to see that somebody is missing,
+        from when the last of them came.
         """
         whole = [not self._absent(log, seen) for log, seen in zip(self.logs, found, strict=True)]
         missing = [log.group.name for log, come in zip(self.logs, whole, strict=True) if not come]
@@ -288,7 +294,7 @@ class _Meeting:
         self.logs = [log for log, come in zip(self.logs, whole, strict=True) if come]
         self.own = [entry for entry, come in zip(self.own, whole, strict=True) if come]
         found[:] = [seen for seen, come in zip(found, whole, strict=True) if come]
-        self.deadline = time.monotonic() + self.limit_s
+        self.deadline = time.monotonic() + 2 * self.limit_s
         return True
 
     def _collect(self, found: list[dict[int, LogEntry]]) -> Elsewhere | None:
@@ -360,7 +366,8 @@ class _Meeting:
             for log, seen in zip(self.logs, found, strict=True)
             if (absent := self._absent(log, seen))
         ]
-        return f"{', '.join(missing)} did not bring a compiled graph within {self.limit_s:g} s" if missing else ""
+        waited_s = max(self.limit_s, round(time.monotonic() - self.began))
+        return f"{', '.join(missing)} did not bring a compiled graph within {waited_s:g} s" if missing else ""
 
     def _close(self, why: Elsewhere) -> Decision:
         held = self._write(self.uid, CLOSED_FOR_GOOD if why.for_good else CLOSED)
@@ -379,10 +386,19 @@ class _Meeting:
         pause_s = FIRST_PAUSE_S
         while True:
             yield
-            if time.monotonic() >= self.deadline:
+            if time.monotonic() >= self.deadline and not self._has_more_time():
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _has_more_time(self) -> bool:
+        """Begins the time anew if a rank compiles, or has compiled in the meantime: it may have been this graph."""
+        now, last = time.monotonic(), self.began + COMPILING_S
+        compiling, compiled = compilations.counts()
+        if now >= last or not (compiling or compiled != self.compiled):
+            return False
+        self.deadline, self.compiled = min(now + self.limit_s, last), compiled
+        return True
 
     def _waits(self, uid: str) -> bool:
         """Returns whether the owner of a register waits for this rank: it has not written, or has seen this entry."""

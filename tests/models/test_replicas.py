@@ -22,10 +22,8 @@ TOKENS = {
     "they differ from the first": [(8, 12), (12, 8), (8, 12)],
 }
 """The tokens of both replicas in each call."""
-MEETING_S = 20.0
-"""Several times what ranks that share a core take to compile, each after the other. On a slow, loaded machine 10 were
-too few.
-"""
+MEETING_S = 5.0
+"""Far more than ranks that share a core take from the end of a compilation to their meeting."""
 
 
 @dataclass(frozen=True)

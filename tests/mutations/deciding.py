@@ -16,6 +16,7 @@ ON_RANKS = "tests/lowering/test_trials.py"
 COPIES = "tests/device/test_driver.py"
 WORKSPACE = "ditron_inductor/device/workspace.py"
 TURNS = "tests/device/test_turns.py"
+SLOW = "tests/models/test_slow_compilations.py"
 REPLAYED = "tests/lowering/test_trials.py::test_a_graph_that_torch_captures_tries_nothing"
 
 DECIDING: tuple[Mutation, ...] = (
@@ -312,6 +313,34 @@ DECIDING: tuple[Mutation, ...] = (
         "if self._missing(found) and not self._leave_apart(found):",
         "if self._missing(found):",
         "tests/models/test_replicas.py::test_replicas_have_tokens_of_their_own[one replica changes-False]",
+    ),
+    Mutation(
+        "a rank that compiles is not waited for",
+        "ditron_inductor/device/meetings.py",
+        "if time.monotonic() >= self.deadline and not self._has_more_time():",
+        "if time.monotonic() >= self.deadline:",
+        f"{SLOW}::test_ranks_wait_for_one_that_compiles",
+    ),
+    Mutation(
+        "a rank that has just compiled is not waited for",
+        "ditron_inductor/device/meetings.py",
+        "or not (compiling or compiled != self.compiled)",
+        "or not compiling",
+        f"{SLOW}::test_the_time_begins_anew",
+    ),
+    Mutation(
+        "a rank that compiles is waited for without a bound",
+        "ditron_inductor/device/meetings.py",
+        "if now >= last or not (",
+        "if not (",
+        f"{SLOW}::test_they_do_not_wait_for_ever",
+    ),
+    Mutation(
+        "a rank that records a CUDA graph counts as one that compiles",
+        "ditron_inductor/device/compilations.py",
+        "if args.callback_trigger in TRIGGERS:",
+        "if True:",
+        f"{SLOW}::test_compilations_are_counted",
     ),
     Mutation(
         "a collective of another shape is sent as it is",
