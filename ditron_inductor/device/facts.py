@@ -88,7 +88,9 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """The groups of one graph, and the options that it was compiled with, as text by name."""
+    """The groups of one graph, in an order that all ranks share, and the options that it was compiled with, as text by
+    name.
+    """
 
     groups: tuple[GroupFacts, ...]
     options: Mapping[str, str] = field(default_factory=dict)

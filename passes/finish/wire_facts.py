@@ -96,7 +96,7 @@ def graph_facts(
     before: Before, after: Mapping[str, Sequence[LaunchFacts]], moved: str, options: Mapping[str, str]
 ) -> GraphFacts:
     """The facts of one graph before the passes and after them. moved: see GroupFacts."""
-    groups = tuple(
+    groups = (
         GroupFacts(
             name,
             group_size(name) or 0,
@@ -105,9 +105,17 @@ def graph_facts(
             moved,
             before.structure,
         )
-        for name in sorted({*before.launches, *after})
+        for name in {*before.launches, *after}
     )
-    return GraphFacts(groups, dict(options))
+    return GraphFacts(tuple(sorted(groups, key=_place_of)), dict(options))
+
+
+def _place_of(group: GroupFacts) -> tuple[list[tuple[str, str]], int, str]:
+    """Returns by what the groups of a graph are put in order: the same on all ranks, as their names are not. The ranks
+    call each other's counterpart of a group by another name.
+    """
+    launches = group.before or group.after
+    return [(launch.wire, launch.place) for launch in launches], launches[0].order, group.name
 
 
 def _structure(graph: fx.Graph) -> str:

@@ -315,6 +315,13 @@ DECIDING: tuple[Mutation, ...] = (
         "tests/models/test_replicas.py::test_replicas_have_tokens_of_their_own[one replica changes-False]",
     ),
     Mutation(
+        "the groups of a graph are in the order of their names",
+        "passes/finish/wire_facts.py",
+        "return [(launch.wire, launch.place) for launch in launches], launches[0].order, group.name",
+        "return [], 0, group.name",
+        "tests/models/test_replicas.py::test_one_rank_logs_a_product_from_a_call_on[one replica changes-1]",
+    ),
+    Mutation(
         "a rank that compiles is not waited for",
         "ditron_inductor/device/meetings.py",
         "if time.monotonic() >= self.deadline and not self._has_more_time():",
