@@ -36,8 +36,8 @@ def own_weights(cell: Cell, arch: Architecture, world_size: int) -> float:
     """Elements of the weights of all layers that a rank holds."""
     attention, feed_forward = arch.layer_weights()
     of_attention = attention / (1 if cell.form in ("cp", "kv") else world_size)
-    of_all = feed_forward / (1 if cell.form == "cp" else world_size) + arch.whole_weights
-    return cell.layers * (of_attention + of_all)
+    of_feed_forward = feed_forward / (1 if cell.form == "cp" else world_size) + arch.whole_weights
+    return cell.layers * (of_attention + of_feed_forward)
 
 
 def bytes_read(cell: Cell, arch: Architecture, world_size: int) -> float:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
-from torch.distributed import distributed_c10d
+
+from ditron_inductor.device import groups
 
 log = logging.getLogger(__name__)
 
@@ -69,30 +70,22 @@ class Compilations:
         with self._lock:
             self._own += own
             self._by_torch = self._by_torch if by_torch is None else by_torch
-            compiles = self._by_torch or self._own > 0
-            if compiles == (self._counted_in is not None):
+            compiles, counted_in = self._by_torch or self._own > 0, self._counted_in
+            if compiles == (counted_in is not None):
                 return
+            self._counted_in = None
+            store = _store() if counted_in is None else counted_in
             try:
-                if compiles:
-                    self._counted_in = _counted(_store(), BEGUN)
-                else:
-                    store, self._counted_in = self._counted_in, None
-                    _counted(store, ENDED)
+                if store is not None:
+                    store.add(BEGUN if compiles else ENDED, 1)
+                    self._counted_in = store if compiles else None
             except RuntimeError as exc:
                 # Whatever is wrong with the store, what is compiled may not need it. If the ranks meet, they say so.
                 log.debug("the store of the job cannot be told of a compilation: %s", exc)
 
 
-def _counted(store: dist.Store | None, what: str) -> dist.Store | None:
-    if store is not None:
-        store.add(what, 1)
-    return store
-
-
 def _store() -> dist.Store | None:
-    """The store of the whole job, if there is one."""
-    store = distributed_c10d._get_default_store() if dist.is_initialized() else None
-    return None if store is None else dist.PrefixStore("ditron/compilations", store)
+    return groups.store_of_job("compilations")
 
 
 compilations = Compilations()

@@ -32,6 +32,14 @@ class Group:
         return distributed_c10d._resolve_process_group(self.name) is self.process_group()  # type: ignore[arg-type]
 
 
+def store_of_job(name: str) -> dist.Store | None:
+    """Returns Ditron's own part, of this name, of the store that all groups of a job share; None if there is no default
+    group.
+    """
+    shared = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    return None if shared is None else dist.PrefixStore(f"ditron/{name}", shared)
+
+
 def find(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns a group by itself, by its name, or the default one for None. Raises RuntimeError or ValueError."""
     if group is None:

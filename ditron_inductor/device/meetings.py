@@ -24,7 +24,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of, unfused
@@ -32,6 +31,7 @@ from ditron_inductor.device.compilations import compilations
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, open_shapes, opened, ranks_text
 from ditron_inductor.device.idle import counts_on_gpu, is_idle
 from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
+from ditron_inductor.device.registry import FIRST_TIMEOUT_S
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
 
 CLOSED = "closed"
@@ -39,7 +39,7 @@ CLOSED_FOR_GOOD = "closed for good"
 """What a register holds if its rank, or one that waited for it, runs plain: this time, or at all later calls too."""
 FIRST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
-COMPILING_S = 120.0
+COMPILING_S = FIRST_TIMEOUT_S
 """How long a rank waits at least if others compile: as long as in the first call of a site."""
 GAVE_UP = "a peer gave up waiting"
 
@@ -428,9 +428,8 @@ def check_world_sizes(facts: GraphFacts) -> None:
 
 def registers(group: groups.Group) -> dist.Store:
     """Returns the store that all groups of a process share, or the group's own store if there is no default group."""
-    if dist.is_initialized():
-        return dist.PrefixStore("ditron/registers", distributed_c10d._get_default_store())
-    return dist.PrefixStore("registers", group.store)
+    shared = groups.store_of_job("registers")
+    return dist.PrefixStore("registers", group.store) if shared is None else shared
 
 
 def _members(group: groups.Group) -> str:

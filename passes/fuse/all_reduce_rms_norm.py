@@ -100,11 +100,13 @@ class Match:
     @property
     def needed(self) -> list[fx.Node]:
         """What is computed before the node."""
-        added = [] if self.sum.added is None else [self.sum.added.node]
-        # The sizes of views, and the scale.
-        steps = () if self.sum.added is None else self.sum.added.steps
-        added += [source for step in steps for source in step.all_input_nodes if source not in self.sum.between]
-        return [*added, *(extra for extra in self.extras.values() if extra is not None)]
+        needed = [extra for extra in self.extras.values() if extra is not None]
+        added = self.sum.added
+        if added is None:
+            return needed
+        # With it the sizes of views, and the scale.
+        given = [source for step in added.steps for source in step.all_input_nodes if source not in self.sum.between]
+        return [added.node, *given, *needed]
 
     @property
     def saved(self) -> dict[str, fx.Node]:

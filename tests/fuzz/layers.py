@@ -26,18 +26,19 @@ def layers(maker: Maker, rng: Random) -> None:
     dims = [dim for dim, one in enumerate(x.shape[:-1]) if one.factor % size == 0]
     dim = rng.choice(dims) if dims and rng.random() < 0.35 else None
     shared = dim is None and (maker.parallel or rng.random() < 0.9)
-    shape = x.shape if dim is None else tuple(one // size if at == dim else one for at, one in enumerate(x.shape))
+    shape = x.shape if dim is None else maker.divided(x.shape, dim, group)
     total = maker.take(shape, shared=shared, name="r")
     for number in range(rng.randint(1, MOST)):
         if number:
             if maker.collectives >= ENOUGH:
                 break
             x = _entering(maker, rng, maker.norm(total), group, dim)
-        found = _summed(maker, _half(maker, rng, x, total.width, size), group, dim)
+        found = maker.summed_along(_half(maker, rng, x, total.width, size), group, dim)
         if dim is None:
             found = on_one_rank(maker, found, "behind the sum of a layer")
         if rng.random() < 0.25:
-            total = _with_shared_expert(maker, rng, total, found)
+            # An expert that every rank has whole adds to it too.
+            total = maker.two_terms(found, total)
         else:
             total = maker.assign(f"{total.name} + {found.name}", shape, found, same=found.same & total.same)
         if rng.random() < 0.4:
@@ -64,24 +65,3 @@ def _half(maker: Maker, rng: Random, x: Value, width: int, size: int) -> Value:
         text += f" * {maker.matmul(x, inner.width).name}"
     inner = maker.assign(text, inner.shape)
     return on_one_rank(maker, maker.matmul(inner, width, spread=size), "in front of the sum of a layer")
-
-
-def _summed(maker: Maker, x: Value, group: str, dim: int | None) -> Value:
-    """The sum over the ranks: on all of them, or divided along a dimension."""
-    maker.collectives += 1
-    maker.depth += 1
-    size = maker.size(group)
-    if dim is not None:
-        shape = tuple(one // size if at == dim else one for at, one in enumerate(x.shape))
-        return maker.assign(f"scatter({x.name}, {dim}, {group})", shape)
-    everywhere = size == maker.place.world_size
-    whole = frozenset(name for name in maker.place.groups if name == group or everywhere)
-    return maker.assign(f"reduce({x.name}, {group})", x.shape, same=x.same | whole, reduced=whole)
-
-
-def _with_shared_expert(maker: Maker, rng: Random, total: Value, found: Value) -> Value:
-    """The residual, the sum, and what an expert computes that every rank has whole, in one of the orders of models."""
-    beside = maker.beside(found, found.shape, "a")
-    texts = ("{0} + ({1} + {2})", "({1} + {2}) + {0}", "({0} + {1}) + {2}", "{0} + ({1} + {2}) * 0.5")
-    text = rng.choice(texts).format(total.name, found.name, beside.name)
-    return maker.assign(text, found.shape, found, same=found.same & total.same & beside.same)

@@ -242,12 +242,14 @@ class Maker:
             return self.assign(f"({text}).to(DT)", value.shape, value)
         return self.assign(self.rng.choice(ACTIVATIONS).format(value.name), value.shape, value)
 
-    def two_terms(self, value: Value) -> Value:
-        """A residual, and what a shared expert adds."""
-        a, r = (self.beside(value, value.shape, name) for name in "ar")
-        forms = ("({0} + {1})", "({0} + {1}) * 0.22", "({1} + {0})", "({0} + {1} * 0.5)")
-        inner = self.rng.choice(forms).format(value.name, a.name)
-        return self.assign(f"{r.name} + {inner}", value.shape, value, same=value.same & a.same & r.same)
+    def two_terms(self, value: Value, residual: Value | None = None) -> Value:
+        """A residual, a new one for None, and what a shared expert adds."""
+        a = self.beside(value, value.shape, "a")
+        r = self.beside(value, value.shape, "r") if residual is None else residual
+        forms = ("{2} + ({0} + {1})", "{2} + ({0} + {1}) * 0.22", "{2} + ({1} + {0})", "{2} + ({0} + {1} * 0.5)",
+                 "({0} + {1}) + {2}", "({2} + {0}) + {1}")  # fmt: skip
+        text = self.rng.choice(forms).format(value.name, a.name, r.name)
+        return self.assign(text, value.shape, value, same=value.same & a.same & r.same)
 
     def norm(self, value: Value) -> Value:
         """RMSNorm or LayerNorm; its weights are the same on all ranks where the value was reduced."""
@@ -280,35 +282,51 @@ class Maker:
         self.collectives += 1
         self.depth += 1
         shape = tuple(one * self.size(group) if at == dim else one for at, one in enumerate(x.shape))
-        everywhere = self.size(group) == self.place.world_size
-        same = x.same | {name for name in self.place.groups if name == group or everywhere}
+        same = x.same | self.whole(group)
         wide = self.dtype != "float32" and self.chance(0.08)
         text = f"gather({x.name}{'.to(F32)' if wide else ''}, {dim}, {group})" + (".to(DT)" if wide else "")
-        return self.assign(text, shape, same=frozenset(same))
+        return self.assign(text, shape, same=same)
+
+    def whole(self, group: str) -> frozenset[str]:
+        """The groups whose ranks all have what all ranks of a group have."""
+        everywhere = self.size(group) == self.place.world_size
+        return frozenset(name for name in self.place.groups if name == group or everywhere)
 
     def summed(self, x: Value, group: str) -> Value:
         """x reduced over the group: scattered where it can be, or on all ranks."""
-        self.collectives += 1
-        self.depth += 1
-        size = self.size(group)
         op = self.rng.choice(["sum"] * 8 + ["avg"] * self.place.averages + ["max"] * (not self.trained))
         operand, after = x.name, ""
         if self.dtype != "float32" and self.chance(0.08):
             operand, after = f"{x.name}.to(F32)", ".to(DT)"
-        dims = [dim for dim, one in enumerate(x.shape) if one.factor % size == 0]
+        dims = [dim for dim, one in enumerate(x.shape) if one.factor % self.size(group) == 0]
         op_text = "" if op == "sum" else f', "{op}"'
-        gone = {name for name in self.place.groups if self.place.overlap(name, group)}
         if dims and (self.chance(0.5) or not self.fits(x.shape)):
-            dim = self.rng.choice(dims)
-            shape = tuple(one // size if at == dim else one for at, one in enumerate(x.shape))
-            return self.assign(f"scatter({operand}, {dim}, {group}{op_text}){after}", shape, same=x.same - gone)
-        whole = {name for name in self.place.groups if name == group or size == self.place.world_size}
-        reduced = frozenset(whole)
+            return self.summed_along(x, group, self.rng.choice(dims), operand, op_text, after)
         if op != "max" and self.chance(0.1):
             # What experts return is added up behind the reduction.
             operand, after = f"torch.stack(({operand}, {operand} * 0.5))", f".sum(0){after}"
-        return self.assign(f"reduce({operand}, {group}{op_text}){after}", x.shape, same=x.same | reduced,
-                           reduced=reduced)  # fmt: skip
+        return self.summed_along(x, group, None, operand, op_text, after)
+
+    def summed_along(
+        self, x: Value, group: str, dim: int | None, operand: str = "", op_text: str = "", after: str = ""
+    ) -> Value:
+        """x reduced over the group: on all ranks, or scattered along `dim`. operand: what is sent, if not x itself.
+        op_text, after: what stands behind the group, and behind the call.
+        """
+        self.collectives += 1
+        self.depth += 1
+        operand = operand or x.name
+        if dim is None:
+            whole = self.whole(group)
+            text = f"reduce({operand}, {group}{op_text}){after}"
+            return self.assign(text, x.shape, same=x.same | whole, reduced=whole)
+        gone = {name for name in self.place.groups if self.place.overlap(name, group)}
+        text = f"scatter({operand}, {dim}, {group}{op_text}){after}"
+        return self.assign(text, self.divided(x.shape, dim, group), same=x.same - gone)
+
+    def divided(self, shape: Shape, dim: int, group: str) -> Shape:
+        """The shape of a rank's part."""
+        return tuple(one // self.size(group) if at == dim else one for at, one in enumerate(shape))
 
     # The end.
 

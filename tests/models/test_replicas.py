@@ -55,6 +55,16 @@ class Step:
         return total.sin(), gradient
 
 
+def groups_of(rank: int) -> tuple[int, str, str]:
+    """The number of a rank's replica, and the names of new groups: of this replica, and across replicas."""
+    # The last one's name has one more digit, so that ranks would sort the names of their two groups differently.
+    distributed_c10d._world.group_count = 10 ** len(str(distributed_c10d._world.group_count)) - 3
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, part = divmod(rank, 2)
+    return replica, replicas[replica].group_name, across[part].group_name
+
+
 def changing(
     ctx: RankContext, calls: Sequence[tuple[int, int]], dynamic: bool | None, of_all: Any = (), of_one: Any = ()
 ) -> set[str]:
@@ -63,12 +73,7 @@ def changing(
     """
     torch._dynamo.reset()
     decisions._last.clear()
-    # The last one's name has one more digit, so that ranks would sort the names of their two groups differently.
-    distributed_c10d._world.group_count = 10 ** len(str(distributed_c10d._world.group_count)) - 3
-    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    replica, part = divmod(ctx.rank, 2)
-    names = replicas[replica].group_name, across[part].group_name
+    replica, *names = groups_of(ctx.rank)
     program = Step(*names, **dict([*of_all, *(of_one if ctx.rank == 0 else ())]))
     options = {"ditron.strategy": "tile", "ditron.meeting_s": MEETING_S, "ditron.timeout_s": 60.0}
     compiled = torch.compile(program.__call__, backend="ditron", dynamic=dynamic, options=options)

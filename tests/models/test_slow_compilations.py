@@ -19,7 +19,7 @@ from ditron_inductor import backend, graph_meeting
 from ditron_inductor.device import meetings
 from ditron_inductor.device.agreements import Decision
 from ditron_inductor.device.compilations import compilations
-from tests.models.test_replicas import Step
+from tests.models.test_replicas import Step, groups_of
 from tests.ranks import RankContext, RankPools
 
 MEETING_S = 1.5
@@ -63,12 +63,9 @@ class Watched:
         return self._conform(*operands)
 
     def run(self, call: Callable[[], Any]) -> Any:
-        def meet(own: meetings.Meetings, *operands: Any) -> Decision:
-            return self.meet(own, *operands)
-
         with (
             mock.patch.object(backend, "compile_fx", self.compile),
-            mock.patch.object(meetings.Meetings, "meet", meet),
+            mock.patch.object(meetings.Meetings, "meet", lambda own, *operands: self.meet(own, *operands)),
             mock.patch.object(graph_meeting, "ConformPipeline", self.conform),
         ):
             return call()
@@ -108,10 +105,8 @@ def test_they_do_not_wait_for_ever(rank_pools: RankPools) -> None:
 def a_replica_changes(ctx: RankContext) -> list[str]:
     """The same where the other replica keeps its tokens, and so its graph."""
     torch._dynamo.reset()
-    replica, part = divmod(ctx.rank, 2)
-    replicas = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    program = Step(replicas[replica].group_name, across[part].group_name, logs_from=1 if ctx.rank == 0 else None)
+    replica, *names = groups_of(ctx.rank)
+    program = Step(*names, logs_from=1 if ctx.rank == 0 else None)
     watched = Watched(ctx.rank, program.replica, (1,))
     compiled = torch.compile(program.__call__, backend="ditron", dynamic=False, options=OPTIONS)
     generator = torch.Generator().manual_seed(ctx.rank)

@@ -224,8 +224,8 @@ NORMING: tuple[Mutation, ...] = (
     Mutation(
         "a term may be computed from the reduced rows",
         "passes/fuse/all_reduce_rms_norm.py",
-        "added = [] if self.sum.added is None else [self.sum.added.node]",
-        "added = list[fx.Node]()",
+        "return [added.node, *given, *needed]",
+        "return [*given, *needed]",
         f"{TERMS}[_depends]",
     ),
     Mutation(
